@@ -1,0 +1,1 @@
+"""rpcdist: asynchronous RPC, remote references and collectives for distributed training on PyTorch tensors."""

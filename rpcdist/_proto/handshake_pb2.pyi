@@ -1,0 +1,72 @@
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Identity(_message.Message):
+    __slots__ = ("name", "id", "incarnation")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    id: int
+    incarnation: int
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
+
+class Hello(_message.Message):
+    __slots__ = ("version", "nonce", "job", "role", "identity")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    JOB_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    nonce: bytes
+    job: str
+    role: str
+    identity: Identity
+    def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class Challenge(_message.Message):
+    __slots__ = ("nonce", "proof", "identity")
+    NONCE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    nonce: bytes
+    proof: bytes
+    identity: Identity
+    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+
+class Proof(_message.Message):
+    __slots__ = ("proof",)
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    proof: bytes
+    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+
+class Welcome(_message.Message):
+    __slots__ = ("session_id",)
+    SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    session_id: bytes
+    def __init__(self, session_id: _Optional[bytes] = ...) -> None: ...
+
+class Refusal(_message.Message):
+    __slots__ = ("reason",)
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    reason: str
+    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+
+class Handshake(_message.Message):
+    __slots__ = ("hello", "challenge", "proof", "welcome", "refusal")
+    HELLO_FIELD_NUMBER: _ClassVar[int]
+    CHALLENGE_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
+    WELCOME_FIELD_NUMBER: _ClassVar[int]
+    REFUSAL_FIELD_NUMBER: _ClassVar[int]
+    hello: Hello
+    challenge: Challenge
+    proof: Proof
+    welcome: Welcome
+    refusal: Refusal
+    def __init__(self, hello: _Optional[_Union[Hello, _Mapping]] = ..., challenge: _Optional[_Union[Challenge, _Mapping]] = ..., proof: _Optional[_Union[Proof, _Mapping]] = ..., welcome: _Optional[_Union[Welcome, _Mapping]] = ..., refusal: _Optional[_Union[Refusal, _Mapping]] = ...) -> None: ...

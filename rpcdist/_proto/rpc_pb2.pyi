@@ -1,0 +1,187 @@
+from rpcdist._proto import handshake_pb2 as _handshake_pb2
+from rpcdist._proto import rref_pb2 as _rref_pb2
+from rpcdist._proto import value_pb2 as _value_pb2
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Envelope(_message.Message):
+    __slots__ = ("messages", "handshake", "piece")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
+    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
+    PIECE_FIELD_NUMBER: _ClassVar[int]
+    messages: _containers.RepeatedCompositeFieldContainer[Message]
+    handshake: _handshake_pb2.Handshake
+    piece: Piece
+    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., handshake: _Optional[_Union[_handshake_pb2.Handshake, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
+
+class Message(_message.Message):
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "transfer", "control_seq")
+    CALL_FIELD_NUMBER: _ClassVar[int]
+    REPLY_FIELD_NUMBER: _ClassVar[int]
+    CANCEL_FIELD_NUMBER: _ClassVar[int]
+    STREAM_ITEM_FIELD_NUMBER: _ClassVar[int]
+    STREAM_END_FIELD_NUMBER: _ClassVar[int]
+    STREAM_CREDIT_FIELD_NUMBER: _ClassVar[int]
+    RREF_FIELD_NUMBER: _ClassVar[int]
+    ACK_FIELD_NUMBER: _ClassVar[int]
+    HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
+    call: Call
+    reply: Reply
+    cancel: Cancel
+    stream_item: StreamItem
+    stream_end: StreamEnd
+    stream_credit: StreamCredit
+    rref: _rref_pb2.RRefMessage
+    ack: Ack
+    heartbeat: Heartbeat
+    transfer_aborted: TransferAborted
+    transfer: int
+    control_seq: int
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ...) -> None: ...
+
+class Piece(_message.Message):
+    __slots__ = ("transfer", "buffer", "offset", "data")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    DATA_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    buffer: int
+    offset: int
+    data: bytes
+    def __init__(self, transfer: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
+
+class Call(_message.Message):
+    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "stream_window")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_FIELD_NUMBER: _ClassVar[int]
+    FUNCTION_PICKLE_FIELD_NUMBER: _ClassVar[int]
+    FETCH_FIELD_NUMBER: _ClassVar[int]
+    ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
+    TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
+    RESULT_FIELD_NUMBER: _ClassVar[int]
+    STREAM_WINDOW_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    function: str
+    function_pickle: bytes
+    fetch: RRefFetch
+    arguments: _value_pb2.Value
+    timeout_us: int
+    result: _value_pb2.RRefFork
+    stream_window: int
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., stream_window: _Optional[int] = ...) -> None: ...
+
+class RRefFetch(_message.Message):
+    __slots__ = ("rref", "fork")
+    RREF_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    rref: _value_pb2.UniqueId
+    fork: _value_pb2.UniqueId
+    def __init__(self, rref: _Optional[_Union[_value_pb2.UniqueId, _Mapping]] = ..., fork: _Optional[_Union[_value_pb2.UniqueId, _Mapping]] = ...) -> None: ...
+
+class Reply(_message.Message):
+    __slots__ = ("id", "value", "failure", "stream", "created")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    STREAM_FIELD_NUMBER: _ClassVar[int]
+    CREATED_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    value: _value_pb2.Value
+    failure: Failure
+    stream: bool
+    created: bool
+    def __init__(self, id: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stream: _Optional[bool] = ..., created: _Optional[bool] = ...) -> None: ...
+
+class Failure(_message.Message):
+    __slots__ = ("kind", "type_name", "text", "traceback", "worker", "exception")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        USER: _ClassVar[Failure.Kind]
+        NOT_FOUND: _ClassVar[Failure.Kind]
+        DEADLINE: _ClassVar[Failure.Kind]
+        CANCELLED: _ClassVar[Failure.Kind]
+        SERIALIZATION: _ClassVar[Failure.Kind]
+        REFUSED: _ClassVar[Failure.Kind]
+        RREF: _ClassVar[Failure.Kind]
+        SHUTDOWN: _ClassVar[Failure.Kind]
+        INTERNAL: _ClassVar[Failure.Kind]
+    USER: Failure.Kind
+    NOT_FOUND: Failure.Kind
+    DEADLINE: Failure.Kind
+    CANCELLED: Failure.Kind
+    SERIALIZATION: Failure.Kind
+    REFUSED: Failure.Kind
+    RREF: Failure.Kind
+    SHUTDOWN: Failure.Kind
+    INTERNAL: Failure.Kind
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    TYPE_NAME_FIELD_NUMBER: _ClassVar[int]
+    TEXT_FIELD_NUMBER: _ClassVar[int]
+    TRACEBACK_FIELD_NUMBER: _ClassVar[int]
+    WORKER_FIELD_NUMBER: _ClassVar[int]
+    EXCEPTION_FIELD_NUMBER: _ClassVar[int]
+    kind: Failure.Kind
+    type_name: str
+    text: str
+    traceback: str
+    worker: str
+    exception: _value_pb2.Value
+    def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., exception: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+
+class Cancel(_message.Message):
+    __slots__ = ("id",)
+    ID_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    def __init__(self, id: _Optional[int] = ...) -> None: ...
+
+class StreamItem(_message.Message):
+    __slots__ = ("id", "value")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    VALUE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    value: _value_pb2.Value
+    def __init__(self, id: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+
+class StreamEnd(_message.Message):
+    __slots__ = ("id", "failure")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    FAILURE_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    failure: Failure
+    def __init__(self, id: _Optional[int] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ...) -> None: ...
+
+class StreamCredit(_message.Message):
+    __slots__ = ("id", "items")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    ITEMS_FIELD_NUMBER: _ClassVar[int]
+    id: int
+    items: int
+    def __init__(self, id: _Optional[int] = ..., items: _Optional[int] = ...) -> None: ...
+
+class Ack(_message.Message):
+    __slots__ = ("control_seq",)
+    CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
+    control_seq: int
+    def __init__(self, control_seq: _Optional[int] = ...) -> None: ...
+
+class Heartbeat(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class TransferAborted(_message.Message):
+    __slots__ = ("transfer", "reason")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    reason: str
+    def __init__(self, transfer: _Optional[int] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,0 +1,82 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Value(_message.Message):
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs")
+    class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        PLAIN: _ClassVar[Value.Encoding]
+        PICKLE: _ClassVar[Value.Encoding]
+    PLAIN: Value.Encoding
+    PICKLE: Value.Encoding
+    ENCODING_FIELD_NUMBER: _ClassVar[int]
+    BODY_FIELD_NUMBER: _ClassVar[int]
+    TENSORS_FIELD_NUMBER: _ClassVar[int]
+    BUFFERS_FIELD_NUMBER: _ClassVar[int]
+    RREFS_FIELD_NUMBER: _ClassVar[int]
+    encoding: Value.Encoding
+    body: bytes
+    tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
+    buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
+    rrefs: _containers.RepeatedCompositeFieldContainer[RRefFork]
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ...) -> None: ...
+
+class Tensor(_message.Message):
+    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device")
+    DTYPE_FIELD_NUMBER: _ClassVar[int]
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    SHAPE_FIELD_NUMBER: _ClassVar[int]
+    STRIDE_FIELD_NUMBER: _ClassVar[int]
+    REQUIRES_GRAD_FIELD_NUMBER: _ClassVar[int]
+    PARAMETER_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_FIELD_NUMBER: _ClassVar[int]
+    dtype: int
+    buffer: int
+    offset: int
+    shape: _containers.RepeatedScalarFieldContainer[int]
+    stride: _containers.RepeatedScalarFieldContainer[int]
+    requires_grad: bool
+    parameter: bool
+    device: str
+    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: _Optional[bool] = ..., parameter: _Optional[bool] = ..., device: _Optional[str] = ...) -> None: ...
+
+class Buffer(_message.Message):
+    __slots__ = ("size", "inline")
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    INLINE_FIELD_NUMBER: _ClassVar[int]
+    size: int
+    inline: bytes
+    def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ...) -> None: ...
+
+class UniqueId(_message.Message):
+    __slots__ = ("created_on", "local_id")
+    CREATED_ON_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_ID_FIELD_NUMBER: _ClassVar[int]
+    created_on: int
+    local_id: int
+    def __init__(self, created_on: _Optional[int] = ..., local_id: _Optional[int] = ...) -> None: ...
+
+class RRefFork(_message.Message):
+    __slots__ = ("rref", "fork", "parent", "owner", "owner_incarnation", "owner_name", "parent_worker")
+    RREF_FIELD_NUMBER: _ClassVar[int]
+    FORK_FIELD_NUMBER: _ClassVar[int]
+    PARENT_FIELD_NUMBER: _ClassVar[int]
+    OWNER_FIELD_NUMBER: _ClassVar[int]
+    OWNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    OWNER_NAME_FIELD_NUMBER: _ClassVar[int]
+    PARENT_WORKER_FIELD_NUMBER: _ClassVar[int]
+    rref: UniqueId
+    fork: UniqueId
+    parent: UniqueId
+    owner: int
+    owner_incarnation: int
+    owner_name: str
+    parent_worker: int
+    def __init__(self, rref: _Optional[_Union[UniqueId, _Mapping]] = ..., fork: _Optional[_Union[UniqueId, _Mapping]] = ..., parent: _Optional[_Union[UniqueId, _Mapping]] = ..., owner: _Optional[int] = ..., owner_incarnation: _Optional[int] = ..., owner_name: _Optional[str] = ..., parent_worker: _Optional[int] = ...) -> None: ...

@@ -1,0 +1,280 @@
+"""Every error that rpcdist raises, in one tree.
+
+    RpcdistError (RuntimeError)
+    ├── ConfigError (ValueError)            an argument or option is wrong
+    ├── NotInitialized                      used before init_rpc or after shutdown
+    ├── AlreadyInitialized
+    ├── ForkedProcess                       used in a child that was forked from a running process
+    ├── BlockingInLoop                      a blocking wait on an event loop's thread
+    ├── TransportError (ConnectionError)
+    │   ├── ConnectFailed                   nobody answered at the address
+    │   ├── AuthenticationFailed            the job token was not proven
+    │   ├── ProtocolViolation               the peer sent what it must not send
+    │   └── WorkerLost                      a peer died, or its connection broke, with work in flight
+    │       └── OwnerLost                   the same, for the owner of a remote reference
+    ├── RendezvousError                     the processes of a job did not find each other
+    │   ├── DuplicateName
+    │   └── WorldMismatch
+    ├── UnknownWorker
+    ├── DeadlineExceeded (TimeoutError)
+    ├── Cancelled
+    ├── SerializationError (TypeError)      a value cannot be sent, or cannot be rebuilt
+    ├── RemoteError                         the other side failed, and its exception could not be rebuilt here
+    │   └── FunctionNotFound                the callee has no such function
+    ├── CallRefused                         the callee's policy does not allow this
+    ├── PoolExhausted                       the worker thread limit is reached, and every thread waits
+    ├── RRefError
+    │   └── LeaseExpired                    the owner dropped this user's references
+    └── DistError
+        ├── DistBackendError
+        │   └── DistNetworkError
+        ├── DistStoreError
+        │   └── StoreTimeout (TimeoutError)
+        └── QueueEmptyError
+
+The bases are those that torch raises in the same places, so `except RuntimeError` and the like of ported scripts work.
+Exceptions carry fields; the text is built from them. All of them survive pickling.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+__all__ = [
+    "AlreadyInitialized",
+    "AuthenticationFailed",
+    "BlockingInLoop",
+    "CallRefused",
+    "Cancelled",
+    "ConfigError",
+    "ConnectFailed",
+    "DeadlineExceeded",
+    "DistBackendError",
+    "DistError",
+    "DistNetworkError",
+    "DistStoreError",
+    "DuplicateName",
+    "ForkedProcess",
+    "FunctionNotFound",
+    "LeaseExpired",
+    "NotInitialized",
+    "OwnerLost",
+    "PoolExhausted",
+    "ProtocolViolation",
+    "QueueEmptyError",
+    "RRefError",
+    "RemoteError",
+    "RendezvousError",
+    "RpcdistError",
+    "SerializationError",
+    "StoreTimeout",
+    "TransportError",
+    "UnknownWorker",
+    "WorkerLost",
+    "WorldMismatch",
+]
+
+
+class RpcdistError(RuntimeError):
+    """Base of every error of this package."""
+
+
+class ConfigError(RpcdistError, ValueError):
+    """An argument, option or environment variable is wrong; the text says which and what to write instead."""
+
+
+class NotInitialized(RpcdistError):
+    """RPC was used before `init_rpc`, or after `shutdown`."""
+
+    def __init__(self, text: str | None = None) -> None:
+        super().__init__(
+            text or "RPC has not been initialized. Call rpcdist.rpc.init_rpc (in torch: torch.distributed.rpc.init_rpc) first."
+        )
+
+
+class AlreadyInitialized(RpcdistError):
+    """`init_rpc` was called twice without `shutdown` between."""
+
+
+class ForkedProcess(RpcdistError):
+    """The process was forked from one that runs rpcdist; connections do not survive a fork."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            "this process was forked from one that runs rpcdist, and its connections belong to the parent. "
+            "Do not call rpcdist here, or start the process with the 'spawn' method."
+        )
+
+
+class BlockingInLoop(RpcdistError):
+    """A blocking wait was called on the thread of an event loop, which would stop everything behind it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        self.what = what
+
+    def __str__(self) -> str:
+        return f"{self.what} would block the event loop of this thread; write `await` (e.g. `await rpc.rpc_async(...)`)"
+
+
+class TransportError(RpcdistError, ConnectionError):
+    """Base of what can go wrong between two processes."""
+
+
+class ConnectFailed(TransportError):
+    """Nobody answered at an address within the time given."""
+
+    def __init__(self, address: str, reason: str, waited_s: float | None = None) -> None:
+        super().__init__(address, reason, waited_s)
+        self.address = address
+        self.reason = reason
+        self.waited_s = waited_s
+
+    def __str__(self) -> str:
+        waited = "" if self.waited_s is None else f" after {self.waited_s:.1f} s"
+        return f"could not connect to {self.address}{waited}: {self.reason}"
+
+
+class AuthenticationFailed(TransportError):
+    """One side could not prove that it knows the job token."""
+
+
+class ProtocolViolation(TransportError):
+    """The peer sent something that the protocol does not allow; its connection was closed."""
+
+
+class WorkerLost(TransportError):
+    """A worker died or became unreachable while something waited for it.
+
+    Attributes:
+        worker: its name.
+        what: the call or operation that waited.
+        last_seen_s: seconds since the last sign of life, when the loss was declared.
+        reason: what was observed.
+    """
+
+    def __init__(self, worker: str, what: str, last_seen_s: float, reason: str) -> None:
+        super().__init__(worker, what, last_seen_s, reason)
+        self.worker = worker
+        self.what = what
+        self.last_seen_s = last_seen_s
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return (
+            f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
+            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran."
+        )
+
+
+class OwnerLost(WorkerLost):
+    """The owner of a remote reference died; the value is gone."""
+
+    def __str__(self) -> str:
+        return (
+            f"the owner {self.worker!r} of this remote reference was lost ({self.reason}; last seen "
+            f"{self.last_seen_s:.1f} s ago) during {self.what}; its value is gone. Create it anew on a living worker."
+        )
+
+
+class RendezvousError(RpcdistError):
+    """The processes of a job did not find each other."""
+
+
+class DuplicateName(RendezvousError):
+    """Two workers of a job have the same name or rank."""
+
+
+class WorldMismatch(RendezvousError):
+    """Processes disagree about the size or the kind of the world."""
+
+
+class UnknownWorker(RpcdistError):
+    """No worker of that name or rank is known."""
+
+    def __init__(self, me: str, wanted: str, known: Sequence[str] = ()) -> None:
+        super().__init__(me, wanted, tuple(known))
+        self.me = me
+        self.wanted = wanted
+        self.known = tuple(known)
+
+    def __str__(self) -> str:
+        known = f" Known workers: {', '.join(self.known)}." if self.known else ""
+        return f"{self.me} could not find destination {self.wanted}.{known}"
+
+
+class DeadlineExceeded(RpcdistError, TimeoutError):
+    """The time given to an operation is over."""
+
+
+class Cancelled(RpcdistError):
+    """The call was cancelled by the caller."""
+
+
+class SerializationError(RpcdistError, TypeError):
+    """A value cannot be sent, or what arrived cannot be rebuilt."""
+
+
+class RemoteError(RpcdistError):
+    """The other side failed with an exception that could not be rebuilt here.
+
+    Attributes:
+        worker: where it happened.
+        type_name: the exception's type there.
+        text: its text.
+        traceback: the remote traceback.
+    """
+
+    def __init__(self, worker: str, type_name: str, text: str, traceback: str = "") -> None:
+        super().__init__(worker, type_name, text, traceback)
+        self.worker = worker
+        self.type_name = type_name
+        self.text = text
+        self.traceback = traceback
+
+    def __str__(self) -> str:
+        return f"On worker {self.worker!r}: {self.type_name}: {self.text}\n{self.traceback}".rstrip()
+
+
+class FunctionNotFound(RemoteError):
+    """The callee has no function of that name; define it in a module that both sides can import."""
+
+
+class CallRefused(RpcdistError):
+    """The callee's policy does not allow this function or this kind of value from this peer."""
+
+
+class PoolExhausted(RpcdistError):
+    """The cap on worker threads is reached while all of them wait."""
+
+
+class RRefError(RpcdistError):
+    """A remote reference cannot be used in this way or no longer."""
+
+
+class LeaseExpired(RRefError):
+    """The owner has not heard of this process for too long, and dropped its references."""
+
+
+class DistError(RpcdistError):
+    """Base of the errors of stores and collectives, named as in torch.distributed."""
+
+
+class DistBackendError(DistError):
+    """A collective operation failed."""
+
+
+class DistNetworkError(DistBackendError):
+    """The network failed under a collective operation or a store."""
+
+
+class DistStoreError(DistError):
+    """A store operation failed."""
+
+
+class StoreTimeout(DistStoreError, TimeoutError):
+    """A key did not appear in the store in time."""
+
+
+class QueueEmptyError(DistError):
+    """A queue of the store is empty."""
