@@ -1,3 +1,4 @@
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from collections.abc import Mapping as _Mapping
@@ -46,16 +47,34 @@ class Proof(_message.Message):
     def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
 
 class Welcome(_message.Message):
-    __slots__ = ("session_id",)
+    __slots__ = ("session_id", "proof")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
+    PROOF_FIELD_NUMBER: _ClassVar[int]
     session_id: bytes
-    def __init__(self, session_id: _Optional[bytes] = ...) -> None: ...
+    proof: bytes
+    def __init__(self, session_id: _Optional[bytes] = ..., proof: _Optional[bytes] = ...) -> None: ...
 
 class Refusal(_message.Message):
-    __slots__ = ("reason",)
+    __slots__ = ("reason", "code")
+    class Code(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        UNSPECIFIED: _ClassVar[Refusal.Code]
+        VERSION: _ClassVar[Refusal.Code]
+        JOB: _ClassVar[Refusal.Code]
+        TOKEN: _ClassVar[Refusal.Code]
+        WRONG_PEER: _ClassVar[Refusal.Code]
+        POLICY: _ClassVar[Refusal.Code]
+    UNSPECIFIED: Refusal.Code
+    VERSION: Refusal.Code
+    JOB: Refusal.Code
+    TOKEN: Refusal.Code
+    WRONG_PEER: Refusal.Code
+    POLICY: Refusal.Code
     REASON_FIELD_NUMBER: _ClassVar[int]
+    CODE_FIELD_NUMBER: _ClassVar[int]
     reason: str
-    def __init__(self, reason: _Optional[str] = ...) -> None: ...
+    code: Refusal.Code
+    def __init__(self, reason: _Optional[str] = ..., code: _Optional[_Union[Refusal.Code, str]] = ...) -> None: ...
 
 class Handshake(_message.Message):
     __slots__ = ("hello", "challenge", "proof", "welcome", "refusal")

@@ -36,12 +36,18 @@ class JoinReply(_message.Message):
         WORLD_SIZE_DIFFERS: _ClassVar[JoinReply.Outcome]
         TIMED_OUT: _ClassVar[JoinReply.Outcome]
         STATIC_AND_DYNAMIC: _ClassVar[JoinReply.Outcome]
+        ID_OUT_OF_RANGE: _ClassVar[JoinReply.Outcome]
+        WORLD_FULL: _ClassVar[JoinReply.Outcome]
+        INCARNATION_GONE: _ClassVar[JoinReply.Outcome]
     OK: JoinReply.Outcome
     DUPLICATE_NAME: JoinReply.Outcome
     DUPLICATE_ID: JoinReply.Outcome
     WORLD_SIZE_DIFFERS: JoinReply.Outcome
     TIMED_OUT: JoinReply.Outcome
     STATIC_AND_DYNAMIC: JoinReply.Outcome
+    ID_OUT_OF_RANGE: JoinReply.Outcome
+    WORLD_FULL: JoinReply.Outcome
+    INCARNATION_GONE: JoinReply.Outcome
     OUTCOME_FIELD_NUMBER: _ClassVar[int]
     DETAIL_FIELD_NUMBER: _ClassVar[int]
     MEMBERS_FIELD_NUMBER: _ClassVar[int]

@@ -32,7 +32,7 @@ class StoreValue(_message.Message):
     VALUE_FIELD_NUMBER: _ClassVar[int]
     found: bool
     value: bytes
-    def __init__(self, found: _Optional[bool] = ..., value: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, found: bool = ..., value: _Optional[bytes] = ...) -> None: ...
 
 class StoreAdd(_message.Message):
     __slots__ = ("key", "amount")
@@ -78,7 +78,7 @@ class StoreFlag(_message.Message):
     MISSING_FIELD_NUMBER: _ClassVar[int]
     flag: bool
     missing: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, flag: _Optional[bool] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, flag: bool = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StorePrefix(_message.Message):
     __slots__ = ("prefix",)
@@ -94,7 +94,7 @@ class StoreValues(_message.Message):
     found: bool
     values: _containers.RepeatedScalarFieldContainer[bytes]
     missing: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, found: _Optional[bool] = ..., values: _Optional[_Iterable[bytes]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, found: bool = ..., values: _Optional[_Iterable[bytes]] = ..., missing: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class StoreItems(_message.Message):
     __slots__ = ("items",)

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Value(_message.Message):
-    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs")
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer")
     class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLAIN: _ClassVar[Value.Encoding]
@@ -20,12 +20,14 @@ class Value(_message.Message):
     TENSORS_FIELD_NUMBER: _ClassVar[int]
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     RREFS_FIELD_NUMBER: _ClassVar[int]
+    BODY_BUFFER_FIELD_NUMBER: _ClassVar[int]
     encoding: Value.Encoding
     body: bytes
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
     rrefs: _containers.RepeatedCompositeFieldContainer[RRefFork]
-    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ...) -> None: ...
+    body_buffer: int
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
     __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device")
@@ -45,7 +47,7 @@ class Tensor(_message.Message):
     requires_grad: bool
     parameter: bool
     device: str
-    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: _Optional[bool] = ..., parameter: _Optional[bool] = ..., device: _Optional[str] = ...) -> None: ...
+    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ...) -> None: ...
 
 class Buffer(_message.Message):
     __slots__ = ("size", "inline")

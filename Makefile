@@ -1,0 +1,49 @@
+# Every target sets up what it needs in .venv/ and works from a fresh clone; nothing has to be activated.
+BIN := .venv/bin
+READY := .venv/.ready
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+
+.PHONY: setup demo test check fmt proto bench conformance stress clean
+
+setup: $(READY)
+
+$(BIN)/python:
+	$(if $(PYTHON),,$(error no Python 3.11 or newer with venv was found; install one, or name it: make PYTHON=/path/to/python))
+	$(PYTHON) -m venv .venv
+
+$(READY): pyproject.toml constraints.txt tools/generate_proto.py | $(BIN)/python
+	$(BIN)/python -m pip install --quiet -e '.[examples,dev]' -c constraints.txt
+	$(BIN)/python tools/generate_proto.py --install
+	touch $@
+
+demo: $(READY)  ## trains the parameter-server example
+	$(BIN)/python examples/parameter_server.py
+
+test: check  ## every check there is
+	$(BIN)/pytest
+
+check: $(READY)  ## the checks that run no test
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy --strict
+	$(BIN)/lint-imports
+	$(BIN)/python tools/generate_proto.py --check
+
+fmt: $(READY)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+proto: $(READY)  ## rpcdist/_proto/ from proto/
+	$(BIN)/python tools/generate_proto.py
+
+bench: $(READY)  ## compares with torch RPC; wants a quiet machine
+	$(BIN)/python benchmarks/rpc.py
+
+conformance: $(READY)  ## torch's own tests against rpcdist
+	$(BIN)/pytest -m conformance
+
+stress: $(READY)
+	$(BIN)/pytest -m stress
+
+clean:
+	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

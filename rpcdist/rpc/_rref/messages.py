@@ -1,0 +1,110 @@
+"""The control messages of the reference counting, as the pure protocol sees them.
+
+`proto/rref.proto` has the same messages on the wire; `wire.py` translates.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from rpcdist.rpc._rref.identifiers import ForkId, RRefId
+
+__all__ = [
+    "ChildConfirmed",
+    "CreationOver",
+    "CreationProbe",
+    "CreationQuery",
+    "ForkConfirmed",
+    "ForkRefused",
+    "ForkRequest",
+    "Message",
+    "Reason",
+    "ShareLost",
+    "ShareQuery",
+    "UserDeleted",
+]
+
+
+class Reason(enum.IntEnum):
+    """Why a reference cannot be used. The numbers are those of `ForkRefused.Reason` in `proto/rref.proto`."""
+
+    UNKNOWN = 0  # the owner does not hold the value (any more)
+    LEASE_EXPIRED = 1  # the owner dropped everything that this user held
+    CREATION_FAILED = 2  # the remote() that should have made the value never reached the owner
+    OWNER_LOST = 3  # the owner died
+    SHARE_LOST = 4  # the message that carried the reference was given up by its sender
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """Base: all messages are about one reference."""
+
+    rref: RRefId
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest(Message):
+    """User -> owner: I hold this fork now; count it."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class ForkConfirmed(Message):
+    """Owner -> user: counted."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRefused(Message):
+    """Owner -> user: not counted, and why."""
+
+    fork: ForkId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class ChildConfirmed(Message):
+    """Child -> parent user: the fork that you gave me is counted, or given up; yours may go."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class UserDeleted(Message):
+    """User -> owner: this fork is gone."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class ShareQuery(Message):
+    """Sharer -> receiver: the message that carried this fork may be lost; if you do not know it, refuse it from now on."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class ShareLost(Message):
+    """Receiver -> sharer: I do not hold that fork, and never will."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class CreationQuery(Message):
+    """Creator -> owner: my remote() failed here; confirm the fork, or refuse the call from now on."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class CreationProbe(Message):
+    """Owner -> creator: somebody names a reference of yours that I do not know; is its remote() under way?"""
+
+
+@dataclass(frozen=True, slots=True)
+class CreationOver(Message):
+    """Creator -> owner: it is not; you have seen it, or never will."""

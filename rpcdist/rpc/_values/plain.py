@@ -1,0 +1,395 @@
+"""Plain values, written by a codec without pickle: compact, and safe to read from anybody, on any thread.
+
+Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, torch.Size, torch.dtype, torch.device, tensors
+and externals (remote references); of exactly these types, since a subclass may carry more than the codec would send. docs/values.md
+has the format. Lists, dicts and bytearrays that occur twice arrive as one object, so cycles work.
+
+Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises `SerializationError`; it
+never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never builds more than `MAX_ITEMS` objects.
+"""
+
+from __future__ import annotations
+
+from struct import Struct
+from struct import error as StructError
+from typing import Final, cast
+
+import torch
+from torch.nn import Parameter
+
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
+from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
+from rpcdist.rpc._values.externals import Externals
+
+__all__ = ["EMPTY_CALL", "MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "read_plain"]
+
+MAX_DEPTH: Final = 64
+"""Containers within containers; deeper values are pickled."""
+
+MAX_ITEMS: Final = 1 << 20
+"""Objects in one value; a tensor counts once. More are pickled, or refused where only plain values may pass."""
+
+# Tags. A byte below 128 is that integer itself.
+_NONE, _TRUE, _FALSE, _INT64, _BIG, _FLOAT, _COMPLEX = range(0x80, 0x87)
+_STR8, _STR32, _BYTES8, _BYTES32, _BYTEARRAY = range(0x87, 0x8C)
+_LIST, _TUPLE, _DICT, _SIZE = range(0x8C, 0x90)
+_TENSOR, _EXTERNAL, _SAME, _DTYPE, _DEVICE = range(0x90, 0x95)
+_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER = range(0x95, 0x98)
+_TUPLE0: Final = 0xA0  # 0xA0 to 0xAF: a tuple of 0 to 15 items
+_DICT0: Final = 0xB0  # a dict of 0 to 15
+_TENSOR0: Final = 0xC0  # 0xC0 to 0xDF: tensor 0 to 31
+
+EMPTY_CALL: Final = bytes((_TUPLE0 + 2, _TUPLE0, _DICT0))
+"""`((), {})`: the arguments of a call without arguments."""
+
+_INT64_FORM: Final = Struct("<Bq")
+_FLOAT_FORM: Final = Struct("<Bd")
+_COMPLEX_FORM: Final = Struct("<Bdd")
+_LENGTH_FORM: Final = Struct("<BI")
+_write_int64 = _INT64_FORM.pack
+_write_float = _FLOAT_FORM.pack
+_write_length = _LENGTH_FORM.pack
+_read_int64 = Struct("<q").unpack_from
+_read_float = Struct("<d").unpack_from
+_read_complex = Struct("<dd").unpack_from
+_read_length = Struct("<I").unpack_from
+
+_MIN_INT64: Final = -(1 << 63)
+_MAX_INT64: Final = (1 << 63) - 1
+
+
+class NotPlain(Exception):
+    """The value has a part that the plain codec does not write."""
+
+
+class PlainWriter:
+    """Writes one value.
+
+    Attributes:
+        body: what was written.
+        tensors: the tensors of the value; the body refers to them by index.
+        externals: likewise.
+        buffers: large strings and bytes that stay out of the body, likewise.
+    """
+
+    __slots__ = ("_left", "_seen", "_source", "body", "buffers", "externals", "tensors")
+
+    def __init__(self, source: Externals | None, max_items: int) -> None:
+        self._source = source
+        self._left = max_items
+        self._seen: dict[int, int] = {}
+        self.body = bytearray()
+        self.tensors: list[torch.Tensor] = []
+        self.externals: list[object] = []
+        self.buffers: list[memoryview] = []
+
+    def write(self, obj: object) -> None:
+        """Writes `obj`.
+
+        Raises:
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts. What was written is useless then.
+        """
+        self._items((obj,), 0)
+
+    def _items(self, items: tuple[object, ...] | list[object], depth: int) -> None:
+        # One loop for all small types: a Python call per item would cost more than the item.
+        body = self.body
+        self._left -= len(items)
+        if self._left < 0 or depth > MAX_DEPTH:
+            raise NotPlain
+        for item in items:
+            kind = type(item)
+            if kind is torch.Tensor:
+                self._tensor(cast("torch.Tensor", item))
+            elif kind is int:
+                number = cast("int", item)
+                if 0 <= number < 128:
+                    body.append(number)
+                elif _MIN_INT64 <= number <= _MAX_INT64:
+                    body += _write_int64(_INT64, number)
+                else:
+                    data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+                    body += _write_length(_BIG, len(data))
+                    body += data
+            elif kind is tuple:
+                count = len(cast("tuple[object, ...]", item))
+                if count < 16:
+                    body.append(_TUPLE0 + count)
+                else:
+                    body += _write_length(_TUPLE, count)
+                if count:
+                    self._items(cast("tuple[object, ...]", item), depth + 1)
+            elif kind is str:
+                self._string(cast("str", item))
+            elif item is None:
+                body.append(_NONE)
+            elif item is True:
+                body.append(_TRUE)
+            elif item is False:
+                body.append(_FALSE)
+            elif kind is float:
+                body += _write_float(_FLOAT, item)
+            elif kind is dict:
+                self._dict(cast("dict[object, object]", item), depth)
+            elif kind is list:
+                if not self._written_before(item):
+                    body += _write_length(_LIST, len(cast("list[object]", item)))
+                    self._items(cast("list[object]", item), depth + 1)
+            else:
+                self._other(item)
+
+    def _dict(self, item: dict[object, object], depth: int) -> None:
+        if self._written_before(item):
+            return
+        count = len(item)
+        if count < 16:
+            self.body.append(_DICT0 + count)
+        else:
+            self.body += _write_length(_DICT, count)
+        if count:
+            self._items([part for pair in item.items() for part in pair], depth + 1)
+
+    def _written_before(self, item: object) -> bool:
+        """Whether this very object, which can be changed, is in the value already; then a reference to it is written."""
+        seen = self._seen
+        count = len(seen)
+        index = seen.setdefault(id(item), count)
+        if index == count:
+            return False
+        self.body += _write_length(_SAME, index)
+        return True
+
+    def _tensor(self, tensor: torch.Tensor) -> None:
+        if tensor.layout is not torch.strided:
+            raise NotPlain
+        tensors = self.tensors
+        for index, known in enumerate(tensors):
+            if known is tensor:
+                break
+        else:
+            index = len(tensors)
+            tensors.append(tensor)
+        if index < 32:
+            self.body.append(_TENSOR0 + index)
+        else:
+            self.body += _write_length(_TENSOR, index)
+
+    def _string(self, item: str) -> None:
+        try:
+            data = item.encode()
+        except UnicodeEncodeError:
+            data = item.encode("utf-8", "surrogatepass")
+        self._bytes(data, _STR8, _STR32, _STR_BUFFER)
+
+    def _bytes(self, data: bytes | bytearray, short: int, long: int, separate: int) -> None:
+        body = self.body
+        size = len(data)
+        if size < 256 and short:
+            body.append(short)
+            body.append(size)
+            body += data
+        elif size <= INLINE_LIMIT:
+            body += _write_length(long, size)
+            body += data
+        else:
+            body += _write_length(separate, len(self.buffers))
+            self.buffers.append(memoryview(data))
+
+    def _other(self, item: object) -> None:
+        kind = type(item)
+        body = self.body
+        if kind is bytes:
+            self._bytes(cast("bytes", item), _BYTES8, _BYTES32, _BYTES_BUFFER)
+        elif kind is Parameter:
+            self._tensor(cast("torch.Tensor", item))
+        elif kind is complex:
+            number = cast("complex", item)
+            body += _COMPLEX_FORM.pack(_COMPLEX, number.real, number.imag)
+        elif kind is bytearray:
+            if not self._written_before(item):
+                self._bytes(cast("bytearray", item), 0, _BYTEARRAY, _BYTEARRAY_BUFFER)
+        elif kind is torch.Size:
+            size = cast("torch.Size", item)
+            body += _write_length(_SIZE, len(size))
+            for length in size:
+                body += _write_int64(_INT64, length)
+        elif kind is torch.dtype and item in DTYPE_CODES:
+            body.append(_DTYPE)
+            body.append(DTYPE_CODES[cast("torch.dtype", item)])
+        elif kind is torch.device:
+            name = str(item).encode()
+            body.append(_DEVICE)
+            body.append(len(name))
+            body += name
+        elif self._source is not None and self._source.is_external(item):
+            for index, known in enumerate(self.externals):
+                if known is item:
+                    break
+            else:
+                index = len(self.externals)
+                self.externals.append(item)
+            body += _write_length(_EXTERNAL, index)
+        else:
+            raise NotPlain
+
+
+def read_plain(
+    body: bytes, tensors: list[torch.Tensor], buffers: list[bytes | ReceiveBuffer], externals: Externals | None
+) -> object:
+    """The value that `PlainWriter` wrote.
+
+    Raises:
+        SerializationError: the bytes are not a plain value; what `Externals.internalize` raises.
+    """
+    reader = _Reader(body, tensors, buffers, externals)
+    try:
+        items, end = reader.items(0, 1, 0)
+    except (IndexError, KeyError, StructError, ValueError, TypeError, OverflowError) as exc:
+        if isinstance(exc, SerializationError):
+            raise
+        raise SerializationError(f"a value arrived that is damaged: {exc}") from exc
+    if end != len(body):
+        raise SerializationError(f"a value arrived that is damaged: {len(body) - end} bytes are left over")
+    return items[0]
+
+
+class _Reader:
+    __slots__ = ("body", "buffers", "externals", "left", "made", "tensors")
+
+    def __init__(
+        self, body: bytes, tensors: list[torch.Tensor], buffers: list[bytes | ReceiveBuffer], externals: Externals | None
+    ) -> None:
+        self.body = body
+        self.tensors = tensors
+        self.buffers = buffers
+        self.externals = externals
+        self.left = MAX_ITEMS
+        self.made: list[object] = []
+
+    def items(self, position: int, count: int, depth: int) -> tuple[list[object], int]:
+        """Reads `count` items from `position`; returns them and the position behind."""
+        body = self.body
+        self.left -= count
+        if self.left < 0 or depth > MAX_DEPTH:
+            raise SerializationError(
+                f"a value arrived with more than {MAX_ITEMS} parts, or deeper than {MAX_DEPTH} containers in one another"
+            )
+        items: list[object] = []
+        add = items.append
+        for _ in range(count):
+            tag = body[position]
+            position += 1
+            if tag < 0x80:
+                add(tag)
+            elif _TENSOR0 <= tag < _TENSOR0 + 32:
+                add(self.tensors[tag - _TENSOR0])
+            elif _TUPLE0 <= tag < _TUPLE0 + 16:
+                if tag == _TUPLE0:
+                    add(())
+                else:
+                    parts, position = self.items(position, tag - _TUPLE0, depth + 1)
+                    add(tuple(parts))
+            elif _DICT0 <= tag < _DICT0 + 16:
+                made, position = self.dictionary(position, tag - _DICT0, depth)
+                add(made)
+            elif tag == _NONE:
+                add(None)
+            elif tag == _STR8:
+                end = position + 1 + body[position]
+                add(self.bytes(position + 1, end).decode("utf-8", "surrogatepass"))
+                position = end
+            elif tag == _INT64:
+                add(_read_int64(body, position)[0])
+                position += 8
+            elif tag == _FLOAT:
+                add(_read_float(body, position)[0])
+                position += 8
+            elif tag == _TRUE or tag == _FALSE:
+                add(tag == _TRUE)
+            else:
+                item, position = self.other(tag, position, depth)
+                add(item)
+        return items, position
+
+    def bytes(self, start: int, end: int) -> bytes:
+        if end > len(self.body):
+            raise SerializationError("a value arrived that is damaged: it ends too early")
+        return self.body[start:end]
+
+    def dictionary(self, position: int, count: int, depth: int) -> tuple[dict[object, object], int]:
+        made: dict[object, object] = {}
+        self.made.append(made)
+        if count:
+            parts, position = self.items(position, 2 * count, depth + 1)
+            made.update(zip(parts[::2], parts[1::2], strict=True))
+        return made, position
+
+    def other(self, tag: int, position: int, depth: int) -> tuple[object, int]:
+        """The rarer types."""
+        body = self.body
+        if tag == _BYTES8:
+            end = position + 1 + body[position]
+            return self.bytes(position + 1, end), end
+        if tag == _COMPLEX:
+            return complex(*_read_complex(body, position)), position + 16
+        if tag == _DTYPE:
+            return DTYPES[body[position]].dtype, position + 1
+        if tag == _DEVICE:
+            end = position + 1 + body[position]
+            return _device(self.bytes(position + 1, end)), end
+        number: int = _read_length(body, position)[0]  # all others begin with a length or an index
+        position += 4
+        end = position + number
+        if tag == _LIST:
+            made: list[object] = []
+            self.made.append(made)
+            parts, position = self.items(position, number, depth + 1)
+            made.extend(parts)
+            return made, position
+        if tag == _TUPLE:
+            parts, position = self.items(position, number, depth + 1)
+            return tuple(parts), position
+        if tag == _DICT:
+            return self.dictionary(position, number, depth)
+        if tag == _SIZE:
+            parts, position = self.items(position, number, depth + 1)
+            return torch.Size(cast("list[int]", parts)), position
+        if tag == _STR32:
+            return self.bytes(position, end).decode("utf-8", "surrogatepass"), end
+        if tag == _BYTES32:
+            return self.bytes(position, end), end
+        if tag == _BIG:
+            return int.from_bytes(self.bytes(position, end), "little", signed=True), end
+        if tag == _BYTEARRAY:
+            self.made.append(bytearray(self.bytes(position, end)))
+            return self.made[-1], end
+        return self.reference(tag, number), position
+
+    def reference(self, tag: int, index: int) -> object:
+        """What stands elsewhere, by its index."""
+        if tag == _TENSOR:
+            return self.tensors[index]
+        if tag == _SAME:
+            return self.made[index]
+        if tag == _EXTERNAL:
+            if self.externals is None:
+                raise SerializationError("a remote reference arrived where none may be")
+            return self.externals.internalize(index)
+        if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
+            buffer = self.buffers[index]
+            data = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
+            if tag == _STR_BUFFER:
+                return str(data, "utf-8", "surrogatepass")
+            if tag == _BYTES_BUFFER:
+                return bytes(data)
+            self.made.append(bytearray(data))
+            return self.made[-1]
+        raise SerializationError(f"a value arrived that is damaged: it has an unknown mark {tag:#x}")
+
+
+def _device(name: bytes) -> torch.device:
+    try:
+        return torch.device(name.decode())
+    except RuntimeError as exc:
+        raise SerializationError(f"the device {name.decode()!r} arrived, which this torch does not know") from exc

@@ -1,0 +1,144 @@
+"""Tensors of a value on their way in: every header is checked before any memory is touched.
+
+A received tensor is an ordinary one: not a view of another, with resizable memory, writable in place under grad mode. Tensors
+that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were received; small ones are
+copied once, out of the message.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove
+from typing import Final
+
+import torch
+from torch.nn import Parameter
+
+from rpcdist._proto import value_pb2
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
+
+__all__ = ["rebuild_tensors"]
+
+MAX_DIMS: Final = 64  # torch's own limit
+MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
+
+_CPU: Final = torch.device("cpu")
+
+
+def rebuild_tensors(value: value_pb2.Value, buffers: Sequence[bytes | ReceiveBuffer]) -> list[torch.Tensor]:
+    """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
+
+    Raises:
+        SerializationError: a header that does not fit its buffer, or that this torch cannot represent.
+    """
+    if not value.tensors:
+        return []
+    storages: dict[int, torch.UntypedStorage] = {}
+    try:
+        if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
+            with torch.inference_mode(False):
+                return [_rebuild(message, buffers, storages) for message in value.tensors]
+        return [_rebuild(message, buffers, storages) for message in value.tensors]
+    except (RuntimeError, ValueError, OverflowError, MemoryError) as exc:
+        if isinstance(exc, SerializationError):
+            raise
+        raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
+
+
+def _rebuild(
+    message: value_pb2.Tensor, buffers: Sequence[bytes | ReceiveBuffer], storages: dict[int, torch.UntypedStorage]
+) -> torch.Tensor:
+    info = DTYPES.get(message.dtype)
+    if info is None:
+        raise SerializationError(f"a tensor of dtype number {message.dtype} arrived; torch {torch.__version__} has no such type")
+    shape = message.shape[:]
+    stride, count = _contiguous(shape, info.itemsize)
+    if message.stride:
+        stride = _checked_stride(shape, message.stride[:], info.itemsize)
+    if count == 0 or message.device == "meta":
+        tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=message.device or _CPU)
+    else:
+        tensor = _over_buffer(message, info, shape, stride, count, buffers, storages)
+        if message.device:
+            tensor = tensor.to(message.device)
+    if message.requires_grad:
+        if not info.differentiable:
+            raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
+        tensor.requires_grad_()
+    if message.parameter:
+        return Parameter(tensor.detach(), message.requires_grad)
+    return tensor
+
+
+def _over_buffer(
+    message: value_pb2.Tensor,
+    info: DtypeInfo,
+    shape: list[int],
+    stride: list[int],
+    count: int,
+    buffers: Sequence[bytes | ReceiveBuffer],
+    storages: dict[int, torch.UntypedStorage],
+) -> torch.Tensor:
+    index = message.buffer
+    if index >= len(buffers):
+        raise SerializationError(f"a tensor refers to buffer {index}, but {len(buffers)} arrived")
+    buffer = buffers[index]
+    offset = message.offset
+    itemsize = info.itemsize
+    if (
+        type(buffer) is bytes
+        and count * itemsize == len(buffer)
+        and not offset
+        and index not in storages
+        and not message.stride
+    ):
+        tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
+        memmove(tensor.data_ptr(), buffer, len(buffer))
+        storages[index] = tensor.untyped_storage()
+        return tensor
+    size = len(buffer) if isinstance(buffer, bytes) else buffer.size
+    span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
+    if offset % itemsize or offset + span * itemsize > size:
+        raise SerializationError(
+            f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} at offset {offset} does not fit its buffer of {size} bytes"
+        )
+    if index not in storages:
+        storages[index] = buffer.storage if isinstance(buffer, ReceiveBuffer) else _storage_of(buffer)
+    # `set_` makes no view: a view of a common base would drag its siblings along in autograd's bookkeeping.
+    return torch.empty(0, dtype=info.dtype, device=_CPU).set_(storages[index], offset // itemsize, shape, stride)  # type: ignore[call-overload,no-any-return]
+
+
+def _storage_of(data: bytes) -> torch.UntypedStorage:
+    memory = torch.empty(len(data), dtype=torch.uint8, device=_CPU)
+    memmove(memory.data_ptr(), data, len(data))
+    return memory.untyped_storage()
+
+
+def _contiguous(shape: list[int], itemsize: int) -> tuple[list[int], int]:
+    """The strides of a contiguous tensor, and its number of elements."""
+    if len(shape) > MAX_DIMS:
+        raise SerializationError(f"a tensor of {len(shape)} dimensions arrived; torch has at most {MAX_DIMS}")
+    stride = []
+    step = 1
+    count = 1
+    for length in reversed(shape):
+        if length < 0:
+            raise SerializationError(f"a tensor of shape {tuple(shape)} arrived")
+        stride.append(step)
+        step *= length or 1
+        count *= length
+    if step * itemsize > MAX_BYTES:
+        raise SerializationError(f"a tensor of shape {tuple(shape)} arrived; it has more bytes than can be counted")
+    stride.reverse()
+    return stride, count
+
+
+def _checked_stride(shape: list[int], stride: list[int], itemsize: int) -> list[int]:
+    if len(stride) != len(shape) or min(stride) < 0:
+        raise SerializationError(f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} arrived")
+    # Python's integers do not overflow, so this is the whole check that no address computed by torch wraps around.
+    if (sum(length * step for length, step in zip(shape, stride, strict=True)) + 1) * itemsize > MAX_BYTES:
+        raise SerializationError(f"a tensor of stride {tuple(stride)} arrived; it has more bytes than can be addressed")
+    return stride

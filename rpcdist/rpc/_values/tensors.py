@@ -1,0 +1,239 @@
+"""Tensors of a value on their way out: which bytes are sent, and how each tensor lies in them.
+
+Only the bytes that the tensors need are sent. Tensors whose memory overlaps travel in one buffer at their relative offsets, so
+that they share memory at the other end too; memory is compared by address, which sees through views, `.data`, and arrays
+imported twice. A view with holes (a column of a wide matrix) is compacted first. Large dense memory is not copied at all.
+
+[Note: views with holes]
+The span of a view is the memory from its first to its last element. Of views that are alone in their span, a copy without holes
+is sent. Views whose spans overlap are sent as one span, holes included, unless the holes are more than half of it and no element
+belongs to two of the views (columns 0 and 1 of a wide matrix); then nothing would be lost by compacting each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import string_at
+from itertools import pairwise
+from math import gcd
+from typing import Final, NamedTuple
+
+import torch
+from torch.nn import Parameter
+
+from rpcdist._proto import value_pb2
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, memory_view
+from rpcdist.rpc._values.dtypes import DTYPE_CODES
+
+__all__ = ["MapDevice", "UnsupportedTensor", "pack_tensors"]
+
+MapDevice = Callable[[torch.device], torch.device]
+"""From a device of the sender to the one at the receiver; raises where no mapping is set."""
+
+# Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside autograd.
+_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+
+
+class UnsupportedTensor(Exception):
+    """This tensor does not fit the tensor table; pickle may know its parts."""
+
+
+class _View(NamedTuple):
+    """A tensor with elements, and the memory from its first to its last one."""
+
+    start: int
+    end: int
+    message: value_pb2.Tensor
+    tensor: torch.Tensor
+
+
+def pack_tensors(
+    value: value_pb2.Value, tensors: Sequence[torch.Tensor], large: list[LargeBuffer], map_device: MapDevice | None = None
+) -> None:
+    """Appends `tensors` to the tables of `value`, and the memory that is not copied into it to `large`.
+
+    Raises:
+        UnsupportedTensor: a tensor of another layout or dtype than the table holds.
+        SerializationError: a tensor on another device, without a map; what `map_device` raises.
+    """
+    views: list[_View] = []
+    has_strides = False
+    for tensor in tensors:
+        message = value.tensors.add()
+        dtype = tensor.dtype
+        code = DTYPE_CODES.get(dtype)
+        if code is None or tensor.layout is not torch.strided or tensor.is_nested:
+            raise UnsupportedTensor
+        if code:
+            message.dtype = code
+        shape = tensor.shape
+        if shape:
+            message.shape.extend(shape)
+        if tensor.requires_grad:
+            message.requires_grad = True
+        if type(tensor) is Parameter:
+            message.parameter = True
+        if not tensor.is_cpu:
+            tensor = _to_host(message, tensor, map_device)
+        if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
+            tensor = tensor.detach().resolve_conj().resolve_neg()
+        size = tensor.nbytes
+        if tensor.is_contiguous():
+            if size and not tensor.is_meta:
+                start = _address(tensor)
+                views.append(_View(start, start + size, message, tensor))
+        else:
+            stride = tensor.stride()
+            message.stride.extend(stride)
+            if size and not tensor.is_meta:
+                start = _address(tensor)
+                span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
+                views.append(_View(start, start + span * tensor.itemsize, message, tensor))
+                has_strides = True
+    if not has_strides and (len(views) < 2 or _are_apart(views)):
+        for view in views:
+            _send_span(value, view.start, view.end - view.start, view.tensor, (view,), large)
+    else:
+        for cluster in _clusters(views):
+            _send_cluster(value, cluster, large)
+
+
+def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDevice | None) -> torch.Tensor:
+    """Notes the device at the receiver, and returns the tensor in this host's memory."""
+    device = tensor.device
+    if device.type == "meta":
+        message.device = "meta"
+        return tensor
+    if map_device is None:
+        raise SerializationError(
+            f"a tensor on {device} cannot be sent: no device map says where it belongs at the receiver. Call "
+            f"`options.set_device_map(worker, {{'{device}': ...}})` before `init_rpc`, or send `tensor.cpu()`."
+        )
+    target = map_device(device)
+    if target.type != "cpu":
+        message.device = str(target)
+    return tensor.detach().cpu()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    try:
+        return tensor.data_ptr()
+    except RuntimeError as exc:  # functorch wrappers and the like, which have no memory of their own
+        raise SerializationError(f"a tensor without memory cannot be sent: {exc}") from exc
+
+
+def _are_apart(views: list[_View]) -> bool:
+    if len(views) == 2:
+        return views[0].end <= views[1].start or views[1].end <= views[0].start
+    spans = sorted((view.start, view.end) for view in views)
+    return all(first[1] <= second[0] for first, second in pairwise(spans))
+
+
+def _clusters(views: list[_View]) -> list[list[_View]]:
+    """The views in groups whose spans overlap."""
+    clusters: list[list[_View]] = []
+    end = 0
+    for view in sorted(views, key=lambda view: (view.start, view.end)):
+        if not clusters or view.start >= end:
+            clusters.append([])
+            end = view.end
+        clusters[-1].append(view)
+        end = max(end, view.end)
+    return clusters
+
+
+def _send_cluster(value: value_pb2.Value, cluster: list[_View], large: list[LargeBuffer]) -> None:
+    """Sends the memory of views whose spans overlap; see [Note: views with holes]."""
+    distinct: dict[tuple[object, ...], list[_View]] = {}
+    for view in cluster:
+        tensor = view.tensor
+        distinct.setdefault((view.start, tensor.shape, tensor.stride(), tensor.dtype), []).append(view)
+    start = min(view.start for view in cluster)
+    size = max(view.end for view in cluster) - start
+    needed = sum(_needed_bytes(same[0].tensor) for same in distinct.values())
+    if len(distinct) == 1:
+        compact = needed < size
+    else:
+        start, aligned = _align(start, cluster)
+        size = max(view.end for view in cluster) - start
+        compact = not aligned or (needed * 2 < size and _share_no_element(start, [same[0] for same in distinct.values()]))
+    if not compact:
+        _send_span(value, start, size, [view.tensor for view in cluster], cluster, large)
+        return
+    for same in distinct.values():
+        _send_compacted(value, same, large)
+
+
+def _send_span(
+    value: value_pb2.Value,
+    start: int,
+    size: int,
+    owner: object,
+    views: Sequence[_View],
+    large: list[LargeBuffer],
+) -> None:
+    """Adds one buffer with `size` bytes of memory, and lets `views` refer to it."""
+    buffer = value.buffers.add()
+    if size <= INLINE_LIMIT:
+        buffer.inline = string_at(start, size)
+    else:
+        buffer.size = size
+        large.append(LargeBuffer(memory_view(start, size, owner)))
+    index = len(value.buffers) - 1
+    for view in views:
+        if index:
+            view.message.buffer = index
+        if view.start != start:
+            view.message.offset = view.start - start
+
+
+def _send_compacted(value: value_pb2.Value, same: list[_View], large: list[LargeBuffer]) -> None:
+    """Sends a copy without holes for views that are equal. Dimensions keep their order, and repeated ones stay repeated."""
+    tensor = same[0].tensor
+    for dim, step in enumerate(tensor.stride()):
+        if step == 0:
+            tensor = tensor.narrow(dim, 0, 1)
+    copy = tensor.detach().view(_CARRIERS[tensor.itemsize]).clone()
+    repeated = zip(same[0].tensor.stride(), copy.stride(), strict=True)
+    stride = [0 if step == 0 else dense for step, dense in repeated]
+    for view in same:
+        del view.message.stride[:]
+        view.message.stride.extend(stride)
+    moved = [view._replace(start=copy.data_ptr()) for view in same]
+    _send_span(value, copy.data_ptr(), copy.nbytes, copy, moved, large)
+
+
+def _needed_bytes(tensor: torch.Tensor) -> int:
+    """The bytes of the tensor's elements; a repeated dimension counts once."""
+    count = 1
+    for length, step in zip(tensor.shape, tensor.stride(), strict=True):
+        if step:
+            count *= length
+    return count * tensor.itemsize
+
+
+def _align(start: int, cluster: list[_View]) -> tuple[int, bool]:
+    """Moves the start back, inside the first view's storage, so that all offsets are whole elements; false if that fails."""
+    unit = max(view.tensor.itemsize for view in cluster)
+    first = min(cluster, key=lambda view: view.start).tensor
+    start = max(start - start % unit, first.untyped_storage().data_ptr())
+    return start, all((view.start - start) % view.tensor.itemsize == 0 for view in cluster)
+
+
+def _share_no_element(start: int, views: list[_View]) -> bool:
+    """Whether no byte belongs to two of the views; marks each view's bytes in a map of the span."""
+    unit = 0
+    for view in views:
+        unit = gcd(unit, view.start - start, view.tensor.itemsize)
+    length = (max(view.end for view in views) - start) // unit
+    taken = torch.zeros(length, dtype=torch.bool, device="cpu")
+    for view in views:
+        width = view.tensor.itemsize // unit
+        dims = [(n, step * width) for n, step in zip(view.tensor.shape, view.tensor.stride(), strict=True) if step]
+        dims.append((width, 1))
+        marks = taken.as_strided([n for n, _ in dims], [step for _, step in dims], (view.start - start) // unit)
+        if bool(marks.any()):
+            return False
+        marks.fill_(True)
+    return True

@@ -1,0 +1,43 @@
+"""Decorators for functions that are called over RPC."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+__all__ = ["async_execution", "is_async_execution"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_ATTRIBUTE = "_wrapped_async_rpc_function"
+
+
+def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that returns a `torch.futures.Future` and whose caller waits for that future's value.
+
+    The worker's thread is free as soon as the function returns; the reply is sent when the future completes, by whoever
+    completes it. The function may also return a future of `rpc_async` or of `then`.
+
+    With static, class and bound methods this is the inner decorator (`@staticmethod` above it); with `torch.jit.script`
+    it is the outer one.
+
+    Args:
+        fn: a function that returns a `torch.futures.Future`. Anything else fails the call with a `RuntimeError`.
+
+    Returns:
+        The wrapped function; called locally, it returns the future itself.
+    """
+
+    @functools.wraps(fn)
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
+        return fn(*args, **kwargs)
+
+    setattr(wrapper, _ATTRIBUTE, fn)
+    return wrapper
+
+
+def is_async_execution(fn: object) -> bool:
+    """Whether the function, or the function behind a method, carries the mark of `async_execution`."""
+    return hasattr(fn, _ATTRIBUTE)

@@ -1,0 +1,117 @@
+"""How messages become bytes: pure functions over the protobuf wire format of `proto/rpc.proto`.
+
+The writer joins messages that were serialized where they were made, so an envelope costs one copy of its bytes and no
+protobuf object; a piece of a large buffer is written around the buffer's own memory for the same reason. What comes out
+is an ordinary `Envelope`, which any protobuf implementation reads.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from google.protobuf.message import DecodeError
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+
+__all__ = ["MAX_ENVELOPE_BYTES", "MAX_FRAME_BYTES", "PIECE_BYTES", "Piece", "frame", "parse", "piece_envelope", "varint"]
+
+PIECE_BYTES = 1 << 20
+"""Payload of one piece. Measured on gRPC: one 64 MiB message 0.4 GB/s, 1 MiB pieces 1.4 GB/s."""
+MAX_FRAME_BYTES = 1 << 20
+"""A message above this travels as pieces itself."""
+MAX_ENVELOPE_BYTES = 1 << 20
+"""The writer starts a new envelope when this is reached, so no envelope exceeds the sum of this and one frame."""
+
+_MESSAGES_TAG = b"\x0a"  # Envelope.messages, field 1, length-delimited
+_PIECE_TAG = 0x7A  # Envelope.piece, field 15, length-delimited
+
+
+class Piece(NamedTuple):
+    """A part of a large buffer as it arrived; `data` is a view of the envelope's bytes."""
+
+    transfer: int
+    buffer: int
+    offset: int
+    data: memoryview
+
+
+def varint(value: int) -> bytes:
+    """Protobuf's base-128 encoding of a number >= 0."""
+    out = bytearray()
+    while value > 0x7F:
+        out.append(value & 0x7F | 0x80)
+        value >>= 7
+    out.append(value)
+    return bytes(out)
+
+
+def frame(message: rpc_pb2.Message) -> bytes:
+    """The message as one entry of an envelope; envelopes are such entries joined."""
+    body = message.SerializeToString()
+    size = len(body)
+    if size < 0x80:
+        return b"\x0a%c%b" % (size, body)
+    return b"\x0a" + varint(size) + body
+
+
+def unframe(data: bytes) -> rpc_pb2.Message:
+    """The message of one `frame`."""
+    return rpc_pb2.Envelope.FromString(data).messages[0]
+
+
+def piece_envelope(transfer: int, buffer: int, offset: int, data: memoryview) -> bytes:
+    """An envelope that carries one piece; the one copy that the sender makes of a payload is here."""
+    head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(len(data)))
+    return b"".join((b"\x7a", varint(len(head) + len(data)), head, data))
+
+
+def parse(data: bytes) -> rpc_pb2.Envelope | Piece:
+    """Reads an envelope.
+
+    Raises:
+        ProtocolViolation: the bytes are no envelope.
+    """
+    if data and data[0] == _PIECE_TAG:
+        piece = _parse_piece(data)
+        if piece is not None:
+            return piece
+    try:
+        envelope = rpc_pb2.Envelope.FromString(data)
+    except DecodeError as exc:
+        raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope") from exc
+    if envelope.HasField("piece"):  # written by another implementation, in another order of fields
+        piece_pb = envelope.piece
+        return Piece(piece_pb.transfer, piece_pb.buffer, piece_pb.offset, memoryview(piece_pb.data))
+    return envelope
+
+
+def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while shift < 64:
+        byte = data[at]
+        at += 1
+        value |= (byte & 0x7F) << shift
+        if byte < 0x80:
+            return value, at
+        shift += 7
+    raise IndexError
+
+
+def _parse_piece(data: bytes) -> Piece | None:
+    """The piece in the layout that `piece_envelope` writes, without a copy; None if the layout is another."""
+    try:
+        size, at = _read_varint(data, 1)
+        if at + size != len(data):
+            return None
+        fields = []
+        for tag in (0x08, 0x10, 0x18, 0x22):
+            if data[at] != tag:
+                return None
+            value, at = _read_varint(data, at + 1)
+            fields.append(value)
+    except IndexError:
+        return None
+    if at + fields[3] != len(data):
+        return None
+    return Piece(fields[0], fields[1], fields[2], memoryview(data)[at:])

@@ -1,0 +1,163 @@
+"""The gRPC lane: streams, unary calls and channel options; every grpc error becomes one of ours here."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import grpc
+import grpc.aio
+
+from rpcdist.errors import (
+    AuthenticationFailed,
+    ConnectFailed,
+    DeadlineExceeded,
+    ProtocolViolation,
+    RpcdistError,
+    TransportError,
+)
+from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES
+
+__all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "ClientStream", "ServerStream", "mapped_errors"]
+
+_LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + PIECE_BYTES
+
+_COMMON_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", _LARGEST_MESSAGE_BYTES),
+    ("grpc.max_send_message_length", _LARGEST_MESSAGE_BYTES),
+    ("grpc.http2.lookahead_bytes", 4 << 20),
+    ("grpc.http2.max_frame_size", 1 << 20),
+    ("grpc.http2.write_buffer_size", 4 << 20),
+    ("grpc.enable_retries", 0),
+]
+CHANNEL_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, which dies with the channel
+    ("grpc.enable_http_proxy", 0),  # a proxy set for the web must not swallow traffic inside a cluster
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+SERVER_OPTIONS = [
+    *_COMMON_OPTIONS,
+    ("grpc.so_reuseport", 0),  # a port that is taken must be an error
+]
+
+
+def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
+    """Ours for grpc's."""
+    code = exc.code()  # type: ignore[attr-defined]  # every RpcError that a call raises is also a grpc.Call
+    details = exc.details() or code.name  # type: ignore[attr-defined]
+    if code is grpc.StatusCode.UNAUTHENTICATED:
+        return AuthenticationFailed(details)
+    if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+        return DeadlineExceeded(f"no answer from {address} in time")
+    if code is grpc.StatusCode.UNAVAILABLE:
+        return ConnectFailed(address, details)
+    if code is grpc.StatusCode.CANCELLED:
+        return TransportError(f"the connection with {address} was closed")
+    if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT):
+        return ProtocolViolation(f"{address}: {details}")
+    return TransportError(f"{address}: {code.name}: {details}")
+
+
+@contextmanager
+def mapped_errors(address: str) -> Iterator[None]:
+    """Turns what grpc raises into this package's errors."""
+    try:
+        yield
+    except grpc.RpcError as exc:
+        raise error_of(exc, address) from exc
+    except (grpc.aio.UsageError, grpc.aio.InternalError) as exc:
+        raise TransportError(f"the connection with {address} is closed: {exc}") from exc
+
+
+class ClientStream:
+    """The calling end of `Rpc.Session`."""
+
+    def __init__(self, call: Any, address: str) -> None:
+        self._call = call
+        self._address = address
+
+    async def read(self) -> bytes | None:
+        with mapped_errors(self._address):
+            try:
+                data = await self._call.read()
+            except asyncio.CancelledError:
+                self._raise_if_aborted()
+                raise
+            if data is not grpc.aio.EOF:
+                return bytes(data)
+            code = await self._call.code()
+            if code is grpc.StatusCode.OK:
+                return None
+            if code is grpc.StatusCode.UNAUTHENTICATED:
+                raise AuthenticationFailed(await self._call.details())
+            raise TransportError(f"{code.name}: {await self._call.details()}")
+
+    async def write(self, data: bytes) -> None:
+        with mapped_errors(self._address):
+            try:
+                await self._call.write(data)
+            except asyncio.CancelledError:
+                self._raise_if_aborted()
+                raise
+            except asyncio.InvalidStateError as exc:
+                raise TransportError(f"the connection with {self._address} is closed") from exc
+
+    def _raise_if_aborted(self) -> None:
+        # grpc.aio reports a cancelled call as a cancelled task; only one of the two is the caller's doing.
+        task = asyncio.current_task()
+        if self._call.done() and (task is None or not task.cancelling()):
+            raise TransportError(f"the connection with {self._address} was closed") from None
+
+    def abort(self, reason: str) -> None:
+        self._call.cancel()
+
+
+class ServerStream:
+    """The serving end of `Rpc.Session`."""
+
+    def __init__(self, context: Any, address: str) -> None:
+        self._context = context
+        self._address = address
+        self._task = asyncio.current_task()
+        self._aborted: str | None = None
+
+    async def read(self) -> bytes | None:
+        if self._aborted is not None:
+            return None
+        with mapped_errors(self._address):
+            try:
+                data = await self._context.read()
+            except asyncio.CancelledError:
+                self._raise_if_aborted()
+                raise
+        return None if data is grpc.aio.EOF else bytes(data)
+
+    async def write(self, data: bytes) -> None:
+        if self._aborted is not None:
+            raise TransportError(self._aborted)
+        with mapped_errors(self._address):
+            await self._context.write(data)
+
+    def _raise_if_aborted(self) -> None:
+        if self._aborted is not None and self._task is not None:
+            self._task.uncancel()
+            raise TransportError(self._aborted) from None
+
+    def abort(self, reason: str) -> None:
+        """Ends the handler: gRPC closes the stream when the handler's task returns."""
+        if self._aborted is None:
+            self._aborted = reason
+            if self._task is not None and self._task is not asyncio.current_task():
+                self._task.cancel(reason)
+
+
+async def refuse(context: Any, reason: str) -> None:
+    """Ends a call of a peer that has not proven the token."""
+    await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+
+

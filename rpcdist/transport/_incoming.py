@@ -1,0 +1,126 @@
+"""Reassembly of large buffers from pieces: pure bookkeeping, no I/O.
+
+Invariants:
+    1. A message is delivered once, when every byte of every buffer that it announced has arrived.
+    2. The pieces of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
+    3. Memory is taken when a message is announced, and given back when its transfer is aborted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._frames import Piece
+
+__all__ = ["Incoming", "ReceiveBuffer", "heap_buffer"]
+
+
+class ReceiveBuffer(Protocol):
+    """Memory that a large buffer is received into."""
+
+    @property
+    def view(self) -> memoryview:
+        """Writable, one byte per item."""
+
+
+class _HeapBuffer:
+    __slots__ = ("view",)
+
+    def __init__(self, size_bytes: int) -> None:
+        self.view = memoryview(bytearray(size_bytes))
+
+
+def heap_buffer(size_bytes: int) -> ReceiveBuffer:
+    """The allocator that is used where the layers above bring none."""
+    return _HeapBuffer(size_bytes)
+
+
+Delivery = tuple[rpc_pb2.Message, list[ReceiveBuffer]]
+
+
+class _Transfer:
+    __slots__ = ("buffers", "filled", "message", "missing")
+
+    def __init__(self, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], missing: int) -> None:
+        self.message = message
+        self.buffers = buffers
+        self.filled = [0] * len(buffers)
+        self.missing = missing
+
+
+class Incoming:
+    """The transfers of one session that are under way."""
+
+    def __init__(self, allocate: Callable[[int], ReceiveBuffer] = heap_buffer) -> None:
+        self._allocate = allocate
+        self._transfers: dict[int, _Transfer] = {}
+
+    def __repr__(self) -> str:
+        return f"<Incoming {len(self._transfers)} transfers, {sum(t.missing for t in self._transfers.values())} B missing>"
+
+    def announce(self, message: rpc_pb2.Message) -> Delivery | None:
+        """Takes a message; returns it with its buffers when nothing is missing.
+
+        Raises:
+            ProtocolViolation: the transfer number is in use, or no memory can be had for what is announced.
+        """
+        sizes = message.large
+        if not sizes:
+            return message, []
+        number = message.transfer
+        if number in self._transfers or number == 0:
+            raise ProtocolViolation(f"transfer {number} was announced twice")
+        try:
+            # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
+            allocate = heap_buffer if message.wrapped else self._allocate
+            buffers = [allocate(size) for size in sizes]
+        except (MemoryError, RuntimeError, OverflowError) as exc:
+            raise ProtocolViolation(f"no memory for {sum(sizes)} announced bytes: {exc}") from exc
+        missing = sum(sizes)
+        transfer = _Transfer(message, buffers, missing)
+        if missing:
+            self._transfers[number] = transfer
+            return None
+        return self._deliver(transfer)
+
+    def piece(self, piece: Piece) -> Delivery | None:
+        """Stores a piece; returns the message when it was the last one.
+
+        A piece of an unknown transfer belongs to one that was aborted, and is dropped.
+        """
+        transfer = self._transfers.get(piece.transfer)
+        if transfer is None:
+            return None
+        size = len(piece.data)
+        if piece.buffer >= len(transfer.buffers):
+            raise ProtocolViolation(f"a piece for buffer {piece.buffer} of {len(transfer.buffers)}")
+        view = transfer.buffers[piece.buffer].view
+        at = transfer.filled[piece.buffer]
+        if piece.offset != at or at + size > len(view):
+            raise ProtocolViolation(
+                f"a piece of {size} bytes at {piece.offset}, expected at {at} of a buffer of {len(view)} announced bytes"
+            )
+        view[at : at + size] = piece.data
+        transfer.filled[piece.buffer] = at + size
+        transfer.missing -= size
+        if transfer.missing:
+            return None
+        del self._transfers[piece.transfer]
+        return self._deliver(transfer)
+
+    def abort(self, number: int) -> rpc_pb2.Message | None:
+        """Forgets a transfer; returns its message, which will not be delivered."""
+        transfer = self._transfers.pop(number, None)
+        return transfer.message if transfer is not None else None
+
+    def _deliver(self, transfer: _Transfer) -> Delivery | None:
+        if not transfer.message.wrapped:
+            return transfer.message, transfer.buffers
+        try:
+            inner = rpc_pb2.Message.FromString(bytes(transfer.buffers[0].view))
+        except Exception as exc:
+            raise ProtocolViolation("a wrapped message cannot be parsed") from exc
+        return self.announce(inner)

@@ -1,0 +1,125 @@
+"""The I/O loop: one thread per process that runs gRPC and nothing of the user's."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import logging
+import os
+import sys
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
+
+__all__ = ["IoLoop", "new_event_loop"]
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """A uvloop loop, or asyncio's where uvloop is missing or `RPCDIST_LOOP=asyncio` asks for it."""
+    if sys.platform != "win32" and os.environ.get("RPCDIST_LOOP", "uvloop") != "asyncio":
+        try:
+            import uvloop
+        except ImportError:
+            logger.info("uvloop is not installed; the I/O loop runs on asyncio")
+        else:
+            return uvloop.new_event_loop()
+    return asyncio.new_event_loop()
+
+
+class IoLoop:
+    """An event loop on a thread of its own.
+
+    The thread is a daemon, so that it cannot keep a process alive, and `close` joins it (daemon threads that run
+    while the interpreter is taken down can crash it).
+    """
+
+    def __init__(self, name: str = "rpcdist-io") -> None:
+        self.name = name
+        self.loop = new_event_loop()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self.loop)
+        try:
+            self.loop.run_forever()
+        finally:
+            self._cancel_all()
+            self.loop.close()
+
+    def _cancel_all(self) -> None:
+        tasks = asyncio.all_tasks(self.loop)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+
+    def on_thread(self) -> bool:
+        """Whether the caller runs on this loop's thread."""
+        return threading.get_ident() == self._thread.ident
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> None:
+        """Runs `function` on the loop soon; any thread may call it. Raises `RpcdistError` once the loop is closed."""
+        try:
+            self.loop.call_soon_threadsafe(function, *args)
+        except RuntimeError as exc:
+            raise RpcdistError(f"the loop {self.name!r} is closed") from exc
+
+    def spawn(self, coroutine: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
+        """Starts a task that this loop owns; on the loop's thread only. An exception that ends it is logged."""
+        task = self.loop.create_task(coroutine, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._task_done)
+        return task
+
+    def _task_done(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (exc := task.exception()) is not None:
+            logger.error("task %s failed", task.get_name(), exc_info=exc)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Runs a coroutine on the loop and waits for its result, from any other thread.
+
+        Args:
+            coroutine: what to run; it is cancelled when the wait ends early.
+            timeout_s: the limit of the wait, in seconds.
+
+        Raises:
+            DeadlineExceeded: the time was over.
+            BlockingInLoop: called on an event loop's thread.
+        """
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            pass  # no loop runs here, so waiting is fine
+        else:
+            coroutine.close()
+            raise BlockingInLoop("this call")
+        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            return future.result(timeout_s)
+        except concurrent.futures.TimeoutError as exc:
+            if future.done() and not future.cancelled():
+                raise
+            raise DeadlineExceeded(f"an operation took longer than {timeout_s} s") from exc
+        finally:
+            if not future.done():
+                future.cancel()
+
+    def close(self, timeout_s: float = 5.0) -> None:
+        """Stops the loop and joins its thread; idempotent, bounded by `timeout_s`."""
+        if self._closed:
+            return
+        self._closed = True
+        if self._thread.is_alive():
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            self._thread.join(timeout_s)

@@ -1,0 +1,220 @@
+"""The one gRPC server of a process: routes, checks every caller, and answers health and reflection."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import grpc
+import grpc.aio
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
+from rpcdist.ids import Identity
+from rpcdist.transport._grpc import SERVER_OPTIONS, ServerStream, refuse
+from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
+from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
+from rpcdist.transport.session import NullHandler, Session, expect_handshake
+
+if TYPE_CHECKING:
+    from rpcdist.transport.node import Node
+
+__all__ = ["Method", "Server"]
+
+logger = logging.getLogger(__name__)
+
+HANDSHAKE_LIMIT_S = 10.0
+MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
+
+Method = Callable[[Identity, Any], Awaitable[Message]]
+
+
+class _Proven:
+    """What unary calls of a proven peer are checked against."""
+
+    __slots__ = ("key", "peer", "window")
+
+    def __init__(self, key: bytes, peer: Identity) -> None:
+        self.key = key
+        self.peer = peer
+        self.window = ReplayWindow()
+
+
+class _Collector:
+    """Stands in for a server where a library wants to register handlers."""
+
+    def __init__(self) -> None:
+        self.handlers: dict[str, Any] = {}
+
+    def add_generic_rpc_handlers(self, handlers: Any) -> None: ...
+
+    def add_registered_method_handlers(self, service: str, handlers: Mapping[str, Any]) -> None:
+        self.handlers.update({f"/{service}/{name}": handler for name, handler in handlers.items()})
+
+
+class Server(grpc.GenericRpcHandler):
+    """Lives on the I/O loop."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._server: grpc.aio.Server | None = None
+        self._methods: dict[str, Any] = {}
+        self._open_methods: dict[str, Any] = {}
+        self._services: list[str] = []
+        self._proven: dict[bytes, _Proven] = {}
+        self._unproven = 0
+        self._health = health.aio.HealthServicer()
+        self._session_handler = grpc.stream_stream_rpc_method_handler(self._session)
+        self.port: int | None = None
+
+    async def start(self, host: str, port: int) -> int:
+        """Binds and serves; returns the port. Raises `OSError`-like `TransportError` when it is taken."""
+        self._server = grpc.aio.server(options=SERVER_OPTIONS)
+        self._server.add_generic_rpc_handlers((self,))
+        bracketed = f"[{host}]" if ":" in host else host
+        try:
+            bound = self._server.add_insecure_port(f"{bracketed}:{port}")
+        except RuntimeError as exc:
+            raise TransportError(
+                f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
+                f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end the process that holds it."
+            ) from exc
+        await self._server.start()
+        self.port = bound
+        await self._announce()
+        return bound
+
+    async def stop(self, grace_s: float) -> None:
+        """Stops; sessions end at once."""
+        if self._server is not None:
+            server, self._server = self._server, None
+            await self._health.enter_graceful_shutdown()
+            await server.stop(grace_s)
+            self.port = None
+
+    async def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
+        """Serves the unary methods of a service; replaces what was registered under its name."""
+        for method in descriptor.methods:
+            if method.name in methods:
+                request_type = GetMessageClass(method.input_type)
+                path = f"/{descriptor.full_name}/{method.name}"
+                self._methods[path] = self._unary(path, request_type, methods[method.name])
+        if descriptor.full_name not in self._services:
+            self._services.append(descriptor.full_name)
+        await self._announce()
+
+    async def _announce(self) -> None:
+        names = [f"{PACKAGE}.Rpc", *self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
+        collector = _Collector()
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, collector)
+        servicer = reflection.aio.ReflectionServicer(sorted(set(names)))
+        reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)
+        self._open_methods = collector.handlers
+        for name in names:
+            await self._health.set(name, health_pb2.HealthCheckResponse.SERVING)
+        await self._health.set("", health_pb2.HealthCheckResponse.SERVING)
+
+    # ------------------------------------------------------------ routing
+
+    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
+        path = handler_call_details.method
+        if path == f"/{PACKAGE}.Rpc/Session":
+            return self._session_handler
+        return self._methods.get(path) or self._open_methods.get(path)
+
+    def _unary(self, path: str, request_type: type[Message], method: Method) -> Any:
+        async def handle(data: bytes, context: Any) -> bytes:
+            proven = self._check(path, context.invocation_metadata())
+            if proven is None:
+                await refuse(context, f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first")
+                raise AssertionError("unreachable")
+            try:
+                request = request_type.FromString(data)
+            except DecodeError:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
+            try:
+                reply = await method(proven.peer, request)
+            except RpcdistError as exc:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
+            except Exception as exc:
+                logger.exception("the handler of %s failed", path)
+                await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
+            return reply.SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    def _check(self, path: str, metadata: Any) -> _Proven | None:
+        values = dict(metadata)
+        proven = self._proven.get(values.get(SESSION_KEY, b""))
+        counter = values.get(COUNTER_KEY, "")
+        if proven is None or not counter.isascii() or not counter.isdigit() or len(counter) > 18:
+            return None
+        if not verify_request(proven.key, path, int(counter), values.get(PROOF_KEY, b"")):
+            return None
+        return proven if proven.window.accept(int(counter)) else None
+
+    # ------------------------------------------------------------ sessions
+
+    async def _session(self, _requests: Any, context: Any) -> None:
+        stream = ServerStream(context, context.peer())
+        if self._unproven >= MAX_UNPROVEN:
+            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many handshakes at once; try again")
+        self._unproven += 1
+        try:
+            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
+                handshake = await self._prove(stream)
+        except (AuthenticationFailed, ProtocolViolation) as exc:
+            logger.warning("refused a connection from %s: %s", context.peer(), exc)
+            await refuse(context, str(exc))
+            return
+        except TimeoutError:
+            await refuse(context, f"the handshake took longer than {HANDSHAKE_LIMIT_S} s")
+            return
+        except TransportError:
+            return  # the peer went away before it proved anything
+        finally:
+            self._unproven -= 1
+        await self._serve(stream, handshake)
+
+    async def _prove(self, stream: ServerStream) -> ServerHandshake:
+        node = self._node
+        handshake = ServerHandshake(
+            node.token, node.job, node.identity, node.refusal_for, token_source=node.token_source
+        )
+        while not handshake.done:
+            envelope = expect_handshake(await stream.read())
+            answer = handshake.receive(envelope.handshake)
+            if answer is not None:
+                await stream.write(rpc_pb2.Envelope(handshake=answer).SerializeToString())
+            handshake.check()
+        return handshake
+
+    async def _serve(self, stream: ServerStream, handshake: ServerHandshake) -> None:
+        peer, keys, role = handshake.peer, handshake.session, handshake.role
+        handler = self._node.session_handler(role) or NullHandler()
+        session = Session(
+            self._node.io,
+            stream,
+            peer,
+            role=role,
+            id=keys.session_id,
+            handler=handler,
+            silence_limit_s=self._node.options.peer_timeout_s,
+            by_me=False,
+        )
+        self._proven[keys.session_id] = _Proven(keys.key, peer)
+        self._node.accepted(session)
+        started = time.monotonic()
+        try:
+            await session.run()
+        finally:
+            del self._proven[keys.session_id]
+            logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)

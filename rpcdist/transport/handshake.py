@@ -1,0 +1,429 @@
+"""The mutual proof of the job token that opens every connection, as pure state machines.
+
+No socket, clock or logging lives here: messages go in, messages come out, and any lane can carry them.
+
+    client                                        server
+      hello(version, nonce, job, role, identity) --->
+      <--- challenge(nonce, proof, identity)             proof = HMAC(token, "server" + transcript)
+      proof(proof) --->                                  proof = HMAC(token, "client" + transcript)
+      <--- welcome(session_id, proof)                    proof = HMAC(session key, "welcome")
+
+The transcript is the version, both nonces, role, job and both identities, each with its length before it. Invariants:
+
+ 1. The token never crosses the wire, and no proof is good for another connection (both nonces), another direction
+    (labels), another job, another role or another pair of processes.
+ 2. Nothing but the names in `Hello` is looked at before the peer's proof is verified, in constant time; the policy
+    hook `accept` runs after that.
+ 3. Either side may send a refusal instead of its next message; both then fail with `AuthenticationFailed`.
+ 4. A message out of order, too large or malformed raises `ProtocolViolation`, and the machine stays closed.
+
+How a lane drives one side (`send` and `read` are the lane's, with its own time limit around all of it):
+
+    await send(client.start())                    # the client only
+    while not side.done:
+        reply = side.receive(await read())
+        if reply is not None:
+            await send(reply)
+        side.check()                              # raises AuthenticationFailed, after the refusal went out
+"""
+
+from __future__ import annotations
+
+import hmac
+import re
+import secrets
+from collections.abc import Callable
+from enum import Enum
+from typing import Final
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.ids import Identity
+from rpcdist.transport.session_keys import (
+    PROOF_BYTES,
+    SESSION_ID_BYTES,
+    ReplayWindow,
+    SessionKeys,
+    framed,
+    mac,
+    request_proof,
+    verify_request,
+)
+
+__all__ = [
+    "MAX_HANDSHAKE_BYTES",
+    "NONCE_BYTES",
+    "PROTOCOL_VERSION",
+    "ClientHandshake",
+    "ReplayWindow",
+    "ServerHandshake",
+    "SessionKeys",
+    "identity_from_proto",
+    "identity_to_proto",
+    "request_proof",
+    "verify_request",
+]
+
+PROTOCOL_VERSION: Final = 1
+NONCE_BYTES: Final = 32
+MAX_HANDSHAKE_BYTES: Final = 4096
+"""Lanes refuse a larger message before they parse it; `receive` checks again."""
+
+MAX_TEXT_LENGTH: Final = 128
+_MAX_REASON_LENGTH: Final = 600
+_ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
+
+Code = pb.Refusal.Code
+_TOKEN_ADVICE = (
+    "The job tokens differ. Set RPCDIST_TOKEN to the same value in every process of the job, or give every host the "
+    "same token file (RPCDIST_TOKEN_FILE, by default ~/.config/rpcdist/token, mode 0600)."
+)
+
+
+class _State(Enum):
+    START = "start"
+    HELLO_SENT = "hello sent"
+    CHALLENGE_SENT = "challenge sent"
+    PROOF_SENT = "proof sent"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class _Side:
+    """What the two state machines share: the doorway, the outcome, and how a failure is reported."""
+
+    def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
+        if not token:
+            raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
+        if not _is_text(job):
+            raise ConfigError(f"a job name has 1 to {MAX_TEXT_LENGTH} printable characters, but it is {job[:200]!r}")
+        self._token = token
+        self._job = job
+        self._identity = identity
+        self._token_source = token_source
+        self._state = _State.START
+        self._hello = pb.Hello()
+        self._transcript = b""
+        self._peer: Identity | None = None
+        self._session: SessionKeys | None = None
+        self.failure: AuthenticationFailed | None = None
+        self.refusal_code: pb.Refusal.Code = Code.UNSPECIFIED
+
+    @property
+    def done(self) -> bool:
+        """True once the peer is proven and the session is open."""
+        return self._state is _State.DONE
+
+    @property
+    def peer(self) -> Identity:
+        """Who the peer proved to be. Raises `AuthenticationFailed` before that."""
+        if self._peer is None or not self.done:
+            raise AuthenticationFailed("the peer has not proven the job token")
+        return self._peer
+
+    @property
+    def session(self) -> SessionKeys:
+        """The keys of the open session. Raises `AuthenticationFailed` before there is one."""
+        if self._session is None or not self.done:
+            raise AuthenticationFailed("the peer has not proven the job token")
+        return self._session
+
+    def check(self) -> None:
+        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer learns why, too."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _open(self, message: pb.Handshake) -> str:
+        """Checks what holds for every message, and returns which step it is."""
+        if self._state in (_State.DONE, _State.FAILED):
+            raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
+        if message.ByteSize() > MAX_HANDSHAKE_BYTES:
+            raise self._violation(f"a handshake message is larger than {MAX_HANDSHAKE_BYTES} bytes")
+        step: str | None = message.WhichOneof("step")
+        if step is None:
+            raise self._violation("a handshake message is empty or of an unknown kind")
+        return step
+
+    def _violation(self, text: str) -> ProtocolViolation:
+        self._state = _State.FAILED
+        return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
+
+    def _unexpected(self, step: str) -> ProtocolViolation:
+        return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
+
+    def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
+        """Fails here with `local`, and returns what tells the peer `reason`; the peer learns nothing else."""
+        self._fail(code, local or reason)
+        return pb.Handshake(refusal=pb.Refusal(reason=reason, code=code))
+
+    def _fail(self, code: pb.Refusal.Code, text: str) -> None:
+        if code == Code.TOKEN and self._token_source is not None:
+            text = f"{text} This process uses {self._token_source}."
+        self._state = _State.FAILED
+        self.refusal_code = code
+        self.failure = AuthenticationFailed(text)
+
+    def _refused_by_peer(self, refusal: pb.Refusal, who: str) -> None:
+        self._fail(refusal.code, f"{who} refused the connection: {_shown(refusal.reason)}")
+
+    def _identity_of(self, message: pb.Hello | pb.Challenge) -> Identity:
+        try:
+            return identity_from_proto(message.identity)
+        except ProtocolViolation as exc:
+            raise self._violation(str(exc)) from None
+
+    def _record(self, server_nonce: bytes, client: Identity, server: Identity) -> None:
+        hello = self._hello
+        self._transcript = framed(
+            hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, hello.role.encode(), hello.job.encode(),
+            *_identity_fields(client), *_identity_fields(server),
+        )  # fmt: skip
+
+    def _proof(self, direction: bytes) -> bytes:
+        return mac(self._token, b"rpcdist " + direction + b" proof", self._transcript)
+
+    def _session_keys(self, session_id: bytes) -> SessionKeys:
+        return SessionKeys(session_id, mac(self._token, b"rpcdist session key", self._transcript, session_id))
+
+    def __repr__(self) -> str:
+        peer = "?" if self._peer is None else self._peer.name
+        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
+
+
+class ClientHandshake(_Side):
+    """The side that opened the connection.
+
+    Args:
+        token: the job token.
+        job: the job's name; both sides must say the same.
+        role: what the connection is for ("rpc", "store", "collective" ...).
+        identity: who this process is.
+        nonce: 32 random bytes, drawn here unless a test gives them.
+        expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
+        token_source: `token.describe_token_source()`, for the local error only.
+
+    Attributes:
+        failure: why the handshake failed; `check()` raises it.
+        refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        job: str,
+        role: str,
+        identity: Identity,
+        nonce: bytes | None = None,
+        *,
+        expected: Identity | None = None,
+        token_source: str | None = None,
+    ) -> None:
+        super().__init__(token, job, identity, token_source)
+        if not _ROLE.match(role):
+            raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
+        self._expected = expected
+        nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        self._hello = pb.Hello(
+            version=PROTOCOL_VERSION, nonce=nonce, job=job, role=role, identity=identity_to_proto(identity)
+        )
+
+    def start(self) -> pb.Handshake:
+        """The first message."""
+        if self._state is not _State.START:
+            raise ProtocolViolation("the handshake was started twice")
+        self._state = _State.HELLO_SENT
+        return pb.Handshake(hello=self._hello)
+
+    def receive(self, message: pb.Handshake) -> pb.Handshake | None:
+        """Takes the server's next message.
+
+        Returns:
+            What to send now: the proof, or a refusal (then `failure` is set); None when nothing is to be sent.
+
+        Raises:
+            ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
+        """
+        step = self._open(message)
+        if step == "refusal" and self._state is not _State.START:
+            self._refused_by_peer(message.refusal, "the server")
+            return None
+        if step == "challenge" and self._state is _State.HELLO_SENT:
+            return self._receive_challenge(message.challenge)
+        if step == "welcome" and self._state is _State.PROOF_SENT:
+            return self._receive_welcome(message.welcome)
+        raise self._unexpected(step)
+
+    def _receive_challenge(self, challenge: pb.Challenge) -> pb.Handshake:
+        if len(challenge.nonce) != NONCE_BYTES or len(challenge.proof) != PROOF_BYTES:
+            raise self._violation("the challenge has a nonce or proof of the wrong length")
+        if challenge.nonce == self._hello.nonce:
+            raise self._violation("the challenge repeats this process's own nonce")
+        peer = self._identity_of(challenge)
+        self._record(challenge.nonce, self._identity, peer)
+        if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
+            # Only the kind and the advice go out: the server's operator needs both, an eavesdropper learns nothing.
+            return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"the server did not prove the job token. {_TOKEN_ADVICE}")
+        if not _matches(self._expected, peer):
+            return self._refuse(
+                Code.WRONG_PEER,
+                f"this address was expected to belong to {_named(self._expected)}",
+                f"{_named(peer)} answers at the address of {_named(self._expected)}: that process has ended, or two "
+                "workers published the same address. Ask the coordinator for its present address.",
+            )
+        self._peer = peer
+        self._state = _State.PROOF_SENT
+        return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client")))
+
+    def _receive_welcome(self, welcome: pb.Welcome) -> pb.Handshake | None:
+        if len(welcome.session_id) != SESSION_ID_BYTES or len(welcome.proof) != PROOF_BYTES:
+            raise self._violation("the welcome has a session id or proof of the wrong length")
+        session = self._session_keys(welcome.session_id)
+        if not hmac.compare_digest(welcome.proof, mac(session.key, b"rpcdist welcome")):
+            text = "the server's welcome was tampered with on its way, or belongs to another session"
+            return self._refuse(Code.UNSPECIFIED, text)
+        self._session = session
+        self._state = _State.DONE
+        return None
+
+
+class ServerHandshake(_Side):
+    """The side that accepted the connection.
+
+    Args:
+        token: the job token.
+        job: the job's name.
+        identity: who this process is.
+        accept: policy, asked once about a proven peer: returns None to accept, or why not (the peer is told).
+        nonce: 32 random bytes, drawn here unless a test gives them.
+        token_source: `token.describe_token_source()`, for the local error only.
+
+    Attributes:
+        failure: why the handshake failed; `check()` raises it.
+        refusal_code: the failure's kind, one of `handshake_pb2.Refusal.Code`.
+    """
+
+    def __init__(
+        self,
+        token: bytes,
+        job: str,
+        identity: Identity,
+        accept: Callable[[pb.Hello], str | None] | None = None,
+        nonce: bytes | None = None,
+        *,
+        token_source: str | None = None,
+    ) -> None:
+        super().__init__(token, job, identity, token_source)
+        self._accept = accept
+        self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+
+    @property
+    def role(self) -> str:
+        """What the proven peer wants the connection for."""
+        self.peer  # noqa: B018  (raises unless the peer is proven)
+        return self._hello.role
+
+    def receive(self, message: pb.Handshake) -> pb.Handshake | None:
+        """Takes the client's next message.
+
+        Returns:
+            What to send now: challenge, welcome or a refusal (then `failure` is set); None when the client refused.
+
+        Raises:
+            ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
+        """
+        step = self._open(message)
+        if step == "refusal" and self._state is not _State.START:
+            self._refused_by_peer(
+                message.refusal, f"the client, which calls itself {_shown(self._hello.identity.name)!r},"
+            )
+            return None
+        if step == "hello" and self._state is _State.START:
+            return self._receive_hello(message.hello)
+        if step == "proof" and self._state is _State.CHALLENGE_SENT:
+            return self._receive_proof(message.proof)
+        raise self._unexpected(step)
+
+    def _receive_hello(self, hello: pb.Hello) -> pb.Handshake:
+        if hello.version != PROTOCOL_VERSION:  # first: another version may fill the other fields differently
+            return self._refuse(
+                Code.VERSION,
+                f"the server speaks version {PROTOCOL_VERSION} of the handshake, the client version {hello.version}. "
+                "Install the same version of rpcdist on both.",
+            )
+        if len(hello.nonce) != NONCE_BYTES:
+            raise self._violation(f"the hello has a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}")
+        if not _ROLE.match(hello.role) or not _is_text(hello.job):
+            raise self._violation("the hello has a malformed role or job")
+        peer = self._identity_of(hello)
+        if hello.job != self._job:
+            return self._refuse(
+                Code.JOB,
+                f"the server belongs to job {self._job!r}, the client to job {hello.job!r}. Give both the same job "
+                "name, or use another port for one of the jobs.",
+            )
+        self._hello = hello
+        self._record(self._nonce, peer, self._identity)
+        self._peer = peer
+        self._state = _State.CHALLENGE_SENT
+        me = identity_to_proto(self._identity)
+        return pb.Handshake(challenge=pb.Challenge(nonce=self._nonce, proof=self._proof(b"server"), identity=me))
+
+    def _receive_proof(self, proof: pb.Proof) -> pb.Handshake:
+        if len(proof.proof) != PROOF_BYTES:
+            raise self._violation("the proof has the wrong length")
+        who = f"the client, which calls itself {self._hello.identity.name!r},"
+        if not hmac.compare_digest(proof.proof, self._proof(b"client")):
+            return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"{who} did not prove the job token. {_TOKEN_ADVICE}")
+        reason = None if self._accept is None else self._accept(self._hello)
+        if reason is not None:
+            return self._refuse(Code.POLICY, reason, f"{who} is not accepted: {reason}")
+        self._session = self._session_keys(secrets.token_bytes(SESSION_ID_BYTES))
+        self._state = _State.DONE
+        proof_bytes = mac(self._session.key, b"rpcdist welcome")
+        return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
+
+
+def identity_to_proto(identity: Identity) -> pb.Identity:
+    """The wire form of an identity."""
+    return pb.Identity(name=identity.name, id=identity.id, incarnation=identity.incarnation)
+
+
+def identity_from_proto(message: pb.Identity) -> Identity:
+    """The identity in a message; raises `ProtocolViolation` where its name or id is out of bounds."""
+    if message.id < -1 or not (_is_text(message.name) or (message.id == -1 and message.name == "")):
+        raise ProtocolViolation(
+            f"an identity has a malformed name ({_shown(message.name[:40])!r}) or id ({message.id})"
+        )
+    return Identity(message.name, message.id, message.incarnation)
+
+
+def _identity_fields(identity: Identity) -> tuple[bytes, bytes, bytes]:
+    return (
+        identity.name.encode(),
+        identity.id.to_bytes(8, "big", signed=True),
+        identity.incarnation.to_bytes(8, "big"),
+    )
+
+
+def _is_text(text: str) -> bool:
+    return 0 < len(text) <= MAX_TEXT_LENGTH and text.isprintable()
+
+
+def _shown(text: str) -> str:
+    """A peer's text, fit for a log: bounded, without control characters."""
+    text = "".join(character if character.isprintable() else "?" for character in text[:_MAX_REASON_LENGTH])
+    return text or "no reason given"
+
+
+def _matches(expected: Identity | None, peer: Identity) -> bool:
+    return expected is None or (
+        expected.name in ("", peer.name)
+        and expected.id in (-1, peer.id)
+        and expected.incarnation in (0, peer.incarnation)
+    )
+
+
+def _named(identity: Identity | None) -> str:
+    if identity is None or not identity.name:
+        return "anybody"
+    return f"worker {identity.name!r} (id {identity.id}, incarnation {identity.incarnation:x})"
