@@ -23,8 +23,8 @@ def check_worker_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name) or len(name) >= MAX_NAME_LENGTH:
         raise ConfigError(
-            f"Worker name must match ^[A-Za-z0-9-_:]*$, and must be non-empty and shorter than {MAX_NAME_LENGTH} chars, "
-            f"but got {name}"
+            "Worker name must match ^[A-Za-z0-9-_:]*$, "
+            f"and must be non-empty and shorter than {MAX_NAME_LENGTH} chars, but got {name}"
         )
     return name
 

@@ -15,7 +15,8 @@ The transcript is the version, both nonces, role, job and both identities, each 
  2. Nothing but the names in `Hello` is looked at before the peer's proof is verified, in constant time; the policy
     hook `accept` runs after that.
  3. Either side may send a refusal instead of its next message; both then fail with `AuthenticationFailed`.
- 4. A message out of order, too large or malformed raises `ProtocolViolation`, and the machine stays closed.
+ 4. A message out of order, too large or malformed raises `ProtocolViolation`.
+ 5. After any failure the machine stays closed: it has no peer and no session, and takes no message.
 
 How a lane drives one side (`send` and `read` are the lane's, with its own time limit around all of it):
 
@@ -95,8 +96,8 @@ class _Side:
     def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
         if not token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
-        if not _is_text(job):
-            raise ConfigError(f"a job name has 1 to {MAX_TEXT_LENGTH} printable characters, but it is {job[:200]!r}")
+        if job and not _is_text(job):
+            raise ConfigError(f"a job name has up to {MAX_TEXT_LENGTH} printable characters, but it is {job[:200]!r}")
         self._token = token
         self._job = job
         self._identity = identity
@@ -145,16 +146,20 @@ class _Side:
         return step
 
     def _violation(self, text: str) -> ProtocolViolation:
-        self._state = _State.FAILED
+        if self._state is not _State.DONE:  # what comes after the handshake does not undo it; the caller closes
+            self._state = _State.FAILED
         return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
 
     def _unexpected(self, step: str) -> ProtocolViolation:
         return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
 
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
-        """Fails here with `local`, and returns what tells the peer `reason`; the peer learns nothing else."""
+        """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
         self._fail(code, local or reason)
-        return pb.Handshake(refusal=pb.Refusal(reason=reason, code=code))
+        return pb.Handshake(refusal=pb.Refusal(reason=reason[:_MAX_REASON_LENGTH], code=code))
+
+    def _refused_by_peer(self, refusal: pb.Refusal, who: str) -> None:
+        self._fail(refusal.code, f"{who} refused the connection: {_shown(refusal.reason)}")
 
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
         if code == Code.TOKEN and self._token_source is not None:
@@ -162,9 +167,6 @@ class _Side:
         self._state = _State.FAILED
         self.refusal_code = code
         self.failure = AuthenticationFailed(text)
-
-    def _refused_by_peer(self, refusal: pb.Refusal, who: str) -> None:
-        self._fail(refusal.code, f"{who} refused the connection: {_shown(refusal.reason)}")
 
     def _identity_of(self, message: pb.Hello | pb.Challenge) -> Identity:
         try:
@@ -195,7 +197,7 @@ class ClientHandshake(_Side):
 
     Args:
         token: the job token.
-        job: the job's name; both sides must say the same.
+        job: the job's name, empty where none was given; both sides must say the same.
         role: what the connection is for ("rpc", "store", "collective" ...).
         identity: who this process is.
         nonce: 32 random bytes, drawn here unless a test gives them.
@@ -238,7 +240,7 @@ class ClientHandshake(_Side):
         """Takes the server's next message.
 
         Returns:
-            What to send now: the proof, or a refusal (then `failure` is set); None when nothing is to be sent.
+            What to send now: the proof, or a refusal (then `failure` is set); None when there is nothing to send.
 
         Raises:
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
@@ -293,7 +295,8 @@ class ServerHandshake(_Side):
         token: the job token.
         job: the job's name.
         identity: who this process is.
-        accept: policy, asked once about a proven peer: returns None to accept, or why not (the peer is told).
+        accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
+            is told).
         nonce: 32 random bytes, drawn here unless a test gives them.
         token_source: `token.describe_token_source()`, for the local error only.
 
@@ -352,7 +355,7 @@ class ServerHandshake(_Side):
             )
         if len(hello.nonce) != NONCE_BYTES:
             raise self._violation(f"the hello has a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}")
-        if not _ROLE.match(hello.role) or not _is_text(hello.job):
+        if not _ROLE.match(hello.role) or (hello.job and not _is_text(hello.job)):
             raise self._violation("the hello has a malformed role or job")
         peer = self._identity_of(hello)
         if hello.job != self._job:

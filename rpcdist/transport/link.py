@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
+import time
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -115,6 +117,7 @@ async def open_link(
     timeout_s: float,
     handler: SessionHandler | None = None,
     expected: Identity | None = None,
+    retry: bool = True,
 ) -> Link:
     """Connects, proves the token in both directions and starts the session.
 
@@ -122,7 +125,8 @@ async def open_link(
         node: this process.
         address: host:port.
         role: what the connection is for.
-        timeout_s: limit for all of it, in seconds; nobody listening is retried until then.
+        timeout_s: limit for all of it, in seconds.
+        retry: whether to try again, until then, while nobody listens there.
         handler: gets the session's messages; without one only unary calls are possible.
         expected: who should answer there.
 
@@ -132,22 +136,33 @@ async def open_link(
 
     Cancellation closes the connection.
     """
-    channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-    try:
-        async with asyncio.timeout(timeout_s):
-            await _ready(channel)
-            call = channel.stream_stream(f"/{PACKAGE}.Rpc/Session")()
-            stream = ClientStream(call, address)
-            handshake = ClientHandshake(
-                node.token, node.job, role, node.identity, expected=expected, token_source=node.token_source
-            )
-            await _prove(stream, handshake)
-    except TimeoutError as exc:
-        await channel.close()
-        raise ConnectFailed(address, "nobody answered there; is the process running, and the port open?", timeout_s) from exc
-    except BaseException:
-        await channel.close()
-        raise
+    deadline = time.monotonic() + timeout_s
+    attempt = 0
+    while True:
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        handshake = ClientHandshake(
+            node.token, node.job, role, node.identity, expected=expected, token_source=node.token_source
+        )
+        try:
+            async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
+                stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
+                await _prove(stream, handshake)
+            break
+        except TimeoutError as exc:
+            await channel.close()
+            raise ConnectFailed(address, "nobody answered there; does the process run, is the port open?", timeout_s) from exc
+        except ConnectFailed as exc:
+            await channel.close()
+            if not retry:
+                raise
+            attempt += 1
+            pause_s = random.uniform(0, min(0.02 * 2**attempt, 0.5))  # jitter: many workers wait for one coordinator
+            if time.monotonic() + pause_s >= deadline:
+                raise ConnectFailed(address, exc.reason, timeout_s) from exc
+            await asyncio.sleep(pause_s)
+        except BaseException:
+            await channel.close()
+            raise
     peer, keys = handshake.peer, handshake.session
     session = Session(
         node.io,
@@ -163,14 +178,6 @@ async def open_link(
     link = Link(node, address, channel, session, keys)
     node.links.add(link)
     return link
-
-
-async def _ready(channel: grpc.aio.Channel) -> None:
-    """Waits until the connection stands. `channel_ready` alone would not start to connect on every version."""
-    state = channel.get_state(try_to_connect=True)
-    while state is not grpc.ChannelConnectivity.READY:
-        await channel.wait_for_state_change(state)
-        state = channel.get_state(try_to_connect=True)
 
 
 async def _prove(stream: ClientStream, handshake: ClientHandshake) -> None:

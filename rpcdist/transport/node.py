@@ -136,10 +136,11 @@ class Node:
         timeout_s: float,
         handler: SessionHandler | None = None,
         expected: Identity | None = None,
+        retry: bool = True,
     ) -> Link:
         """Opens a link; see `open_link`."""
         return await open_link(
-            self, address, role=role, timeout_s=timeout_s, handler=handler, expected=expected
+            self, address, role=role, timeout_s=timeout_s, handler=handler, expected=expected, retry=retry
         )
 
     def session_handler(self, role: str) -> SessionHandler | None:

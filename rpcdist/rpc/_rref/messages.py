@@ -81,7 +81,7 @@ class UserDeleted(Message):
 
 @dataclass(frozen=True, slots=True)
 class ShareQuery(Message):
-    """Sharer -> receiver: the message that carried this fork may be lost; if you do not know it, refuse it from now on."""
+    """Sharer -> receiver: the message with this fork may be lost; refuse it from now on if you do not know it."""
 
     fork: ForkId
 

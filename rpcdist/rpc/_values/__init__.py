@@ -1,0 +1,23 @@
+"""Python values on the wire; docs/values.md describes the format and its promises."""
+
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, large_sizes
+from rpcdist.rpc._values.codec import Encoded, decode, encode, encode_into
+from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
+from rpcdist.rpc._values.tensors import MapDevice
+
+__all__ = [
+    "INLINE_LIMIT",
+    "NOT_ON_CALLEE",
+    "Encoded",
+    "Externals",
+    "LargeBuffer",
+    "MapDevice",
+    "ReceiveBuffer",
+    "Reducer",
+    "decode",
+    "encode",
+    "encode_into",
+    "large_sizes",
+    "register_reducer",
+]

@@ -66,15 +66,15 @@ class ReceiveBuffer:
     Attributes:
         size: in bytes.
         view: writable bytes; the transport writes the pieces into it, from any thread, and must be done before `decode`.
-        storage: the same memory for torch; resizable, aligned to 64 bytes.
+        memory: the same bytes as a tensor of uint8; its storage is resizable, and aligned to 64 bytes.
     """
 
-    __slots__ = ("size", "storage", "view")
+    __slots__ = ("memory", "size", "view")
 
-    def __init__(self, size: int, storage: torch.UntypedStorage, view: memoryview) -> None:
-        self.size = size
-        self.storage = storage
-        self.view = view
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.size = memory.nbytes
+        self.memory = memory
+        self.view = memory_view(memory.data_ptr(), self.size, memory)
 
     @classmethod
     def allocate(cls, size: int) -> ReceiveBuffer:
@@ -89,7 +89,7 @@ class ReceiveBuffer:
             memory = torch.empty(size, dtype=torch.uint8, device=_CPU)
         except (RuntimeError, MemoryError) as exc:
             raise SerializationError(f"no memory for a value with a buffer of {size} bytes: {exc}") from exc
-        return cls(size, memory.untyped_storage(), memory_view(memory.data_ptr(), size, memory))
+        return cls(memory)
 
     def __repr__(self) -> str:
         return f"<ReceiveBuffer {self.size} bytes>"
@@ -119,12 +119,15 @@ def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> 
     """
     buffers: list[bytes | ReceiveBuffer] = []
     used = 0
-    for buffer in value.buffers:
-        if not buffer.size:
+    messages = value.buffers
+    for position in range(len(messages)):  # by index: protobuf's own iteration costs more
+        buffer = messages[position]
+        size = buffer.size
+        if not size:
             buffers.append(buffer.inline)
             continue
-        if used == len(large) or large[used].size != buffer.size:
-            raise SerializationError(f"large buffer {used} of {buffer.size} bytes did not arrive as announced")
+        if used == len(large) or large[used].size != size:
+            raise SerializationError(f"large buffer {used} of {size} bytes did not arrive as announced")
         buffers.append(large[used])
         used += 1
     if used != len(large):

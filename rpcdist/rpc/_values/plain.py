@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from struct import Struct
 from struct import error as StructError
-from typing import Final, cast
+from typing import Any, Final
 
 import torch
 from torch.nn import Parameter
@@ -73,12 +73,14 @@ class PlainWriter:
         buffers: large strings and bytes that stay out of the body, likewise.
     """
 
-    __slots__ = ("_left", "_seen", "_source", "body", "buffers", "externals", "tensors")
+    __slots__ = ("_known", "_known_externals", "_left", "_seen", "_source", "body", "buffers", "externals", "tensors")
 
     def __init__(self, source: Externals | None, max_items: int) -> None:
         self._source = source
         self._left = max_items
-        self._seen: dict[int, int] = {}
+        self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; externals
+        self._known: dict[int, int] = {}
+        self._known_externals: dict[int, int] = {}
         self.body = bytearray()
         self.tensors: list[torch.Tensor] = []
         self.externals: list[object] = []
@@ -92,7 +94,7 @@ class PlainWriter:
         """
         self._items((obj,), 0)
 
-    def _items(self, items: tuple[object, ...] | list[object], depth: int) -> None:
+    def _items(self, items: tuple[Any, ...] | list[Any], depth: int) -> None:
         # One loop for all small types: a Python call per item would cost more than the item.
         body = self.body
         self._left -= len(items)
@@ -101,27 +103,26 @@ class PlainWriter:
         for item in items:
             kind = type(item)
             if kind is torch.Tensor:
-                self._tensor(cast("torch.Tensor", item))
+                self._tensor(item)
             elif kind is int:
-                number = cast("int", item)
-                if 0 <= number < 128:
-                    body.append(number)
-                elif _MIN_INT64 <= number <= _MAX_INT64:
-                    body += _write_int64(_INT64, number)
+                if 0 <= item < 128:
+                    body.append(item)
+                elif _MIN_INT64 <= item <= _MAX_INT64:
+                    body += _write_int64(_INT64, item)
                 else:
-                    data = number.to_bytes(number.bit_length() // 8 + 1, "little", signed=True)
+                    data = item.to_bytes(item.bit_length() // 8 + 1, "little", signed=True)
                     body += _write_length(_BIG, len(data))
                     body += data
             elif kind is tuple:
-                count = len(cast("tuple[object, ...]", item))
+                count = len(item)
                 if count < 16:
                     body.append(_TUPLE0 + count)
                 else:
                     body += _write_length(_TUPLE, count)
                 if count:
-                    self._items(cast("tuple[object, ...]", item), depth + 1)
+                    self._items(item, depth + 1)
             elif kind is str:
-                self._string(cast("str", item))
+                self._string(item)
             elif item is None:
                 body.append(_NONE)
             elif item is True:
@@ -131,11 +132,11 @@ class PlainWriter:
             elif kind is float:
                 body += _write_float(_FLOAT, item)
             elif kind is dict:
-                self._dict(cast("dict[object, object]", item), depth)
+                self._dict(item, depth)
             elif kind is list:
                 if not self._written_before(item):
-                    body += _write_length(_LIST, len(cast("list[object]", item)))
-                    self._items(cast("list[object]", item), depth + 1)
+                    body += _write_length(_LIST, len(item))
+                    self._items(item, depth + 1)
             else:
                 self._other(item)
 
@@ -163,13 +164,10 @@ class PlainWriter:
     def _tensor(self, tensor: torch.Tensor) -> None:
         if tensor.layout is not torch.strided:
             raise NotPlain
-        tensors = self.tensors
-        for index, known in enumerate(tensors):
-            if known is tensor:
-                break
-        else:
-            index = len(tensors)
-            tensors.append(tensor)
+        count = len(self.tensors)
+        index = self._known.setdefault(id(tensor), count)
+        if index == count:
+            self.tensors.append(tensor)
         if index < 32:
             self.body.append(_TENSOR0 + index)
         else:
@@ -196,38 +194,34 @@ class PlainWriter:
             body += _write_length(separate, len(self.buffers))
             self.buffers.append(memoryview(data))
 
-    def _other(self, item: object) -> None:
+    def _other(self, item: Any) -> None:
         kind = type(item)
         body = self.body
         if kind is bytes:
-            self._bytes(cast("bytes", item), _BYTES8, _BYTES32, _BYTES_BUFFER)
+            self._bytes(item, _BYTES8, _BYTES32, _BYTES_BUFFER)
         elif kind is Parameter:
-            self._tensor(cast("torch.Tensor", item))
+            self._tensor(item)
         elif kind is complex:
-            number = cast("complex", item)
-            body += _COMPLEX_FORM.pack(_COMPLEX, number.real, number.imag)
+            body += _COMPLEX_FORM.pack(_COMPLEX, item.real, item.imag)
         elif kind is bytearray:
             if not self._written_before(item):
-                self._bytes(cast("bytearray", item), 0, _BYTEARRAY, _BYTEARRAY_BUFFER)
+                self._bytes(item, 0, _BYTEARRAY, _BYTEARRAY_BUFFER)
         elif kind is torch.Size:
-            size = cast("torch.Size", item)
-            body += _write_length(_SIZE, len(size))
-            for length in size:
+            body += _write_length(_SIZE, len(item))
+            for length in item:
                 body += _write_int64(_INT64, length)
         elif kind is torch.dtype and item in DTYPE_CODES:
             body.append(_DTYPE)
-            body.append(DTYPE_CODES[cast("torch.dtype", item)])
+            body.append(DTYPE_CODES[item])
         elif kind is torch.device:
             name = str(item).encode()
             body.append(_DEVICE)
             body.append(len(name))
             body += name
         elif self._source is not None and self._source.is_external(item):
-            for index, known in enumerate(self.externals):
-                if known is item:
-                    break
-            else:
-                index = len(self.externals)
+            count = len(self.externals)
+            index = self._known_externals.setdefault(id(item), count)
+            if index == count:
                 self.externals.append(item)
             body += _write_length(_EXTERNAL, index)
         else:
@@ -255,7 +249,7 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "externals", "left", "made", "tensors")
+    __slots__ = ("body", "buffers", "externals", "left", "made", "tensors", "used")
 
     def __init__(
         self, body: bytes, tensors: list[torch.Tensor], buffers: list[bytes | ReceiveBuffer], externals: Externals | None
@@ -266,6 +260,7 @@ class _Reader:
         self.externals = externals
         self.left = MAX_ITEMS
         self.made: list[object] = []
+        self.used: set[int] = set()
 
     def items(self, position: int, count: int, depth: int) -> tuple[list[object], int]:
         """Reads `count` items from `position`; returns them and the position behind."""
@@ -354,7 +349,7 @@ class _Reader:
             return self.dictionary(position, number, depth)
         if tag == _SIZE:
             parts, position = self.items(position, number, depth + 1)
-            return torch.Size(cast("list[int]", parts)), position
+            return torch.Size(parts), position
         if tag == _STR32:
             return self.bytes(position, end).decode("utf-8", "surrogatepass"), end
         if tag == _BYTES32:
@@ -377,6 +372,9 @@ class _Reader:
                 raise SerializationError("a remote reference arrived where none may be")
             return self.externals.internalize(index)
         if tag in (_STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER):
+            if index in self.used:  # else a short message could ask for any amount of memory
+                raise SerializationError("a value arrived that is damaged: two of its parts claim the same buffer")
+            self.used.add(index)
             buffer = self.buffers[index]
             data = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
             if tag == _STR_BUFFER:

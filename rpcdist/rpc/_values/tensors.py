@@ -59,8 +59,9 @@ def pack_tensors(
     """
     views: list[_View] = []
     has_strides = False
+    add_message = value.tensors.add
     for tensor in tensors:
-        message = value.tensors.add()
+        message = add_message()
         dtype = tensor.dtype
         code = DTYPE_CODES.get(dtype)
         if code is None or tensor.layout is not torch.strided or tensor.is_nested:
@@ -174,13 +175,14 @@ def _send_span(
     large: list[LargeBuffer],
 ) -> None:
     """Adds one buffer with `size` bytes of memory, and lets `views` refer to it."""
-    buffer = value.buffers.add()
+    buffers = value.buffers
+    index = len(buffers)
+    buffer = buffers.add()
     if size <= INLINE_LIMIT:
         buffer.inline = string_at(start, size)
     else:
         buffer.size = size
         large.append(LargeBuffer(memory_view(start, size, owner)))
-    index = len(value.buffers) - 1
     for view in views:
         if index:
             view.message.buffer = index

@@ -1,0 +1,271 @@
+"""The interface of every store, with torch's method names and behaviour."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from datetime import timedelta
+from types import TracebackType
+from typing import Final, Self
+
+from rpcdist.errors import ConfigError, QueueEmptyError, StoreTimeout
+
+__all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "queue_empty", "seconds", "timed_out"]
+
+Value = bytes | str | bytearray
+Timeout = timedelta | float
+"""A `timedelta`, or seconds."""
+
+DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+_INT64 = range(-(2**63), 2**63)
+
+
+class Store(ABC):
+    """Keys (text) with values (bytes) that all processes of a job see.
+
+    Safe to use from several threads. A method that waits is bounded by the store's `timeout` unless it takes its own, raises
+    `StoreTimeout` naming the missing keys and the store, and leaves nothing behind; Ctrl-C interrupts it in the main
+    thread. `close` gives up connections and files; `with` does it by itself.
+
+    A new kind of store implements the methods that start with an underscore: their keys are text, values are bytes and
+    timeouts are seconds (0 does not wait), all checked already.
+    """
+
+    def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
+        self._timeout_s = seconds(timeout)
+
+    # ------------------------------------------------------------ to implement
+
+    @property
+    @abstractmethod
+    def address(self) -> str:
+        """Where the table is, for people: host:port, a path, or the like."""
+
+    @abstractmethod
+    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
+        """Sets all, at one instant."""
+
+    @abstractmethod
+    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        """Waits until all keys have values, and returns them."""
+
+    @abstractmethod
+    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
+        """Waits until each key has a value or a queue."""
+
+    @abstractmethod
+    def _add(self, key: str, amount: int) -> int: ...
+
+    @abstractmethod
+    def _append(self, key: str, value: bytes) -> None: ...
+
+    @abstractmethod
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
+
+    @abstractmethod
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        """Those of `keys` that have neither value nor queue."""
+
+    @abstractmethod
+    def _delete(self, key: str) -> bool: ...
+
+    @abstractmethod
+    def _num_keys(self) -> int: ...
+
+    @abstractmethod
+    def _list_keys(self, prefix: str) -> list[str]: ...
+
+    @abstractmethod
+    def _queue_push(self, key: str, value: bytes) -> None: ...
+
+    @abstractmethod
+    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
+        """Waits for a value; None when there is none in time."""
+
+    @abstractmethod
+    def _queue_len(self, key: str) -> int: ...
+
+    @abstractmethod
+    def clone(self) -> Store:
+        """Another object for the same table, with its own timeout; close both."""
+
+    # ------------------------------------------------------------ values
+
+    def set(self, key: str, value: Value) -> None:
+        """Sets `key`, whether it was there or not."""
+        self._set_items([(_text(key), _data(value))])
+
+    def get(self, key: str) -> bytes:
+        """Waits for `key`, up to `timeout`, and returns its value."""
+        return self._get_values([_text(key)], self._timeout_s)[0]
+
+    def add(self, key: str, amount: int) -> int:
+        """Adds to a counter and returns the sum; a new one starts at 0, and `get` returns it as decimal text.
+
+        Raises:
+            DistStoreError: the key holds something that is not a number.
+        """
+        if not isinstance(amount, int) or amount not in _INT64:
+            raise TypeError(f"add() takes a whole number of 64 bits, not {amount!r}")
+        return self._add(_text(key), int(amount))
+
+    def append(self, key: str, value: Value) -> None:
+        """Appends to the value of `key`; a missing one counts as empty."""
+        self._append(_text(key), _data(value))
+
+    def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
+        """Sets `key` if it holds `expected_value`, or if it is missing and the empty value is expected.
+
+        Returns:
+            The value after that; `expected_value` when the key is missing and was not set.
+        """
+        return self._compare_set(_text(key), _data(expected_value), _data(desired_value))
+
+    def check(self, keys: Sequence[str]) -> bool:
+        """Whether all keys (or queues of these names) are there; does not wait."""
+        return not self._missing(_texts(keys))
+
+    def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
+        """Waits until all keys (or queues of these names) are there."""
+        names = _texts(keys)
+        if names:
+            self._wait_keys(names, self._timeout_s if timeout is None else seconds(timeout))
+
+    def delete_key(self, key: str) -> bool:
+        """Removes a key; returns whether it was there. Queues stay."""
+        return self._delete(_text(key))
+
+    def num_keys(self) -> int:
+        """How many keys the whole table has, those of other prefixes included, queues not."""
+        return self._num_keys()
+
+    def list_keys(self) -> list[str]:
+        """All keys (of this prefix, without it), in no particular order."""
+        return self._list_keys("")
+
+    def multi_get(self, keys: Sequence[str]) -> list[bytes]:
+        """Waits for all keys, up to `timeout`, and returns their values as of one instant where the store is ours."""
+        names = _texts(keys)
+        return self._get_values(names, self._timeout_s) if names else []
+
+    def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
+        """Sets several keys, at one instant where the store is ours."""
+        if len(keys) != len(values):
+            raise ConfigError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each key")
+        if keys:
+            self._set_items(list(zip(_texts(keys), map(_data, values), strict=True)))
+
+    # ------------------------------------------------------------ queues
+
+    def queue_push(self, key: str, value: Value) -> None:
+        """Puts a value at the end of a queue."""
+        self._queue_push(_text(key), _data(value))
+
+    def queue_pop(self, key: str, block: bool = True) -> bytes:
+        """Takes the first value of a queue; each value goes to one caller.
+
+        Raises:
+            QueueEmptyError: it is empty and `block` is false.
+            StoreTimeout: nothing came within `timeout`.
+        """
+        name = _text(key)
+        value = self._queue_pop(name, self._timeout_s if block else 0.0)
+        if value is not None:
+            return value
+        raise timed_out("queue_pop", self._timeout_s, [name], self.address) if block else queue_empty(name, self.address)
+
+    def queue_len(self, key: str) -> int:
+        """How many values a queue has."""
+        return self._queue_len(_text(key))
+
+    # ------------------------------------------------------------ the rest
+
+    def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
+        """Waits until `world_size` callers have come to the barrier of this name; it can be used again and again.
+
+        A caller that times out has been counted: do not use the same name again after that.
+        """
+        if world_size < 1:
+            raise ConfigError(f"a barrier needs a world_size of at least 1, not {world_size}")
+        came = self.add(f"{key}/num_members", 1)
+        round_number, place = divmod(came - 1, world_size)
+        done = f"{key}/last_member/{round_number}"
+        if place == world_size - 1:
+            self.set(done, b"1")
+            if round_number:  # all have left the previous round, or they would not have come to this one
+                self.delete_key(f"{key}/last_member/{round_number - 1}")
+        self.wait([done], timeout)
+
+    @property
+    def timeout(self) -> timedelta:
+        """How long methods wait that take no timeout of their own."""
+        return timedelta(seconds=self._timeout_s)
+
+    def set_timeout(self, timeout: Timeout) -> None:
+        self._timeout_s = seconds(timeout)
+
+    def has_extended_api(self) -> bool:
+        """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
+        return True
+
+    def close(self) -> None:
+        """Gives up what the store holds; idempotent, bounded. Nothing else may be called after it."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} at {self.address}, timeout {self._timeout_s:g} s>"
+
+
+def seconds(timeout: Timeout) -> float:
+    """Seconds of a timeout; negative ones count as 0. Raises `TypeError` or `ConfigError` for what is no timeout."""
+    if isinstance(timeout, timedelta):
+        return max(0.0, timeout.total_seconds())
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise TypeError(f"a timeout is a datetime.timedelta or a number of seconds, not {timeout!r}")
+    if not math.isfinite(timeout):
+        raise ConfigError(f"the timeout of a store has to be finite, not {timeout}")
+    return max(0.0, float(timeout))
+
+
+def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) -> StoreTimeout:
+    """The error for keys that did not come in time."""
+    names = list(keys)
+    shown = ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+    return StoreTimeout(
+        f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {shown} (missing in the store at {address}). Whoever "
+        "sets them has not come, has failed, or uses another store or prefix."
+    )
+
+
+def queue_empty(key: str, address: str) -> QueueEmptyError:
+    return QueueEmptyError(f"queue is empty: {key!r} in the store at {address}")
+
+
+def _text(key: str) -> str:
+    if isinstance(key, str):
+        return key
+    if isinstance(key, bytes):  # as in torch
+        return key.decode()
+    raise TypeError(f"a key of a store is text, not {type(key).__name__}")
+
+
+def _texts(keys: Sequence[str]) -> list[str]:
+    if isinstance(keys, str | bytes):
+        raise TypeError(f"expected a list of keys, not the single key {keys!r}")
+    return [_text(key) for key in keys]
+
+
+def _data(value: Value) -> bytes:
+    if isinstance(value, str):
+        return value.encode()
+    if isinstance(value, bytes | bytearray):
+        return bytes(value)
+    raise TypeError(f"a value of a store is bytes or text, not {type(value).__name__}")

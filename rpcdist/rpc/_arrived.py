@@ -1,0 +1,104 @@
+"""A value that arrived: its header, its large buffers, and the remote references that came with it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from rpcdist._proto import value_pb2
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values import ReceiveBuffer, decode
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._rref.manager import RRefManager
+
+__all__ = ["NO_BUFFERS", "Arrived", "OutgoingRRefs"]
+
+NO_BUFFERS: Sequence[ReceiveBuffer] = ()
+
+
+class Arrived:
+    """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
+
+    The shares of remote references are received when this is made, on the I/O loop; what decoding does not claim is
+    given back.
+    """
+
+    __slots__ = ("_buffers", "_manager", "_tokens", "_value", "plain_only")
+
+    def __init__(
+        self,
+        value: value_pb2.Value,
+        buffers: Sequence[ReceiveBuffer],
+        manager: RRefManager,
+        sender: int,
+        plain_only: bool = False,
+    ) -> None:
+        self._value = value
+        self._buffers = buffers
+        self._manager = manager
+        self.plain_only = plain_only
+        self._tokens: list[object] | None = None
+        if value.rrefs:
+            self._tokens = [manager.receive(fork, sender) for fork in value.rrefs]
+
+    def decode(self) -> object:
+        """The value. Runs user code when it is pickled."""
+        try:
+            if self._tokens is None:
+                return decode(self._value, self._buffers, None, plain_only=self.plain_only)
+            return decode(self._value, self._buffers, _IncomingRRefs(self._manager, self._tokens), plain_only=self.plain_only)
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Gives back the remote references that nobody claimed; idempotent."""
+        tokens, self._tokens = self._tokens, None
+        for token in tokens or ():
+            self._manager.discard(token)  # type: ignore[arg-type]
+
+
+class _IncomingRRefs:
+    """`Externals` of the decoder."""
+
+    __slots__ = ("_manager", "_tokens")
+
+    def __init__(self, manager: RRefManager, tokens: list[object]) -> None:
+        self._manager = manager
+        self._tokens = tokens
+
+    def is_external(self, obj: object) -> bool:
+        return False
+
+    def externalize(self, obj: object) -> int:
+        raise SerializationError("a decoder cannot encode")
+
+    def internalize(self, index: int) -> object:
+        if index >= len(self._tokens):
+            raise SerializationError(f"the value refers to remote reference {index} of {len(self._tokens)}")
+        return self._manager.claim(self._tokens[index])  # type: ignore[arg-type]
+
+
+class OutgoingRRefs:
+    """`Externals` of the encoder: shares every remote reference that it meets with the receiver."""
+
+    __slots__ = ("_manager", "_to", "_type", "_value", "forks")
+
+    def __init__(self, manager: RRefManager, rref_type: type, to: int, value: value_pb2.Value) -> None:
+        self._manager = manager
+        self._type = rref_type
+        self._to = to
+        self._value = value
+        self.forks: list[value_pb2.RRefFork] = []
+
+    def is_external(self, obj: object) -> bool:
+        return isinstance(obj, self._type)
+
+    def externalize(self, obj: object) -> int:
+        fork = self._manager.share(obj, self._to)  # type: ignore[arg-type]
+        self._value.rrefs.append(fork)
+        self.forks.append(fork)
+        return len(self._value.rrefs) - 1
+
+    def internalize(self, index: int) -> object:
+        raise SerializationError("an encoder cannot decode")

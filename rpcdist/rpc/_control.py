@@ -1,0 +1,65 @@
+"""Reliable delivery of control messages between two incarnations: numbered, acknowledged, sent again, applied once.
+
+Pure bookkeeping. User calls never go this way: they are never retried.
+
+Invariants:
+    1. Messages are applied in the order in which they were numbered, each once.
+    2. A message stays with the sender until its number, or a later one, is acknowledged.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from rpcdist._proto import rpc_pb2, rref_pb2
+
+__all__ = ["ControlInbox", "ControlOutbox"]
+
+
+class ControlOutbox:
+    """The sender's side of one peer incarnation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._next = 1
+        self._unacknowledged: deque[rpc_pb2.Message] = deque()
+
+    def __len__(self) -> int:
+        return len(self._unacknowledged)
+
+    def __repr__(self) -> str:
+        return f"<ControlOutbox {len(self)} unacknowledged>"
+
+    def add(self, body: rref_pb2.RRefMessage) -> rpc_pb2.Message:
+        """Numbers a message; send what is returned."""
+        message = rpc_pb2.Message(control_seq=self._next, rref=body)
+        self._next += 1
+        self._unacknowledged.append(message)
+        return message
+
+    def acknowledged(self, up_to: int) -> None:
+        while self._unacknowledged and self._unacknowledged[0].control_seq <= up_to:
+            self._unacknowledged.popleft()
+
+    def to_resend(self) -> list[rpc_pb2.Message]:
+        """What a new connection starts with."""
+        return list(self._unacknowledged)
+
+
+class ControlInbox:
+    """The receiver's side of one peer incarnation. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self.applied = 0
+
+    def accept(self, seq: int) -> bool:
+        """True if the message of this number is the next to be applied; False for one that was applied before.
+
+        Raises:
+            ValueError: messages before it are missing, which a lane that keeps order cannot cause.
+        """
+        if seq <= self.applied:
+            return False
+        if seq != self.applied + 1:
+            raise ValueError(f"control message {seq} arrived after {self.applied}")
+        self.applied = seq
+        return True

@@ -1,0 +1,129 @@
+"""Exceptions on the wire: the original type and arguments where they can be pickled, else what is left of them."""
+
+from __future__ import annotations
+
+import traceback
+from typing import Final
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import (
+    CallRefused,
+    Cancelled,
+    DeadlineExceeded,
+    FunctionNotFound,
+    RemoteError,
+    RpcdistError,
+    RRefError,
+    SerializationError,
+)
+from rpcdist.rpc._values import decode, encode_into
+
+__all__ = ["RemoteTraceback", "exception_of", "failure_of"]
+
+Kind = rpc_pb2.Failure.Kind
+MAX_TEXT: Final = 64 * 1024  # of a traceback or message; a failing call must not become a large one
+
+_KINDS: Final[list[tuple[type[BaseException], rpc_pb2.Failure.Kind]]] = [
+    (FunctionNotFound, Kind.NOT_FOUND),
+    (DeadlineExceeded, Kind.DEADLINE),
+    (Cancelled, Kind.CANCELLED),
+    (SerializationError, Kind.SERIALIZATION),
+    (CallRefused, Kind.REFUSED),
+    (RRefError, Kind.RREF),
+]
+
+
+class RemoteTraceback(Exception):
+    """The `__cause__` of an exception that came from another worker; its text is the traceback there."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(worker, text)
+        self.worker = worker
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"\nOn worker {self.worker!r}:\n{self.text}"
+
+
+def failure_of(exc: BaseException, worker: str, *, may_pickle: bool = True) -> rpc_pb2.Failure:
+    """The wire form of an exception.
+
+    Args:
+        exc: what was raised.
+        worker: the name of this worker.
+        may_pickle: False for peers that must not be sent pickles.
+    """
+    failure = rpc_pb2.Failure(
+        kind=_kind_of(exc),
+        type_name=type(exc).__qualname__,
+        text=_text_of(exc),
+        traceback=_traceback_of(exc),
+        worker=worker,
+    )
+    if may_pickle:
+        try:
+            _encode_exception(exc, failure)
+        except Exception as why:
+            failure.ClearField("exception")
+            failure.traceback += f"\n(the exception cannot be pickled: {why!r})"
+    return failure
+
+
+def _encode_exception(exc: BaseException, failure: rpc_pb2.Failure) -> None:
+    large = encode_into(failure.exception, exc, None)
+    if large:
+        raise SerializationError("the exception carries large tensors")
+    # An exception whose constructor does not take its args pickles, and then breaks at the other end.
+    decode(failure.exception, (), None)
+
+
+def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
+    if isinstance(exc, RpcdistError):
+        for base, kind in _KINDS:
+            if isinstance(exc, base):
+                return kind
+    return Kind.USER
+
+
+def _text_of(exc: BaseException) -> str:
+    try:
+        return str(exc)[:MAX_TEXT]
+    except Exception as why:
+        return f"<str() of the exception failed: {why!r}>"
+
+
+def _traceback_of(exc: BaseException) -> str:
+    try:
+        return "".join(traceback.format_exception(exc))[-MAX_TEXT:]
+    except Exception as why:
+        return f"<the traceback cannot be formatted: {why!r}>"
+
+
+def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> BaseException:
+    """The exception to raise at the caller: the original one with the remote traceback as `__cause__`.
+
+    Runs user code (the exception's constructor): never on the I/O loop.
+    """
+    exc: BaseException | None = None
+    if failure.HasField("exception") and may_unpickle:
+        try:
+            exc = decode(failure.exception, (), None)  # type: ignore[assignment]
+        except Exception as why:
+            failure.text += f" (it could not be rebuilt here: {why!r})"
+    if not isinstance(exc, BaseException):
+        exc = _substitute(failure)
+    if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt there must not end this process
+        exc = RemoteError(failure.worker, failure.type_name, failure.text, failure.traceback)
+    exc.__cause__ = RemoteTraceback(failure.worker, failure.traceback)
+    return exc
+
+
+def _substitute(failure: rpc_pb2.Failure) -> Exception:
+    if failure.kind == Kind.NOT_FOUND:
+        return FunctionNotFound(failure.worker, failure.type_name, failure.text, failure.traceback)
+    for base, kind in _KINDS:
+        if kind == failure.kind and base is not FunctionNotFound:
+            exc = base(f"On worker {failure.worker!r}: {failure.text}")
+            assert isinstance(exc, Exception)
+            return exc
+    return RemoteError(failure.worker, failure.type_name, failure.text, failure.traceback)

@@ -1,0 +1,255 @@
+"""This process's own connection to one other worker.
+
+    IDLE --first message--> CONNECTING --proven--> UP --connection ends--> CONNECTING --peer_timeout--> LOST
+
+What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
+process by now, is LOST at once; one that is silent is LOST after `peer_timeout`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
+from rpcdist.ids import Identity
+from rpcdist.rpc._control import ControlOutbox
+from rpcdist.transport import Link, Node, Session, SessionHandler
+from rpcdist.transport.session import LargeBuffer
+
+__all__ = ["Peer", "PeerOwner", "PeerState"]
+
+logger = logging.getLogger(__name__)
+
+ROLE = "rpc"
+REFUSED_GRACE_S = 0.5  # a server that restarts its listener is not dead; one that refuses for longer is
+
+
+class PeerState(Enum):
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    UP = "up"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class PeerOwner(SessionHandler, Protocol):
+    """The agent, as its peers see it. Called on the I/O loop."""
+
+    def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
+        """The connection ended; calls that were sent on it will not be answered."""
+
+    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+        """The worker is declared dead."""
+
+
+class Peer:
+    """One other worker in one incarnation.
+
+    Attributes:
+        identity: who it is.
+        address: host:port.
+        session: the open session, or None.
+        lost_reason: why it was declared dead, or None.
+    """
+
+    def __init__(self, node: Node, identity: Identity, address: str, owner: PeerOwner, timeout_s: float) -> None:
+        self.identity = identity
+        self.address = address
+        self.session: Session | None = None
+        self.state = PeerState.IDLE
+        self.lost_reason: str | None = None
+        self.last_up = time.monotonic()
+        self._node = node
+        self._owner = owner
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], _Sent | None]] = []
+        self._control = ControlOutbox()
+        self._link: Link | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<Peer {self.identity.name} ({self.identity.id}) at {self.address} [{self.state.value}], {self._control!r}>"
+
+    # ------------------------------------------------------------ any thread
+
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: _Sent | None = None) -> None:
+        """Sends a message, or keeps it until the connection stands.
+
+        Args:
+            message: the message.
+            buffers: its large buffers.
+            sent: learns the session and transfer by which it went.
+
+        Raises:
+            TransportError: the worker is lost, or this process shuts down.
+        """
+        session = self.session
+        if session is None:
+            with self._lock:
+                session = self.session
+                if session is None:
+                    self._queue(message, buffers, sent)
+                    return
+        number = session.send(message, buffers)
+        if sent is not None:
+            sent.on_sent(session, number)
+
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: _Sent | None) -> None:
+        if self.state in (PeerState.LOST, PeerState.CLOSED):
+            raise TransportError(self.lost_reason or "this process has shut down RPC")
+        self._waiting.append((message, buffers, sent))
+        if self.state is PeerState.IDLE:
+            self._start_connecting()
+
+    def send_control(self, body: rref_pb2.RRefMessage) -> None:
+        """Sends a control message until it is acknowledged; dropped when the worker is lost."""
+        with self._lock:
+            if self.state in (PeerState.LOST, PeerState.CLOSED):
+                return
+            message = self._control.add(body)
+            if self.session is not None:
+                self.session.send(message)
+            elif self.state is PeerState.IDLE:
+                self._start_connecting()
+
+    def acknowledged(self, up_to: int) -> None:
+        with self._lock:
+            self._control.acknowledged(up_to)
+
+    @property
+    def num_unacknowledged(self) -> int:
+        return len(self._control)
+
+    def connect(self) -> None:
+        """Opens the connection if there is none, so that the worker's death is noticed."""
+        with self._lock:
+            if self.state is PeerState.IDLE:
+                self._start_connecting()
+
+    def _start_connecting(self) -> None:
+        self.state = PeerState.CONNECTING
+        self._node.io.call_soon(self._spawn_connect)
+
+    # ------------------------------------------------------------ I/O loop
+
+    def _spawn_connect(self) -> None:
+        if self.state is PeerState.CONNECTING:
+            self._task = self._node.io.spawn(self._connect(), f"rpcdist connect to {self.identity.name}")
+
+    async def _connect(self) -> None:
+        started = time.monotonic()
+        attempt = 0
+        while True:
+            left = started + self._timeout_s - time.monotonic()
+            try:
+                link = await self._node.connect(
+                    self.address,
+                    ROLE,
+                    max(left, 0.1),
+                    handler=_Forward(self, self._owner),
+                    expected=self.identity,
+                    retry=False,
+                )
+            except AuthenticationFailed as exc:
+                self._lose(str(exc))
+                return
+            except TransportError as exc:
+                waited = time.monotonic() - started
+                refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+                if waited >= self._timeout_s or (refused and waited >= REFUSED_GRACE_S):
+                    self._lose(str(exc))
+                    return
+            else:
+                self._up(link)
+                return
+            attempt += 1
+            # Jitter, so that the survivors of a failure do not all knock at the same moment.
+            await asyncio.sleep(random.uniform(0, min(0.05 * 2**attempt, 0.5)))
+
+    def _up(self, link: Link) -> None:
+        with self._lock:
+            if self.state is PeerState.CLOSED:
+                link.session.close("closed at this end")
+                return
+            self._link = link
+            self.state = PeerState.UP
+            session = link.session
+            for message in self._control.to_resend():
+                session.send(message)
+            waiting, self._waiting = self._waiting, []
+            for message, buffers, sent in waiting:
+                number = session.send(message, buffers)
+                if sent is not None:
+                    sent.on_sent(session, number)
+            self.session = session
+        if session.closed_reason is not None:
+            self.on_session_closed(session, session.closed_reason)
+
+    def on_session_closed(self, session: Session, reason: str) -> None:
+        with self._lock:
+            if self.state is not PeerState.UP or self.session is not session:
+                return
+            self.session = None
+            self.last_up = time.monotonic()
+            self.state = PeerState.CONNECTING
+        self._owner.on_peer_broken(self, session, reason)
+        self._spawn_connect()
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.state is PeerState.CLOSED:
+                return
+            self.state = PeerState.LOST
+            self.lost_reason = reason
+            self._waiting.clear()
+            self._control = ControlOutbox()
+        self._owner.on_peer_lost(self, reason)
+
+    def declare_lost(self, reason: str) -> None:
+        """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
+        if self.state not in (PeerState.LOST, PeerState.CLOSED):
+            self._lose(reason)
+            self._end(reason)
+
+    def close(self, reason: str) -> None:
+        """Ends the connection without declaring anything; idempotent."""
+        with self._lock:
+            if self.state is not PeerState.LOST:
+                self.state = PeerState.CLOSED
+            self._waiting.clear()
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        if self._link is not None:
+            self._link.session.close(reason)
+        self.session = None
+
+
+class _Sent(Protocol):
+    def on_sent(self, session: Session, transfer: int) -> None: ...
+
+
+class _Forward:
+    """Gives the session's events to the agent and its end to the peer first."""
+
+    __slots__ = ("_owner", "_peer", "allocate", "on_messages")
+
+    def __init__(self, peer: Peer, owner: PeerOwner) -> None:
+        self._peer = peer
+        self._owner = owner
+        self.on_messages = owner.on_messages
+        self.allocate = owner.allocate
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        self._peer.on_session_closed(session, reason)

@@ -1,0 +1,244 @@
+"""The owner's half of the reference counting: which forks of our values exist, and who holds them.
+
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
+
+An entry is *expected* when somebody named a reference whose `remote()` has not arrived (messages have no order),
+*creating* while its function runs, and *ready* after that. It ends when it is ready and nothing refers to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator
+
+from rpcdist.rpc._rref.actions import Action, Confirm, Fail, RefuseCreation, RefuseFetch, ReleaseValue, Send, Serve
+from rpcdist.rpc._rref.bounded import BoundedSet
+from rpcdist.rpc._rref.events import CreationAccepted, FetchArrived, Received, Share, ShareFailed
+from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.messages import (
+    ChildConfirmed,
+    CreationProbe,
+    ForkConfirmed,
+    ForkRefused,
+    Reason,
+    ShareQuery,
+)
+
+__all__ = ["OwnerEntry", "OwnerTable", "State"]
+
+
+class State(enum.Enum):
+    EXPECTED = "expected"
+    CREATING = "creating"
+    READY = "ready"
+
+
+class OwnerEntry:
+    """One value of ours. `forks` count, `local` are our own handles, `askers` and `fetchers` wait for its creation."""
+
+    __slots__ = ("askers", "fetchers", "forks", "local", "rref", "state")
+
+    def __init__(self, rref: RRefId, state: State) -> None:
+        self.rref = rref
+        self.state = state
+        self.forks: dict[ForkId, Node] = {}
+        self.local: dict[UniqueId, None] = {}
+        self.askers: dict[ForkId, Node] = {}
+        self.fetchers: dict[ForkId, Node] = {}
+
+    def __repr__(self) -> str:
+        counts = f"{len(self.forks)} forks, {len(self.local)} local, {len(self.askers) + len(self.fetchers)} waiting"
+        return f"<OwnerEntry {self.rref!r} {self.state.value}: {counts}>"
+
+
+class OwnerTable:
+    """All values of one worker that others know. Methods report what is to be done through `emit`."""
+
+    def __init__(self, me: Node, emit: Callable[[Action], None]) -> None:
+        self._me = me
+        self._emit = emit
+        self.entries: dict[RRefId, OwnerEntry] = {}
+        self.ended: set[Node] = set()  # leases that ended; one entry for each process that died during ours
+        self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
+
+    def __iter__(self) -> Iterator[OwnerEntry]:
+        return iter(self.entries.values())
+
+    # Creation.
+
+    def create_here(self, rref: RRefId, fork: ForkId) -> None:
+        """`remote()` to oneself: the caller's handle is a local one."""
+        entry = self.entries[rref] = OwnerEntry(rref, State.CREATING)
+        entry.local[fork] = None
+
+    def accept(self, event: CreationAccepted) -> None:
+        entry = self.entries.get(event.rref)
+        if event.creator in self.ended:
+            self._emit(RefuseCreation(event.rref, event.fork, Reason.LEASE_EXPIRED))
+        elif event.rref in self.refused:
+            self._emit(RefuseCreation(event.rref, event.fork, Reason.CREATION_FAILED))
+        elif entry is None:
+            entry = self.entries[event.rref] = OwnerEntry(event.rref, State.CREATING)
+            entry.forks[event.fork] = event.creator
+        elif entry.state is State.EXPECTED:
+            entry.state = State.CREATING
+            entry.forks[event.fork] = event.creator
+            self._answer_the_waiting(entry)
+
+    def finished(self, rref: RRefId) -> None:
+        entry = self.entries.get(rref)
+        if entry is not None and entry.state is State.CREATING:
+            entry.state = State.READY
+            self._settle(entry)
+
+    def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Node) -> None:
+        """The creator does not know whether its call came. If it did not, it is refused from now on."""
+        entry = self.entries.get(rref)
+        if entry is not None and fork in entry.forks:
+            self._emit(Send(sender, ForkConfirmed(rref, fork)))
+            return
+        if entry is None or entry.state is State.EXPECTED:
+            self.refused.add(rref)
+        self._emit(Send(sender, ForkRefused(rref, fork, Reason.CREATION_FAILED)))
+        self.creation_over(rref, Reason.CREATION_FAILED)
+
+    def creation_over(self, rref: RRefId, reason: Reason) -> None:
+        """Its `remote()` will never come: those who wait for it are refused."""
+        entry = self.entries.get(rref)
+        if entry is not None and entry.state is State.EXPECTED:
+            self._refuse_the_waiting(entry, reason)
+
+    # Forks.
+
+    def request(self, rref: RRefId, fork: ForkId, sender: Node, creator_is_gone: bool) -> None:
+        entry = self._entry_or_expect(rref, creator_is_gone)
+        if entry is None:
+            self._emit(Send(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
+        elif entry.state is State.EXPECTED:
+            entry.askers[fork] = sender
+        else:
+            entry.forks[fork] = sender
+            self._emit(Send(sender, ForkConfirmed(rref, fork)))
+
+    def delete(self, rref: RRefId, fork: ForkId, sender: Node) -> None:
+        entry = self.entries.get(rref)
+        if entry is None:
+            return
+        for table in (entry.forks, entry.askers):
+            if table.get(fork) == sender:
+                del table[fork]
+        self._settle(entry)
+
+    def share(self, event: Share) -> None:
+        """The child is counted from now on, so that its receiver needs no confirmation."""
+        entry = self.entries.get(event.rref)
+        if entry is None:  # a value of ours that nobody else knew until now
+            entry = self.entries[event.rref] = OwnerEntry(event.rref, State.READY)
+        entry.local[event.holder] = None
+        if event.to not in self.ended:
+            entry.forks[event.child] = event.to
+
+    def share_failed(self, event: ShareFailed, to_is_gone: bool) -> None:
+        entry = self.entries.get(event.rref)
+        if entry is None or event.child not in entry.forks:
+            return
+        if to_is_gone:
+            self.delete(event.rref, event.child, event.to)
+        else:
+            self._emit(Send(event.to, ShareQuery(event.rref, event.child)))
+
+    def receive(self, event: Received, creator_is_gone: bool) -> None:
+        """A fork came home: it becomes a local handle, and whoever sent it need not wait."""
+        if event.parent is not None:
+            self._emit(Send(event.sender, ChildConfirmed(event.rref, event.fork)))
+        entry = self._entry_or_expect(event.rref, creator_is_gone)
+        if entry is None:
+            reason = Reason.LEASE_EXPIRED if event.sender in self.ended else Reason.UNKNOWN
+            self._emit(Fail(event.rref, event.fork, reason))
+            return
+        entry.forks.pop(event.fork, None)  # it was counted if we sent it to ourselves
+        entry.local[event.fork] = None
+        self._emit(Confirm(event.rref, event.fork))
+
+    def holds(self, rref: RRefId, handle: UniqueId) -> bool:
+        entry = self.entries.get(rref)
+        return entry is not None and handle in entry.local
+
+    def drop(self, rref: RRefId, handle: UniqueId) -> None:
+        entry = self.entries.get(rref)
+        if entry is not None and handle in entry.local:
+            del entry.local[handle]
+            self._settle(entry)
+
+    def drop_all(self) -> None:
+        for entry in list(self):
+            entry.local.clear()
+            self._settle(entry)
+
+    def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
+        if event.sender in self.ended:
+            self._emit(RefuseFetch(event.rref, event.fork, Reason.LEASE_EXPIRED))
+            return
+        entry = self._entry_or_expect(event.rref, creator_is_gone)
+        if entry is None:
+            self._emit(RefuseFetch(event.rref, event.fork, Reason.UNKNOWN))
+        elif entry.state is State.EXPECTED:
+            entry.fetchers[event.fork] = event.sender
+        else:
+            self._emit(Serve(event.rref, event.fork))
+
+    # The death of others.
+
+    def lease_ended(self, node: Node) -> None:
+        """Everything that the node held is dropped, for good: a process that comes back is told so (G4)."""
+        self.ended.add(node)
+        self.refused.discard_if(lambda rref: rref.creator == node)
+        for entry in list(self):
+            for table in (entry.forks, entry.askers, entry.fetchers):
+                for fork in [fork for fork, holder in table.items() if holder == node]:
+                    del table[fork]
+            self._settle(entry)
+        self.creator_gone(node)
+
+    def creator_gone(self, node: Node) -> None:
+        """What the dead announced and never delivered will not come."""
+        for entry in list(self):
+            if entry.rref.creator == node:
+                self.creation_over(entry.rref, Reason.CREATION_FAILED)
+
+    # Inside.
+
+    def _entry_or_expect(self, rref: RRefId, creator_is_gone: bool) -> OwnerEntry | None:
+        """The entry; a new one that is expected if the creator may still send it; None if the value is gone."""
+        entry = self.entries.get(rref)
+        if entry is not None:
+            return entry
+        if creator_is_gone or rref.creator == self._me or rref in self.refused:
+            return None
+        entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
+        self._emit(Send(rref.creator, CreationProbe(rref)))
+        return entry
+
+    def _answer_the_waiting(self, entry: OwnerEntry) -> None:
+        for fork, holder in entry.askers.items():
+            entry.forks[fork] = holder
+            self._emit(Send(holder, ForkConfirmed(entry.rref, fork)))
+        for fork in entry.fetchers:
+            self._emit(Serve(entry.rref, fork))
+        entry.askers.clear()
+        entry.fetchers.clear()
+
+    def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
+        del self.entries[entry.rref]
+        for fork, holder in entry.askers.items():
+            self._emit(Send(holder, ForkRefused(entry.rref, fork, reason)))
+        for fork in entry.fetchers:
+            self._emit(RefuseFetch(entry.rref, fork, reason))
+        for handle in entry.local:
+            self._emit(Fail(entry.rref, handle, reason))
+        self._emit(ReleaseValue(entry.rref))
+
+    def _settle(self, entry: OwnerEntry) -> None:
+        if entry.state is State.READY and not entry.forks and not entry.local:
+            del self.entries[entry.rref]
+            self._emit(ReleaseValue(entry.rref))

@@ -1,0 +1,182 @@
+"""The user's half of the reference counting: forks that this worker holds of values elsewhere, and shares it gave away.
+
+Pure: no clock, no sockets, no threads. `protocol.py` states the guarantees and routes the events.
+
+A fork is *pending* until the owner confirms it. A fork is *parked* while a child of it is unsettled: its user cannot be
+deleted (G2). Its life ends when it is dropped, confirmed and has no parked children; then the owner is told (G1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from rpcdist.rpc._rref.actions import Action, Confirm, Fail, Send
+from rpcdist.rpc._rref.events import CreateRemote, Received, Share, ShareFailed
+from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId
+from rpcdist.rpc._rref.messages import (
+    ChildConfirmed,
+    CreationQuery,
+    ForkRequest,
+    Reason,
+    ShareQuery,
+    UserDeleted,
+)
+
+__all__ = ["UserFork", "UserTable"]
+
+
+class UserFork:
+    """One fork that this worker holds. It is parked for `children`; `parent_worker` waits for our verdict."""
+
+    __slots__ = ("children", "confirmed", "creating", "dropped", "fork", "owner", "parent_worker", "rref")
+
+    def __init__(self, rref: RRefId, fork: ForkId, owner: Node, *, creating: bool, parent_worker: Node | None) -> None:
+        self.rref = rref
+        self.fork = fork
+        self.owner = owner
+        self.creating = creating
+        self.parent_worker = parent_worker
+        self.confirmed = False
+        self.dropped = False
+        self.children: dict[ForkId, Node] = {}
+
+    def __repr__(self) -> str:
+        state = "confirmed" if self.confirmed else "creating" if self.creating else "pending"
+        dropped = ", dropped" if self.dropped else ""
+        return f"<UserFork {self.fork!r} of {self.rref!r}: {state}{dropped}, parked for {len(self.children)}>"
+
+
+class UserTable:
+    """All forks of one worker. Methods append what is to be done to the list that the protocol handed in."""
+
+    def __init__(self, emit: Callable[[Action], None]) -> None:
+        self._emit = emit
+        self.forks: dict[ForkId, UserFork] = {}
+        self.parked: dict[ForkId, ForkId] = {}  # child -> the fork that waits for it
+        self.creating: dict[RRefId, ForkId] = {}
+
+    def __iter__(self) -> Iterator[UserFork]:
+        return iter(self.forks.values())
+
+    # What the shell does.
+
+    def create(self, event: CreateRemote) -> None:
+        self.forks[event.fork] = UserFork(event.rref, event.fork, event.owner, creating=True, parent_worker=None)
+        self.creating[event.rref] = event.fork
+
+    def creation_failed(self, fork: ForkId) -> None:
+        """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
+        user = self.forks.get(fork)
+        if user is not None and not user.confirmed:
+            self._emit(Send(user.owner, CreationQuery(user.rref, fork)))
+
+    def share(self, event: Share) -> None:
+        user = self.forks.get(event.holder)
+        if user is None:
+            return  # it failed a moment ago; the receiver will be refused by the owner
+        user.children[event.child] = event.to
+        self.parked[event.child] = event.holder
+
+    def share_failed(self, event: ShareFailed, to_is_gone: bool) -> None:
+        if event.child not in self.parked:
+            return
+        if to_is_gone:
+            self.release(event.child)
+        else:
+            self._emit(Send(event.to, ShareQuery(event.rref, event.child)))
+
+    def receive(self, event: Received, owner_is_lost: bool) -> None:
+        if event.fork in self.forks:
+            return
+        parent_worker = event.sender if event.parent is not None else None
+        user = UserFork(event.rref, event.fork, event.owner, creating=False, parent_worker=parent_worker)
+        self.forks[event.fork] = user
+        if owner_is_lost:
+            self._abandon(user)
+        elif parent_worker is None:
+            self.confirm(user)
+        else:
+            self._emit(Send(event.owner, ForkRequest(event.rref, event.fork)))
+
+    def drop(self, fork: ForkId) -> None:
+        user = self.forks.get(fork)
+        if user is not None:
+            user.dropped = True
+            self._settle(user)
+
+    def drop_all(self) -> None:
+        for user in list(self):
+            user.dropped = True
+            self._settle(user)
+
+    # What others tell.
+
+    def confirm(self, user: UserFork) -> None:
+        if user.confirmed:
+            return
+        user.confirmed = True
+        self._creation_is_over(user)
+        self._emit(Confirm(user.rref, user.fork))
+        self._tell_parent(user)
+        self._settle(user)
+
+    def refuse(self, fork: ForkId, reason: Reason) -> None:
+        """A confirmed fork is counted, so a refusal that comes after the confirmation is an old one (G3)."""
+        user = self.forks.get(fork)
+        if user is not None and not user.confirmed:
+            self._fail(user, reason)
+
+    def release(self, child: ForkId) -> None:
+        """The child is counted by the owner, or was given up: its parent need not wait for it any longer."""
+        holder = self.parked.pop(child, None)
+        if holder is None:
+            return
+        user = self.forks[holder]
+        del user.children[child]
+        self._settle(user)
+
+    def lease_expired(self, owner: Node) -> None:
+        for user in [user for user in self if user.owner == owner]:
+            self._fail(user, Reason.LEASE_EXPIRED)
+
+    def owner_lost(self, owner: Node) -> None:
+        for user in [user for user in self if user.owner == owner]:
+            self._abandon(user)
+
+    def receiver_lost(self, node: Node) -> None:
+        for child in [child for user in self for child, to in user.children.items() if to == node]:
+            self.release(child)
+
+    # Inside.
+
+    def _abandon(self, user: UserFork) -> None:
+        """The owner counts as dead. The message to it matters only if it lives after all: then it must not leak."""
+        if user.creating:
+            self._emit(Send(user.owner, CreationQuery(user.rref, user.fork)))
+        else:
+            self._emit(Send(user.owner, UserDeleted(user.rref, user.fork)))
+        self._fail(user, Reason.OWNER_LOST)
+
+    def _fail(self, user: UserFork, reason: Reason) -> None:
+        for child in user.children:
+            del self.parked[child]
+        user.children.clear()
+        del self.forks[user.fork]
+        self._creation_is_over(user)
+        self._emit(Fail(user.rref, user.fork, reason))
+        self._tell_parent(user)
+
+    def _settle(self, user: UserFork) -> None:
+        if user.dropped and user.confirmed and not user.children:
+            del self.forks[user.fork]
+            self._emit(Send(user.owner, UserDeleted(user.rref, user.fork)))
+
+    def _tell_parent(self, user: UserFork) -> None:
+        if user.parent_worker is not None:
+            self._emit(Send(user.parent_worker, ChildConfirmed(user.rref, user.fork)))
+            user.parent_worker = None
+
+    def _creation_is_over(self, user: UserFork) -> None:
+        if user.creating:
+            user.creating = False
+            del self.creating[user.rref]

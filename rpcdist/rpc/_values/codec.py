@@ -1,0 +1,170 @@
+"""The doorway of the value codec: a Python value to and from `value_pb2.Value` and the large buffers beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from rpcdist._proto import value_pb2
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
+from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
+from rpcdist.rpc._values.plain import EMPTY_CALL, MAX_ITEMS, NotPlain, PlainWriter, read_plain
+from rpcdist.rpc._values.refusals import why_not_plain
+from rpcdist.rpc._values.rebuild import rebuild_tensors
+from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
+
+__all__ = ["Encoded", "decode", "encode", "encode_into"]
+
+PLAIN_ITEMS: Final = 48
+"""Values of more parts are pickled: the plain writer is Python, and slower from here on."""
+
+
+@dataclass(slots=True)
+class Encoded:
+    """A value on its way out.
+
+    Attributes:
+        value: the message.
+        large: the buffers that are not in it, in the order in which the message announces them.
+    """
+
+    value: value_pb2.Value
+    large: list[LargeBuffer]
+
+
+def encode(
+    obj: object,
+    externals: Externals | None = None,
+    *,
+    by_value: bool = False,
+    plain_only: bool = False,
+    map_device: MapDevice | None = None,
+) -> Encoded:
+    """`encode_into` a new message."""
+    value = value_pb2.Value()
+    return Encoded(value, encode_into(value, obj, externals, by_value=by_value, plain_only=plain_only, map_device=map_device))
+
+
+def encode_into(
+    value: value_pb2.Value,
+    obj: object,
+    externals: Externals | None = None,
+    *,
+    by_value: bool = False,
+    plain_only: bool = False,
+    map_device: MapDevice | None = None,
+) -> list[LargeBuffer]:
+    """Writes `obj` into `value`, which must be empty, and returns the memory that is not copied.
+
+    Runs user code (`__reduce__`) on the calling thread. Whatever is returned aliases the memory of `obj`: until it is sent, the
+    caller must not change tensors and arrays in `obj`.
+
+    Args:
+        externals: sends remote references; without it they are refused.
+        by_value: send the code of functions and classes that the receiver cannot import.
+        plain_only: refuse what would need pickle.
+        map_device: where tensors of other devices go at the receiver.
+
+    Raises:
+        SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
+        AttributeError, TypeError, pickle.PicklingError: from pickle, with a note. `value` is left empty in all cases.
+    """
+    if type(obj) is tuple and len(obj) == 2 and not obj[1] and type(obj[1]) is dict and type(obj[0]) is tuple and not obj[0]:
+        value.body = EMPTY_CALL
+        return []
+    large: list[LargeBuffer] = []
+    try:
+        writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
+        try:
+            writer.write(obj)
+            _fill(value, bytes(writer.body), writer, large, map_device)
+        except (NotPlain, UnsupportedTensor):
+            if plain_only:
+                raise SerializationError(why_not_plain(obj, externals)) from None
+            value.Clear()
+            large.clear()
+            parts = write_pickle(obj, externals, by_value)
+            value.encoding = value_pb2.Value.PICKLE
+            _fill(value, parts.body, parts, large, map_device)
+            found = parts.externals
+        else:
+            found = writer.externals
+        if found:
+            _externalize(found, externals)
+    except BaseException:
+        value.Clear()
+        raise
+    return large
+
+
+def _fill(
+    value: value_pb2.Value,
+    body: bytes,
+    parts: PlainWriter | PickledParts,
+    large: list[LargeBuffer],
+    map_device: MapDevice | None,
+) -> None:
+    # The order matters: the buffers of the body have the first numbers.
+    for view in parts.buffers:
+        add_buffer(value, view, large)
+    if len(body) <= INLINE_LIMIT:
+        value.body = body
+    else:
+        value.body_buffer = add_buffer(value, memoryview(body), large) + 1
+    if parts.tensors:
+        pack_tensors(value, parts.tensors, large, map_device)
+
+
+def _externalize(objects: Sequence[object], externals: Externals | None) -> None:
+    assert externals is not None  # it is what found them
+    for expected, obj in enumerate(objects):
+        index = externals.externalize(obj)
+        if index != expected:
+            raise SerializationError(f"remote reference {expected} of a value got entry {index} of its table")
+
+
+def decode(
+    value: value_pb2.Value,
+    large: Sequence[ReceiveBuffer] = (),
+    externals: Externals | None = None,
+    *,
+    plain_only: bool = False,
+) -> object:
+    """The object that `encode_into` wrote.
+
+    With the encoding PICKLE this runs code of the sender's choice: only for trusted peers, only on pool or waiting threads.
+
+    Args:
+        large: the buffers that followed the message, complete, in the order of `large_sizes`.
+        externals: receives remote references; without it they are refused.
+        plain_only: refuse pickles and other devices than cpu and meta.
+
+    Raises:
+        SerializationError: the value is damaged, refused, or cannot be rebuilt here.
+    """
+    body = value.body
+    if body == EMPTY_CALL and not value.encoding:
+        return (), {}
+    encoding = value.encoding
+    if encoding and plain_only:
+        raise SerializationError(
+            "a pickled value arrived from a peer that may send plain values only: None, bool, numbers, str, bytes, tensors, "
+            "and lists, tuples and dicts of them"
+        )
+    buffers = received_buffers(value, large)
+    tensors = rebuild_tensors(value, buffers, plain_only)
+    separate = value.body_buffer
+    source: bytes | memoryview = body
+    if separate:
+        if separate > len(buffers):
+            raise SerializationError("a value arrived that is damaged: its body is missing")
+        buffer = buffers[separate - 1]
+        source = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
+    if encoding == value_pb2.Value.PLAIN:
+        return read_plain(bytes(source), tensors, buffers, externals)
+    if encoding == value_pb2.Value.PICKLE:
+        return read_pickle(source, tensors, buffers, externals)
+    raise SerializationError(f"a value arrived in encoding {encoding}, which this version does not know")

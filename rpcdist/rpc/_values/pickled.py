@@ -1,0 +1,238 @@
+"""Values that are not plain: pickle protocol 5, with tensors, remote references and large buffers beside the pickle.
+
+Reading a pickle runs code of the sender's choice, so it is done for trusted peers only, and on pool or waiting threads only.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+import sys
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+from torch.nn import Parameter
+
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.dtypes import DTYPE_CODES
+from rpcdist.rpc._values.externals import Externals
+
+__all__ = ["NOT_ON_CALLEE", "PickledParts", "Reducer", "read_pickle", "register_reducer", "write_pickle"]
+
+Reducer = Callable[[Any], Any]
+"""What `__reduce__` would return for an object."""
+
+NOT_ON_CALLEE: Final = (
+    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
+)
+
+_HERE: Final = __name__
+_reducers: Final[dict[type, Reducer]] = {}
+_by_value_lock: Final = threading.Lock()
+
+
+def register_reducer(cls: type, reducer: Reducer) -> None:
+    """Says how objects of exactly the type `cls` are pickled in this process; the first registration of a type stays."""
+    _reducers.setdefault(cls, reducer)
+
+
+class PickledParts:
+    """A pickle, and what it refers to by index.
+
+    Attributes:
+        body: the pickle.
+        tensors: strided tensors.
+        externals: objects for `Externals.externalize`.
+        buffers: the out-of-band buffers of the pickle, in its order; contiguous bytes.
+    """
+
+    __slots__ = ("body", "buffers", "externals", "tensors")
+
+    def __init__(self) -> None:
+        self.body = b""
+        self.tensors: list[torch.Tensor] = []
+        self.externals: list[object] = []
+        self.buffers: list[memoryview] = []
+
+    def add_buffer(self, buffer: pickle.PickleBuffer) -> bool:
+        """The pickler's `buffer_callback`; true leaves the buffer in the pickle."""
+        try:
+            self.buffers.append(buffer.raw())
+        except BufferError:  # not contiguous
+            return True
+        return False
+
+
+def write_pickle(obj: object, source: Externals | None, by_value: bool) -> PickledParts:
+    """Pickles `obj`.
+
+    Args:
+        source: knows remote references.
+        by_value: send the code of functions and classes that the receiver cannot import, with cloudpickle.
+
+    Raises:
+        AttributeError, TypeError, pickle.PicklingError: what the pickler raises for a part that cannot be pickled, with a note.
+        SerializationError: a future, or a value that is nested too deeply. What a user's `__reduce__` raises passes through.
+    """
+    parts = PickledParts()
+    file = io.BytesIO()
+    pickler: pickle.Pickler
+    if by_value:
+        _send_main_by_value()
+        pickler = _ByValuePickler(file, parts, source)
+    else:
+        pickler = _Pickler(file, parts, source)
+    try:
+        pickler.dump(obj)
+    except (AttributeError, TypeError, pickle.PicklingError) as exc:
+        exc.add_note(
+            "rpcdist could not pickle a value that was to be sent. Send only data and things that both sides can import; define "
+            "functions and classes at the top level of a module, or ask for sending by value; give your classes `__reduce__` "
+            "or `__getstate__` where they hold locks, files or sockets."
+        )
+        raise
+    except RecursionError as exc:
+        raise SerializationError("a value is nested too deeply to be pickled") from exc
+    parts.body = file.getvalue()
+    return parts
+
+
+def read_pickle(
+    body: bytes | memoryview,
+    tensors: list[torch.Tensor],
+    buffers: Sequence[bytes | ReceiveBuffer],
+    externals: Externals | None,
+) -> object:
+    """The value of a pickle that `write_pickle` made.
+
+    Raises:
+        SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`, raised.
+    """
+    out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
+    try:
+        return _Unpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
+    except Exception as exc:
+        advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
+        raise SerializationError(f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {exc}.{advice}") from exc
+
+
+class _Reduction:
+    """How an object of the value is pickled, for both picklers."""
+
+    __slots__ = ("parts", "source")
+
+    def __init__(self, parts: PickledParts, source: Externals | None) -> None:
+        self.parts = parts
+        self.source = source
+
+    def __call__(self, obj: Any) -> Any:
+        kind = type(obj)
+        if kind is torch.Tensor or kind is Parameter:
+            return self._tensor(obj)
+        reducer = _reducers.get(kind)
+        if reducer is not None:
+            return reducer(obj)
+        if kind is types.FunctionType or kind is type:
+            return NotImplemented
+        if self.source is not None and self.source.is_external(obj):
+            self.parts.externals.append(obj)
+            return external_, (len(self.parts.externals) - 1,)
+        if isinstance(obj, torch.UntypedStorage):
+            return _reduce_storage(obj)
+        if isinstance(obj, torch.storage.TypedStorage):
+            return _typed_storage, (obj._untyped_storage, obj.dtype)
+        if isinstance(obj, torch.futures.Future):
+            raise SerializationError("Can not pickle torch.futures.Future; wait for it, and send its value")
+        return NotImplemented
+
+    def _tensor(self, tensor: torch.Tensor) -> Any:
+        if tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
+            self.parts.tensors.append(tensor)
+            return tensor_, (len(self.parts.tensors) - 1,)
+        # torch takes these apart into strided tensors and storages, and forgets that a sparse one required grad.
+        if tensor.requires_grad and tensor.layout is not torch.strided:
+            return _requiring_grad, (tensor.detach(),)
+        return NotImplemented
+
+
+class _Pickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
+        super().__init__(file, 5, buffer_callback=parts.add_buffer)
+        self.reducer_override = _Reduction(parts, source)  # type: ignore[method-assign]
+
+
+class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
+        super().__init__(file, 5, buffer_callback=parts.add_buffer)
+        self._reduction = _Reduction(parts, source)
+
+    def reducer_override(self, obj: Any) -> Any:
+        reduced = self._reduction(obj)
+        return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+
+def _send_main_by_value() -> None:
+    """Makes cloudpickle treat the main module of a spawned process like `__main__`, whose functions it sends by value."""
+    main = sys.modules.get("__mp_main__")
+    if main is not None and main.__name__ == "__mp_main__":
+        with _by_value_lock:
+            if main.__name__ not in cloudpickle.list_registry_pickle_by_value():
+                cloudpickle.register_pickle_by_value(main)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(
+        self, file: io.BytesIO, tensors: list[torch.Tensor], buffers: Any, externals: Externals | None
+    ) -> None:
+        super().__init__(file, buffers=buffers)
+        self._tensors = tensors
+        self._externals = externals
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == _HERE:
+            if name == "tensor_":
+                return self._tensors.__getitem__
+            if name == "external_":
+                if self._externals is None:
+                    raise SerializationError("a remote reference arrived where none may be")
+                return self._externals.internalize
+        elif module == "__mp_main__":
+            # The script of a spawned process; here it is the script as well.
+            module = "__main__"
+        return super().find_class(module, name)
+
+
+def tensor_(index: int) -> torch.Tensor:
+    """Stands for tensor `index` in a pickle; the unpickler puts its table in the place of this function."""
+    raise SerializationError(f"tensor {index} belongs to a value of rpcdist, and can be read only as its part")
+
+
+def external_(index: int) -> object:
+    """Stands for external `index` in a pickle, like `tensor_`."""
+    raise SerializationError(f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part")
+
+
+def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.requires_grad_()
+
+
+def _reduce_storage(storage: torch.UntypedStorage) -> Any:
+    """Sends a storage as the bytes that it is, so that it gets into the tensor table, and shares memory with tensors there."""
+    if storage.device.type != "cpu":
+        return NotImplemented
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+    return _storage, (flat,)
+
+
+def _storage(flat: torch.Tensor) -> torch.UntypedStorage:
+    storage = flat.untyped_storage()
+    return storage if storage.nbytes() == flat.nbytes else flat.clone().untyped_storage()
+
+
+def _typed_storage(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.storage.TypedStorage:
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)

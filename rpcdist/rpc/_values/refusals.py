@@ -1,0 +1,51 @@
+"""Why a value is not plain: finds the part, for an error that names it."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import Parameter
+
+from rpcdist.rpc._values.dtypes import DTYPE_CODES
+from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
+
+__all__ = ["why_not_plain"]
+
+_SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
+
+
+def why_not_plain(obj: object, externals: Externals | None, name: str = "value") -> str:
+    """A sentence that names the first part of `obj` that cannot be sent without pickle, by its path."""
+    seen: set[int] = set()
+    pending: list[tuple[object, str, int]] = [(obj, name, 0)]
+    while pending:
+        item, path, depth = pending.pop()
+        kind = type(item)
+        if kind in (list, tuple, dict):
+            if id(item) in seen:
+                continue
+            seen.add(id(item))
+            if depth > MAX_DEPTH:
+                return f"{path} is nested deeper than {MAX_DEPTH} containers, which only pickle can send"
+            pending.extend((part, path + step, depth + 1) for part, step in reversed(_parts(item)))
+            continue
+        if kind in (torch.Tensor, Parameter):
+            assert isinstance(item, torch.Tensor)
+            if item.layout is not torch.strided or item.is_nested or item.dtype not in DTYPE_CODES:
+                return f"{path} is a tensor of {item.layout} layout and {item.dtype}; only dense ones can be sent without pickle"
+            continue
+        if kind in _SCALARS or (externals is not None and externals.is_external(item)):
+            continue
+        return (
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which only pickle can send, and pickle is switched off here. Send "
+            "None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
+        )
+    return f"{name} has more than {MAX_ITEMS} parts, which only pickle can send; put numbers into a tensor"
+
+
+def _parts(item: object) -> list[tuple[object, str]]:
+    if isinstance(item, dict):
+        keys = [(key, f".key({key!r:.40})") for key in item]
+        return [part for key, entry in zip(keys, item.items(), strict=True) for part in (key, (entry[1], f"[{entry[0]!r:.40}]"))]
+    assert isinstance(item, list | tuple)
+    return [(part, f"[{index}]") for index, part in enumerate(item)]

@@ -1,0 +1,183 @@
+"""The registry of RPC backends: torch's public extension point, with rpcdist itself as the built-in `TENSORPIPE`."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol, cast
+
+from rpcdist.rpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_RPC_TIMEOUT_SEC,
+)
+from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = [
+    "BackendType",
+    "BackendValue",
+    "backend_registered",
+    "construct_rpc_backend_options",
+    "infer_backend",
+    "init_backend",
+    "register_backend",
+]
+
+
+class _InitBackend(Protocol):
+    def __call__(
+        self, store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+    ) -> object: ...
+
+
+# Compared by identity: an enum takes members of equal value for aliases of one.
+@dataclass(frozen=True, slots=True, eq=False)
+class BackendValue:
+    """What a member of `BackendType` holds: how to make the backend's options, and how to start its agent."""
+
+    construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions]
+    init_backend_handler: _InitBackend
+
+
+class _Backend(enum.Enum):
+    """The base of every `BackendType`: an enum without members of its own."""
+
+    def __repr__(self) -> str:
+        return f"BackendType.{self.name}"
+
+
+_DOC = """The RPC backends that this process knows.
+
+`BackendType.TENSORPIPE`, rpcdist itself under torch's name for its backend, is always there; others are added with
+`register_backend`. That makes a new enum under this module's name `BackendType`, so look it up here each time
+(`backend_registry.BackendType`) where backends are registered.
+"""
+
+
+def _enum_of(members: dict[str, BackendValue]) -> type[_Backend]:
+    functional = cast("Callable[..., type[_Backend]]", _Backend)
+    made = functional("BackendType", members, module=__name__)
+    made.__doc__ = _DOC
+    return made
+
+
+BackendType = _enum_of({})
+
+
+def backend_registered(backend_name: str) -> bool:
+    """Whether a backend of that name was registered."""
+    return backend_name in BackendType.__members__
+
+
+def register_backend(
+    backend_name: str,
+    construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
+    init_backend_handler: _InitBackend,
+) -> _Backend:
+    """Add a backend.
+
+    Args:
+        backend_name: the name of the new member of `BackendType`.
+        construct_rpc_backend_options_handler: called with `(rpc_timeout, init_method, **kwargs)`; makes the options.
+        init_backend_handler: called with `store`, `name`, `rank`, `world_size` and `rpc_backend_options`; starts the
+            agent and returns it.
+
+    Returns:
+        The member of the new `BackendType`.
+
+    Raises:
+        RuntimeError: the name is taken.
+    """
+    global BackendType
+    if backend_registered(backend_name):
+        raise RuntimeError(f"RPC backend {backend_name}: already registered")
+    added = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
+    BackendType = _enum_of({backend_name: added, **{member.name: member.value for member in BackendType}})
+    return BackendType[backend_name]
+
+
+def construct_rpc_backend_options(
+    backend: _Backend,
+    rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+    init_method: str = DEFAULT_INIT_METHOD,
+    **kwargs: object,
+) -> RpcBackendOptions:
+    """Make the options of a backend, with its own defaults for what is not given."""
+    value: BackendValue = backend.value
+    return value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
+
+
+def init_backend(
+    backend: _Backend,
+    store: object,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    rpc_backend_options: RpcBackendOptions,
+) -> object:
+    """Start the agent of a backend and return it.
+
+    Args:
+        backend: a member of `BackendType`.
+        store: the store of this job, at which the workers find each other.
+        name: this worker's name.
+        rank: this worker's rank.
+        world_size: how many workers there are; None if they come and go.
+        rpc_backend_options: what the backend's constructor of options made.
+    """
+    value: BackendValue = backend.value
+    return value.init_backend_handler(
+        store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
+    )
+
+
+def infer_backend(options: RpcBackendOptions) -> _Backend:
+    """Find the backend that options are for, by their class.
+
+    Raises:
+        TypeError: no registered backend makes options of that class.
+    """
+    if isinstance(options, RpcOptions):
+        return BackendType["TENSORPIPE"]
+    for candidate in BackendType:
+        if candidate.name != "TENSORPIPE" and isinstance(options, type(construct_rpc_backend_options(candidate))):
+            return candidate
+    raise TypeError(f"Could not infer backend for options {options}")
+
+
+def _construct_options(
+    rpc_timeout: float,
+    init_method: str,
+    num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+    _transports: Sequence[str] | None = None,
+    _channels: Sequence[str] | None = None,
+    **_ignored: object,
+) -> TensorPipeRpcBackendOptions:
+    # Unknown keywords are dropped, as in torch: one call may carry the options of several backends.
+    return TensorPipeRpcBackendOptions(
+        rpc_timeout=rpc_timeout,
+        init_method=init_method,
+        num_worker_threads=num_worker_threads,
+        _transports=_transports,
+        _channels=_channels,
+    )
+
+
+def _start(
+    store: object, name: str, rank: int, world_size: int | None, rpc_backend_options: RpcBackendOptions
+) -> object:
+    if not isinstance(rpc_backend_options, RpcOptions):
+        raise TypeError(
+            f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or an `RpcOptions`. {rpc_backend_options}"
+        )
+    # Late, because the agent is above this module: it reads the options that are built here.
+    from rpcdist.rpc._start import start_agent
+
+    return start_agent(store=store, name=name, rank=rank, world_size=world_size, options=rpc_backend_options)
+
+
+register_backend("TENSORPIPE", _construct_options, _start)

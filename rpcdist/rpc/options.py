@@ -1,0 +1,369 @@
+"""Options of `init_rpc`: ours (`RpcOptions`), and torch's names for scripts that are ported.
+
+    RpcBackendOptions                    rpc_timeout and init_method: what every backend has
+    └── RpcOptions                       everything that rpcdist can be told; all of it has defaults
+        └── TensorPipeRpcBackendOptions  the same, with the constructor that torch's scripts call
+
+Options are plain values: constructing them opens nothing. `rpc_timeout`, `init_method`, `num_worker_threads`, the
+devices and the device maps may be changed until `init_rpc` reads them.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from os import PathLike
+
+import torch
+
+from rpcdist.errors import ConfigError
+from rpcdist.rpc.constants import (
+    DEFAULT_INIT_METHOD,
+    DEFAULT_MAX_WORKER_THREADS,
+    DEFAULT_NUM_WORKER_THREADS,
+    DEFAULT_PEER_TIMEOUT_SEC,
+    DEFAULT_RPC_TIMEOUT_SEC,
+    DEFAULT_SHUTDOWN_TIMEOUT_SEC,
+)
+
+__all__ = [
+    "DeviceMap",
+    "DeviceType",
+    "RpcBackendOptions",
+    "RpcOptions",
+    "TensorPipeRpcBackendOptions",
+    "TlsOptions",
+]
+
+DeviceType = int | str | torch.device
+DeviceMap = dict[torch.device, torch.device]
+
+# What torch accepts as private arguments. The names mean nothing here: lanes are negotiated by the transport layer.
+_TRANSPORTS = frozenset({"ibv", "shm", "uv"})
+_CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
+
+
+class RpcBackendOptions:
+    """What the options of every backend have: a default timeout, and where the workers find each other.
+
+    Backends that are added with `backend_registry.register_backend` derive their options from this class.
+
+    Args:
+        rpc_timeout: seconds that a call may take when it names no timeout itself; 0 means no limit.
+        init_method: `env://`, `tcp://host:port` or `file:///path`, as for `init_process_group`.
+
+    Raises:
+        TypeError: an argument has the wrong type (a `timedelta` is not a number of seconds).
+        ConfigError: the timeout is negative or not a number.
+    """
+
+    def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
+        self._rpc_timeout = self._checked_timeout(rpc_timeout, "constructor")
+        self._init_method = self._checked_init_method(init_method, "constructor")
+
+    @property
+    def rpc_timeout(self) -> float:
+        """Seconds that a call may take when it names no timeout itself; 0 means no limit."""
+        return self._rpc_timeout
+
+    @rpc_timeout.setter
+    def rpc_timeout(self, seconds: float) -> None:
+        self._rpc_timeout = self._checked_timeout(seconds, "function")
+
+    @property
+    def init_method(self) -> str:
+        """The URL at which the workers find each other."""
+        return self._init_method
+
+    @init_method.setter
+    def init_method(self, url: str) -> None:
+        self._init_method = self._checked_init_method(url, "function")
+
+    # The words "incompatible constructor (function) arguments" are torch's, and callers match them.
+    def _checked_timeout(self, seconds: object, kind: str) -> float:
+        if not isinstance(seconds, (int, float)):
+            raise TypeError(
+                f"{type(self).__name__}: incompatible {kind} arguments: rpc_timeout is a number of seconds, "
+                f"but got {seconds!r}"
+            )
+        return _seconds("RPC Timeout", float(seconds))
+
+    def _checked_init_method(self, url: object, kind: str) -> str:
+        if not isinstance(url, str):
+            raise TypeError(
+                f"{type(self).__name__}: incompatible {kind} arguments: init_method is a URL (str), but got {url!r}"
+            )
+        return url
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Files for encryption and mutual authentication between workers; not supported yet.
+
+    `RpcOptions(tls=...)` refuses them, so that nobody believes their traffic to be encrypted.
+
+    Attributes:
+        certificate: this worker's certificate chain, PEM.
+        key: the private key of that certificate, PEM.
+        ca: the certificates that peers' certificates must be signed by, PEM.
+    """
+
+    certificate: str | PathLike[str]
+    key: str | PathLike[str]
+    ca: str | PathLike[str]
+
+
+class RpcOptions(RpcBackendOptions):
+    """Everything that `init_rpc` can be told. All arguments are keywords, and all have defaults.
+
+    Args:
+        num_worker_threads: accepted for torch's sake and reported as `agent.thread_pool_size`. Threads start on demand.
+        max_worker_threads: the cap on threads that run synchronous functions; the error at the cap names it.
+        rpc_timeout: seconds that a call may take when it names no timeout itself; 0 means no limit.
+        init_method: `env://`, `tcp://host:port` or `file:///path`.
+        device_maps: per callee, which of its devices receives the tensors of which of ours.
+        devices: the local CUDA devices that calls may use; by default those of the device maps.
+        peer_timeout: seconds without a sign of life after which a peer is declared lost.
+        shutdown_timeout: seconds that `shutdown` waits for outstanding work when it is given no timeout.
+        host: the address to bind; by default loopback, or the interface that reaches the coordinator.
+        port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
+        token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
+        tls: the place for encryption; anything but None is refused until it is supported.
+        by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
+        allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
+            are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
+        allow_pickle: whether peers may send values that need pickle. Without it only plain values get through: None,
+            bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+        _transports: torch's private argument; the names are checked and otherwise ignored.
+        _channels: the same.
+
+    Raises:
+        TypeError: an argument has the wrong type.
+        ConfigError: an argument has a value that cannot be used.
+        ValueError: a device map is not one to one, or a device is not a CUDA device.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        max_worker_threads: int = DEFAULT_MAX_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
+        devices: Iterable[DeviceType] | None = None,
+        peer_timeout: float = DEFAULT_PEER_TIMEOUT_SEC,
+        shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT_SEC,
+        host: str | None = None,
+        port: int = 0,
+        token: str | bytes | None = None,
+        tls: TlsOptions | None = None,
+        by_value: bool = False,
+        allow_functions: Sequence[str] | None = None,
+        allow_pickle: bool = True,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(rpc_timeout, init_method)
+        self.num_worker_threads = num_worker_threads
+        self.max_worker_threads = _at_least_one("max_worker_threads", max_worker_threads)
+        self._device_maps = {name: _to_device_map(map_) for name, map_ in (device_maps or {}).items()}
+        self._devices = _to_device_list(devices or ())
+        self.peer_timeout = _more_than_zero("peer_timeout", peer_timeout)
+        self.shutdown_timeout = _more_than_zero("shutdown_timeout", shutdown_timeout)
+        self.host = host
+        self.port = _port(port)
+        self.token = _token(token)
+        if tls is not None:
+            raise ConfigError(
+                "tls is not supported yet: traffic is authenticated by the job token, but not encrypted. "
+                "Leave tls out, and keep the job inside a network that you trust."
+            )
+        self.tls: TlsOptions | None = None
+        self.by_value = by_value
+        self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
+        self.allow_pickle = allow_pickle
+        _known("transport", _transports, _TRANSPORTS)
+        _known("channel", _channels, _CHANNELS)
+
+    @property
+    def num_worker_threads(self) -> int:
+        """The number of threads asked for; see the class."""
+        return self._num_worker_threads
+
+    @num_worker_threads.setter
+    def num_worker_threads(self, num: int) -> None:
+        self._num_worker_threads = _at_least_one("num_worker_threads", num)
+
+    @property
+    def device_maps(self) -> dict[str, DeviceMap]:
+        """Per callee, which of its devices receives the tensors of which of ours (a copy)."""
+        return {name: dict(map_) for name, map_ in self._device_maps.items()}
+
+    @device_maps.setter
+    def device_maps(self, device_maps: Mapping[str, Mapping[DeviceType, DeviceType]]) -> None:
+        self._device_maps = {name: _to_device_map(map_) for name, map_ in device_maps.items()}
+
+    @property
+    def devices(self) -> list[torch.device]:
+        """The local CUDA devices that calls may use (a copy)."""
+        return list(self._devices)
+
+    @devices.setter
+    def devices(self, devices: Iterable[DeviceType]) -> None:
+        self._devices = _to_device_list(devices)
+
+    def set_device_map(self, to: str, device_map: Mapping[DeviceType, DeviceType]) -> None:
+        """Add to the device map for one callee.
+
+        Args:
+            to: the callee's name.
+            device_map: our device (int, str or `torch.device`) to the callee's.
+
+        Raises:
+            ValueError: two of our devices would map to one of the callee's, or one of ours to two.
+        """
+        merged = dict(self._device_maps.get(to, {}))
+        added = _to_device_map(device_map)
+        for source, target in added.items():
+            if merged.get(source, target) != target:
+                raise ValueError(
+                    "`set_device_map` only supports 1-to-1 mapping, trying"
+                    f" to map {source} to {target} and {merged[source]}"
+                )
+        merged.update(added)
+        self._device_maps[to] = _one_to_one(merged.items())
+
+    def set_devices(self, devices: Iterable[DeviceType]) -> None:
+        """Set the local CUDA devices that calls may use (int, str or `torch.device`)."""
+        self._devices = _to_device_list(devices)
+
+    def allows(self, module: str, qualname: str) -> bool:
+        """Whether peers may call the function of that module and qualified name."""
+        if self.allow_functions is None:
+            return True
+        name = f"{module}:{qualname}"
+        return any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allow_functions)
+
+    def __repr__(self) -> str:
+        # The token stays out: reprs end in logs.
+        return (
+            f"<{type(self).__name__} init_method={self.init_method!r} rpc_timeout={self.rpc_timeout:g} s "
+            f"[at most {self.max_worker_threads} threads, {len(self._device_maps)} device maps]>"
+        )
+
+
+class TensorPipeRpcBackendOptions(RpcOptions):
+    """`RpcOptions` under the name, and with the constructor, that scripts written for torch use.
+
+    Args:
+        num_worker_threads: see `RpcOptions`.
+        rpc_timeout: see `RpcOptions`.
+        init_method: see `RpcOptions`.
+        device_maps: see `RpcOptions`.
+        devices: see `RpcOptions`.
+        _transports: checked and otherwise ignored, like `_channels`.
+    """
+
+    def __init__(
+        self,
+        *,
+        num_worker_threads: int = DEFAULT_NUM_WORKER_THREADS,
+        rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
+        init_method: str = DEFAULT_INIT_METHOD,
+        device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
+        devices: Iterable[DeviceType] | None = None,
+        _transports: Sequence[str] | None = None,
+        _channels: Sequence[str] | None = None,
+    ) -> None:
+        super().__init__(
+            num_worker_threads=num_worker_threads,
+            rpc_timeout=rpc_timeout,
+            init_method=init_method,
+            device_maps=device_maps,
+            devices=devices,
+            _transports=_transports,
+            _channels=_channels,
+        )
+
+
+def _seconds(name: str, seconds: float) -> float:
+    if math.isnan(seconds) or seconds < 0:
+        raise ConfigError(f"{name} must be non-negative, got {seconds}")
+    return seconds
+
+
+def _more_than_zero(name: str, seconds: float) -> float:
+    if not isinstance(seconds, (int, float)):
+        raise TypeError(f"{name} is a number of seconds, but got {seconds!r}")
+    if not seconds > 0:
+        raise ConfigError(f"{name} must be a positive number of seconds, got {seconds}")
+    return float(seconds)
+
+
+def _at_least_one(name: str, num: int) -> int:
+    if not isinstance(num, int):
+        raise TypeError(f"{name} is an integer, but got {num!r}")
+    if num < 1:
+        raise ConfigError(f"{name} must be positive, got {num}")
+    return num
+
+
+def _port(port: int) -> int:
+    if not isinstance(port, int):
+        raise TypeError(f"port is an integer, but got {port!r}")
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
+    return port
+
+
+def _token(token: str | bytes | None) -> bytes | None:
+    if token is None:
+        return None
+    if not isinstance(token, (str, bytes)):
+        raise TypeError(f"token is str or bytes, but got {type(token).__name__}")
+    if not token:
+        raise ConfigError("token must not be empty; leave it out to use RPCDIST_TOKEN or this user's token file")
+    return token.encode() if isinstance(token, str) else token
+
+
+def _pattern(pattern: str) -> str:
+    module, colon, qualname = pattern.partition(":")
+    if not (module and colon and qualname):
+        raise ConfigError(
+            f"allow_functions takes patterns 'module:qualname' such as 'my_project.jobs:train' or 'torch:*', "
+            f"but got {pattern!r}"
+        )
+    return pattern
+
+
+def _known(kind: str, names: Sequence[str] | None, known: frozenset[str]) -> None:
+    for name in names or ():
+        if name not in known:
+            raise ConfigError(f"Unknown {kind}: {name}")
+
+
+def _to_device_map(device_map: Mapping[DeviceType, DeviceType]) -> DeviceMap:
+    return _one_to_one((torch.device(source), torch.device(target)) for source, target in device_map.items())
+
+
+def _one_to_one(pairs: Iterable[tuple[torch.device, torch.device]]) -> DeviceMap:
+    sources_of: DeviceMap = {}
+    for source, target in pairs:
+        if target in sources_of:
+            raise ValueError(
+                "`device_map` only supports 1-to-1 mapping, "
+                f"trying to map {source} and {sources_of[target]} to {target}"
+            )
+        sources_of[target] = source
+    return {source: target for target, source in sources_of.items()}
+
+
+def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
+    result = [torch.device(device) for device in devices]
+    for device in result:
+        if device.type != "cuda":
+            raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
+    return result

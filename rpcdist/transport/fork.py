@@ -1,0 +1,188 @@
+"""What a forked child must do so that it neither harms its parent's connections nor hides the parent's death.
+
+`DataLoader(num_workers=2)` forks. The child inherits every socket, so peers of a parent that is killed would see no end
+of the connection while its workers live. In the child of a process that communicates, therefore:
+
+ 1. the sockets of our server and to our peers are replaced by /dev/null, under the same descriptor numbers: gRPC's
+    state in the child still names these numbers, and must not touch a file that the child opens later;
+ 2. `check_not_forked` raises from then on, so no call waits for threads that exist only in the parent;
+ 3. registered objects are told, and kept alive: their finalizers would talk to those threads.
+
+A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module were not there.
+Nothing here takes a lock in the child: another thread of the parent may have held it. What the child reads is replaced
+as a whole, never changed in place.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+import weakref
+from collections.abc import Collection
+from typing import Protocol
+
+from rpcdist.errors import ForkedProcess
+
+__all__ = [
+    "ForkGuard",
+    "ForkParticipant",
+    "check_not_forked",
+    "close_inherited_sockets",
+    "in_forked_child",
+    "mark_running",
+    "mark_stopped",
+    "note_peer_port",
+    "note_server_port",
+    "register",
+]
+
+_DESCRIPTORS = "/proc/self/fd"
+
+Peer = tuple[str | None, int]  # host, None for any; port
+
+
+class ForkParticipant(Protocol):
+    """Something that wants to know when it finds itself in a forked child."""
+
+    def after_fork_in_child(self) -> None:
+        """Runs in the child, on its only thread. Drop finalizers and queues; take no lock, close no connection."""
+
+
+class ForkGuard:
+    """What a process remembers for the case that it forks. Any thread may add to it."""
+
+    def __init__(self) -> None:
+        self.in_child = False
+        self._running = False
+        self._server_ports: frozenset[int] = frozenset()
+        self._peers: frozenset[Peer] = frozenset()
+        self._participants: tuple[weakref.ref[ForkParticipant], ...] = ()
+        self._kept: list[ForkParticipant] = []
+        self._lock = threading.Lock()  # for writers in the parent
+
+    def mark_running(self) -> None:
+        """From now on a child that is forked must not use rpcdist."""
+        self._running = True
+
+    def mark_stopped(self) -> None:
+        """The process no longer communicates: forget all ports, and let children do as they like."""
+        with self._lock:
+            self._running = False
+            self._server_ports = frozenset()
+            self._peers = frozenset()
+
+    def note_server_port(self, port: int) -> None:
+        """Remembers a port that this process listens on; connections accepted there are recognised by it."""
+        with self._lock:
+            self._server_ports |= {port}
+
+    def note_peer_port(self, port: int, host: str | None = None) -> None:
+        """Remembers where this process connects to. A host that is a name, or None, matches every host."""
+        with self._lock:
+            self._peers |= {(None if host is None else _plain_host(host), port)}
+
+    def register(self, participant: ForkParticipant) -> None:
+        """Calls `participant.after_fork_in_child()` in children, as long as something else keeps it alive."""
+        with self._lock:
+            living = tuple(reference for reference in self._participants if reference() is not None)
+            self._participants = (*living, weakref.ref(participant))
+
+    def after_fork_in_child(self) -> None:
+        """What the child does first. Every participant is called, even when one fails."""
+        if not self._running:
+            return
+        self.in_child = True
+        self._lock = threading.Lock()
+        close_inherited_sockets(self._server_ports, self._peers)
+        failures: list[Exception] = []
+        for reference in self._participants:
+            participant = reference()
+            if participant is not None:
+                self._kept.append(participant)
+                try:
+                    participant.after_fork_in_child()
+                except Exception as exc:
+                    failures.append(exc)
+        if failures:  # Python prints what an at-fork hook raises, and goes on
+            raise ExceptionGroup("rpcdist could not prepare this forked process", failures)
+
+    def check_not_forked(self) -> None:
+        """Raises `ForkedProcess` in a child that was forked while its parent communicated."""
+        if self.in_child:
+            raise ForkedProcess()
+
+
+def close_inherited_sockets(server_ports: Collection[int], peers: Collection[Peer] = ()) -> int:
+    """Puts /dev/null in place of every socket that belongs to one of our connections. For forked children only.
+
+    Args:
+        server_ports: sockets with one of these local ports are ours (listening or accepted).
+        peers: sockets connected to one of these (host, port) are ours; host None matches any.
+
+    Returns:
+        How many were replaced; 0 where /proc is missing.
+
+    A socket that is still connecting has no peer yet, and stays as it is.
+    """
+    try:
+        descriptors = [int(name) for name in os.listdir(_DESCRIPTORS)]
+    except FileNotFoundError:
+        return 0
+    ours = [descriptor for descriptor in descriptors if _is_ours(descriptor, server_ports, peers)]
+    if ours:
+        null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
+        for descriptor in ours:
+            os.dup2(null, descriptor, inheritable=False)
+        os.close(null)
+    return len(ours)
+
+
+def _is_ours(descriptor: int, server_ports: Collection[int], peers: Collection[Peer]) -> bool:
+    try:
+        if not os.readlink(f"{_DESCRIPTORS}/{descriptor}").startswith("socket:"):
+            return False
+        inherited = socket.socket(fileno=descriptor)
+    except OSError:  # the listing's own descriptor is closed by now
+        return False
+    try:
+        if inherited.family not in (socket.AF_INET, socket.AF_INET6):
+            return False
+        if inherited.getsockname()[1] in server_ports:
+            return True
+        host, port = inherited.getpeername()[:2]
+        return (None, port) in peers or (_plain_host(host), port) in peers
+    except OSError:  # not connected
+        return False
+    finally:
+        inherited.detach()
+
+
+def _plain_host(host: str) -> str | None:
+    """One spelling for each address: no brackets, no zone, IPv4 unwrapped from IPv6. None for a name."""
+    try:
+        address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+    except ValueError:
+        return None
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return str(mapped or address)
+
+
+_guard = ForkGuard()
+
+mark_running = _guard.mark_running
+mark_stopped = _guard.mark_stopped
+note_server_port = _guard.note_server_port
+note_peer_port = _guard.note_peer_port
+register = _guard.register
+check_not_forked = _guard.check_not_forked
+
+
+def in_forked_child() -> bool:
+    """True in a child that was forked while its parent communicated."""
+    return _guard.in_child
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_guard.after_fork_in_child)
