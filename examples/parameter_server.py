@@ -16,12 +16,15 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import math
 import os
 import signal
 import socket
 import sys
 import threading
 import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -93,10 +96,10 @@ def measure_accuracy(model: nn.Module, digits: Digits) -> float:
 class Server:
     """Owns the parameters and the progress bars."""
 
-    def __init__(self, options: Options, progress: Progress) -> None:
+    def __init__(self, options: Options) -> None:
         torch.manual_seed(options.seed)
         self.options = options
-        self.progress = progress
+        self.progress = Progress(options)
         self.model = build_model()
         self.parameters = list(self.model.parameters())
 
@@ -124,8 +127,8 @@ class HogwildServer(Server):
 class BatchServer(Server):
     """Takes one step when the gradients of all trainers are there."""
 
-    def __init__(self, options: Options, progress: Progress) -> None:
-        super().__init__(options, progress)
+    def __init__(self, options: Options) -> None:
+        super().__init__(options)
         self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr, momentum=MOMENTUM)
         self.lock = threading.Lock()
         self.start_round()
@@ -206,9 +209,12 @@ class Progress:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.started = time.monotonic()
         self.histories = [History() for _ in range(options.trainers)]
-        self.bars = make_bars(options)
+        self.bars: list[tqdm[None]] = []
+
+    def start(self) -> None:
+        self.started = time.monotonic()
+        self.bars = make_bars(self.options)
 
     def step_done(self, trainer: int, loss: float) -> None:
         self.histories[trainer].losses.append(loss)
@@ -283,19 +289,19 @@ def running_mean(values: list[float], width: int) -> list[float]:
 def run_server(options: Options) -> float:
     """Gives every trainer its share, waits until all are done, and returns the test accuracy."""
     train_digits, test_digits = load_digits(options.seed)
-    progress = Progress(options)
-    server = (HogwildServer if options.mode == "async" else BatchServer)(options, progress)
+    server = (HogwildServer if options.mode == "async" else BatchServer)(options)
     server_rref = rpc.RRef(server)
     shares = zip(*(part.chunk(options.trainers) for part in train_digits), strict=True)
+    server.progress.start()
     runs = [
         rpc.rpc_async(f"trainer{i}", train, args=(server_rref, i, share, test_digits, options), timeout=0)  # no limit
         for i, share in enumerate(shares)
     ]
     torch.futures.wait_all(runs)
-    seconds = progress.elapsed_s()
-    progress.close()
+    seconds = server.progress.elapsed_s()
+    server.progress.close()
     accuracy = measure_accuracy(server.model, test_digits)
-    draw(progress, options, accuracy)
+    draw(server.progress, options, accuracy)
     print(
         f"test accuracy {accuracy:.1f} % ({options.mode}, {options.trainers} trainers, {options.epochs} epochs, "
         f"{seconds:.1f} s), picture: {options.picture}",
@@ -347,12 +353,12 @@ def parse_options() -> tuple[Options, int]:
     )
     parser.add_argument("--mode", choices=("async", "sync"), default="async", help="apply each gradient at once, or "
                         "one step per round of all trainers (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--trainers", type=at_least_one, metavar="N", help="number of trainers (default: 2)")
-    parser.add_argument("--epochs", type=at_least_one, default=40, metavar="N", help="times that each trainer goes "
+    parser.add_argument("--trainers", type=positive(int), metavar="N", help="number of trainers (default: 2)")
+    parser.add_argument("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes "
                         "through its share of the images (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--batch-size", type=at_least_one, default=32, metavar="N", help="images per step and trainer "
+    parser.add_argument("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer "
                         "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--lr", type=positive, default=0.2, help="learning rate (default: %(default)s)")
+    parser.add_argument("--lr", type=positive(float), default=0.2, help="learning rate (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of the data split, the model and the batches (default: "
                         "%(default)s)")  # fmt: skip
     parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
@@ -368,20 +374,20 @@ def parse_options() -> tuple[Options, int]:
         options = Options(**arguments)
         check(options)
         return options, port if is_under_torchrun() else reserve_port(port)
-    except (ValueError, OSError, OverflowError) as error:
+    except ValueError as error:
         parser.error(str(error))
 
 
-def at_least_one(text: str) -> int:
-    if (number := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{number} is too small, it must be at least 1")
-    return number
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above zero, for argparse."""
 
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
 
-def positive(text: str) -> float:
-    if not (number := float(text)) > 0:
-        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
-    return number
+    return parse
 
 
 def is_under_torchrun() -> bool:
@@ -413,11 +419,16 @@ def check(options: Options) -> None:
         )
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
-    options.picture.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
 
 
 def reserve_port(port: int) -> int:
     """`port` if nobody uses it, or for 0 one that is free."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: must be between 0 and 65535")
     with socket.socket() as probe:
         try:
             probe.bind(("127.0.0.1", port))

@@ -51,6 +51,7 @@ class World:
     under_way: tuple[Item, ...] = ()
     done: tuple[int, ...] = ()  # steps of the program that were taken, or cannot be any more
     handles: dict[str, str] = field(default_factory=dict)  # name -> "live", "failed" or "dropped"
+    failed: tuple[str, ...] = ()  # handles that the protocol gave up, dropped ones too
     dead: tuple[int, ...] = ()
     trace: tuple[Move, ...] = ()
 
@@ -118,20 +119,22 @@ class World:
         self.trace += (move,)
         getattr(self, "_" + str(move[0]))(*move[1:])
 
-    def feed(self, worker: int, event: events.Event) -> None:
-        """Hands an event to a worker's protocol, and puts what it sends on the way."""
+    def feed(self, worker: int, event: events.Event) -> bool:
+        """Hands an event to a worker's protocol, and puts what it sends on the way. Returns: it refused a creation."""
+        refused = False
         if worker in self.dead:
-            return
+            return refused
         for action in self.protocols[worker].handle(event):
             if isinstance(action, actions.Send):
                 self.send(("control", action.to.worker, worker, action.message))
             elif isinstance(action, actions.Fail):
                 name = self.name_of(action.handle)
+                self.failed = tuple(sorted({*self.failed, name}))
                 if self.handles.get(name) != "dropped":
                     self.handles[name] = "failed"
             elif isinstance(action, actions.RefuseCreation):
-                name = self.name_of(action.fork)
-                self.send(("failed", self.step_of(name).at, name))
+                refused = True
+        return refused
 
     def send(self, item: Item) -> None:
         if item[1] not in self.dead:
@@ -153,7 +156,8 @@ class World:
         elif step.kind == "remote":
             self.handles[name] = "live"
             self.feed(step.at, events.CreateRemote(self.rref_of(name), self.fork_of(name), node(step.to)))
-            self.carry(step, ("call", step.to, name))
+            if self.handles[name] == "live":
+                self.carry(step, ("call", step.to, name))
         elif step.kind == "share":
             holder, child = self.fork_of(step.holder), self.fork_of(name)
             self.feed(step.at, events.Share(self.rref_of(name), holder, child, node(step.to)))
@@ -196,12 +200,8 @@ class World:
 
     def _deliver_call(self, to: int, name: str) -> None:
         sender = self.step_of(name).at
-        before = len(self.under_way)
-        self.feed(to, events.CreationAccepted(self.rref_of(name), self.fork_of(name), node(sender)))
-        refused = any(item[0] == "failed" and item[2] == name for item in self.under_way[: before + 1])
-        entry = self.protocols[to].owners.entries.get(self.rref_of(name))
-        if entry is not None and not refused:
-            self.send(("finish", to, name))
+        refused = self.feed(to, events.CreationAccepted(self.rref_of(name), self.fork_of(name), node(sender)))
+        self.send(("failed", sender, name) if refused else ("finish", to, name))
 
     def _deliver_finish(self, to: int, name: str) -> None:
         self.feed(to, events.CreationFinished(self.rref_of(name)))
@@ -220,10 +220,7 @@ class World:
     def _deliver_failed(self, to: int, name: str) -> None:
         step = self.step_of(name)
         if step.kind == "remote":
-            self.handles[name] = "failed" if self.handles[name] == "live" else self.handles[name]
             self.feed(to, events.CreationFailed(self.rref_of(name), self.fork_of(name)))
-            if step.to == to:
-                self.feed(to, events.CreationFinished(self.rref_of(name)))
         else:
             self.feed(to, events.ShareFailed(self.rref_of(name), self.fork_of(name), node(step.to)))
 
@@ -283,14 +280,10 @@ class World:
 
     def check_parent(self, name: str, user: UserFork) -> None:
         step = self.step_of(name)
-        if step.at in self.dead:
-            return
         parent = self.protocols[step.at]
-        if parent.me == user.owner or parent._is_gone(user_node := node(step.to)):
+        declared = {node(step.at), node(step.to)} & (parent.lost | parent.owners.ended)
+        if step.at in self.dead or step.holder in self.failed or declared:
             return
-        if user.owner in parent.lost or node(step.at) in self.protocols[user.owner.worker].owners.ended:
-            return
-        del user_node
         assert user.fork in parent.users.parked, f"G2: {name} is pending, and its parent {step.holder} may go"
         assert self.fork_of(step.holder) in parent.users.forks, f"G2: the parent of {name} is gone"
 
@@ -317,7 +310,7 @@ class World:
         return World(
             self.program, self.duplicates, self.losses, self.doubts, self.deaths, self.suspicions,
             {worker: clone(protocol) for worker, protocol in self.protocols.items()},
-            self.under_way, self.done, dict(self.handles), self.dead, self.trace,
+            self.under_way, self.done, dict(self.handles), self.failed, self.dead, self.trace,
         )  # fmt: skip
 
     def key(self) -> object:
@@ -325,7 +318,7 @@ class World:
             self.under_way,
             self.done,
             frozenset(self.handles.items()),
-            self.dead,
+            (self.failed, self.dead),
             (self.duplicates, self.losses, self.doubts, self.suspicions),
             tuple(protocol_key(protocol) for worker, protocol in self.protocols.items() if worker not in self.dead),
         )

@@ -117,7 +117,11 @@ def main() -> int:
     elif options.check:
         changes = differences()
         if changes:
-            print(*changes[:20], "rpcdist/_proto/ is out of date: run `make proto` and commit the result.", sep="\n")
+            print(
+                *(line[:200] for line in changes[:20]),
+                "rpcdist/_proto/ is out of date: run `make proto` and commit the result.",
+                sep="\n",
+            )
             return 1
         print("rpcdist/_proto/ is up to date.")
     else:

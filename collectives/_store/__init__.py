@@ -1,3 +1,3 @@
-"""Stores: a table of keys through which the processes of a job find each other. Import them from `rpcdist.collectives`."""
+"""Stores: a table of keys through which the processes of a job find each other. `rpcdist.collectives` exports them."""
 
 __all__: list[str] = []

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from rpcdist.errors import ConfigError, QueueEmptyError, StoreTimeout
 
-__all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "queue_empty", "seconds", "timed_out"]
+__all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
 
 Value = bytes | str | bytearray
 Timeout = timedelta | float
@@ -24,9 +24,9 @@ _INT64 = range(-(2**63), 2**63)
 class Store(ABC):
     """Keys (text) with values (bytes) that all processes of a job see.
 
-    Safe to use from several threads. A method that waits is bounded by the store's `timeout` unless it takes its own, raises
-    `StoreTimeout` naming the missing keys and the store, and leaves nothing behind; Ctrl-C interrupts it in the main
-    thread. `close` gives up connections and files; `with` does it by itself.
+    Safe to use from several threads. A method that waits is bounded by the store's `timeout` unless it takes its own,
+    raises `StoreTimeout` naming the missing keys and the store, and leaves nothing behind; Ctrl-C interrupts it in the
+    main thread. `close` gives up connections and files; `with` does it by itself.
 
     A new kind of store implements the methods that start with an underscore: their keys are text, values are bytes and
     timeouts are seconds (0 does not wait), all checked already.
@@ -173,7 +173,9 @@ class Store(ABC):
         value = self._queue_pop(name, self._timeout_s if block else 0.0)
         if value is not None:
             return value
-        raise timed_out("queue_pop", self._timeout_s, [name], self.address) if block else queue_empty(name, self.address)
+        if block:
+            raise timed_out("queue_pop", self._timeout_s, [name], self.address)
+        raise QueueEmptyError(f"queue is empty: {name!r} in the store at {self.address}")
 
     def queue_len(self, key: str) -> int:
         """How many values a queue has."""
@@ -209,7 +211,7 @@ class Store(ABC):
         """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
         return True
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027  # a store that holds nothing has nothing to do
         """Gives up what the store holds; idempotent, bounded. Nothing else may be called after it."""
 
     def __enter__(self) -> Self:
@@ -243,10 +245,6 @@ def timed_out(what: str, timeout_s: float, keys: Iterable[str], address: str) ->
         f"{what} timeout after {round(timeout_s * 1000)}ms, keys: {shown} (missing in the store at {address}). Whoever "
         "sets them has not come, has failed, or uses another store or prefix."
     )
-
-
-def queue_empty(key: str, address: str) -> QueueEmptyError:
-    return QueueEmptyError(f"queue is empty: {key!r} in the store at {address}")
 
 
 def _text(key: str) -> str:

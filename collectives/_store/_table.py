@@ -9,9 +9,9 @@ woke; the caller (a lock, an event loop, a file) delivers that. Invariants:
     I4  Pop waiters of one queue are served in the order in which they came.
     I5  An empty queue is no queue: it is removed.
 
-Semantics are those of torch's stores, found by running them: values and queues of the same name live side by side; queues
-count for `check` and `wait`, not for `num_keys`, `list_keys` and `delete_key`; `compare_set` on a missing key writes only
-when an empty value was expected; `add` keeps decimal text and wraps at 64 bits.
+Semantics are those of torch's stores, found by running them: values and queues of the same name live side by side;
+queues count for `check` and `wait`, not for `num_keys`, `list_keys` and `delete_key`; `compare_set` on a missing key
+writes only when an empty value was expected; `add` keeps decimal text and wraps at 64 bits.
 """
 
 from __future__ import annotations
@@ -132,6 +132,10 @@ class StoreTable:
             del self._queues[key]
             self._vanished(key)
         return value
+
+    def queue_first(self, key: str) -> bytes | None:
+        """What `queue_pop` would return; changes nothing."""
+        return self._queues[key][0] if key in self._queues else None
 
     def queue_len(self, key: str) -> int:
         return len(self._queues.get(key, ()))

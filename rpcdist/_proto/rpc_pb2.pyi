@@ -65,7 +65,7 @@ class Piece(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "stream_window")
+    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result")
     ID_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_PICKLE_FIELD_NUMBER: _ClassVar[int]
@@ -73,7 +73,6 @@ class Call(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
-    STREAM_WINDOW_FIELD_NUMBER: _ClassVar[int]
     id: int
     function: str
     function_pickle: bytes
@@ -81,8 +80,7 @@ class Call(_message.Message):
     arguments: _value_pb2.Value
     timeout_us: int
     result: _value_pb2.RRefFork
-    stream_window: int
-    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., stream_window: _Optional[int] = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ...) -> None: ...
 
 class RRefFetch(_message.Message):
     __slots__ = ("rref", "fork")

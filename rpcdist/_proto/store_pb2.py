@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\x0b\n\tStoreDone\"&\n\x08StoreSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"+\n\x08StoreGet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\nStoreValue\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"\x1d\n\x0bStoreNumber\x12\x0e\n\x06number\x18\x01 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"-\n\tStoreWait\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\tStoreFlag\x12\x0c\n\x04\x66lag\x18\x01 \x01(\x08\x12\x0f\n\x07missing\x18\x02 \x03(\t\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"=\n\x0bStoreValues\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x0e\n\x06values\x18\x02 \x03(\x0c\x12\x0f\n\x07missing\x18\x03 \x03(\t\".\n\nStoreItems\x12 \n\x05items\x18\x01 \x03(\x0b\x32\x11.rpcdist.StoreSet2\xd5\x05\n\x05Store\x12,\n\x03Set\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12-\n\x03Get\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12.\n\x03\x41\x64\x64\x12\x11.rpcdist.StoreAdd\x1a\x14.rpcdist.StoreNumber\x12/\n\x06\x41ppend\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12;\n\nCompareSet\x12\x18.rpcdist.StoreCompareSet\x1a\x13.rpcdist.StoreValue\x12/\n\x05\x43heck\x12\x12.rpcdist.StoreKeys\x1a\x12.rpcdist.StoreFlag\x12.\n\x04Wait\x12\x12.rpcdist.StoreWait\x1a\x12.rpcdist.StoreFlag\x12\x32\n\x06\x44\x65lete\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumber\x12\x30\n\x04List\x12\x14.rpcdist.StorePrefix\x1a\x12.rpcdist.StoreKeys\x12\x34\n\x08MultiGet\x12\x12.rpcdist.StoreWait\x1a\x14.rpcdist.StoreValues\x12\x33\n\x08MultiSet\x12\x13.rpcdist.StoreItems\x1a\x12.rpcdist.StoreDone\x12\x32\n\tQueuePush\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12\x32\n\x08QueuePop\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12\x37\n\x0bQueueLength\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumberb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\x0b\n\tStoreDone\"&\n\x08StoreSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"+\n\x08StoreGet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\nStoreValue\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\".\n\x0bStoreNumber\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0f\n\x07problem\x18\x02 \x01(\t\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"-\n\tStoreWait\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\tStoreFlag\x12\x0c\n\x04\x66lag\x18\x01 \x01(\x08\x12\x0f\n\x07missing\x18\x02 \x03(\t\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"=\n\x0bStoreValues\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x0e\n\x06values\x18\x02 \x03(\x0c\x12\x0f\n\x07missing\x18\x03 \x03(\t\".\n\nStoreItems\x12 \n\x05items\x18\x01 \x03(\x0b\x32\x11.rpcdist.StoreSet2\x8a\x06\n\x05Store\x12,\n\x03Set\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12-\n\x03Get\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12.\n\x03\x41\x64\x64\x12\x11.rpcdist.StoreAdd\x1a\x14.rpcdist.StoreNumber\x12/\n\x06\x41ppend\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12;\n\nCompareSet\x12\x18.rpcdist.StoreCompareSet\x1a\x13.rpcdist.StoreValue\x12/\n\x05\x43heck\x12\x12.rpcdist.StoreKeys\x1a\x12.rpcdist.StoreFlag\x12.\n\x04Wait\x12\x12.rpcdist.StoreWait\x1a\x12.rpcdist.StoreFlag\x12\x32\n\x06\x44\x65lete\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumber\x12\x33\n\x05\x43ount\x12\x14.rpcdist.StorePrefix\x1a\x14.rpcdist.StoreNumber\x12\x30\n\x04List\x12\x14.rpcdist.StorePrefix\x1a\x12.rpcdist.StoreKeys\x12\x34\n\x08MultiGet\x12\x12.rpcdist.StoreWait\x1a\x14.rpcdist.StoreValues\x12\x33\n\x08MultiSet\x12\x13.rpcdist.StoreItems\x1a\x12.rpcdist.StoreDone\x12\x32\n\tQueuePush\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12\x32\n\x08QueuePop\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12\x37\n\x0bQueueLength\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumberb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -42,21 +42,21 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STOREADD']._serialized_start=181
   _globals['_STOREADD']._serialized_end=220
   _globals['_STORENUMBER']._serialized_start=222
-  _globals['_STORENUMBER']._serialized_end=251
-  _globals['_STORECOMPARESET']._serialized_start=253
-  _globals['_STORECOMPARESET']._serialized_end=318
-  _globals['_STOREKEYS']._serialized_start=320
-  _globals['_STOREKEYS']._serialized_end=345
-  _globals['_STOREWAIT']._serialized_start=347
-  _globals['_STOREWAIT']._serialized_end=392
-  _globals['_STOREFLAG']._serialized_start=394
-  _globals['_STOREFLAG']._serialized_end=436
-  _globals['_STOREPREFIX']._serialized_start=438
-  _globals['_STOREPREFIX']._serialized_end=467
-  _globals['_STOREVALUES']._serialized_start=469
-  _globals['_STOREVALUES']._serialized_end=530
-  _globals['_STOREITEMS']._serialized_start=532
-  _globals['_STOREITEMS']._serialized_end=578
-  _globals['_STORE']._serialized_start=581
-  _globals['_STORE']._serialized_end=1306
+  _globals['_STORENUMBER']._serialized_end=268
+  _globals['_STORECOMPARESET']._serialized_start=270
+  _globals['_STORECOMPARESET']._serialized_end=335
+  _globals['_STOREKEYS']._serialized_start=337
+  _globals['_STOREKEYS']._serialized_end=362
+  _globals['_STOREWAIT']._serialized_start=364
+  _globals['_STOREWAIT']._serialized_end=409
+  _globals['_STOREFLAG']._serialized_start=411
+  _globals['_STOREFLAG']._serialized_end=453
+  _globals['_STOREPREFIX']._serialized_start=455
+  _globals['_STOREPREFIX']._serialized_end=484
+  _globals['_STOREVALUES']._serialized_start=486
+  _globals['_STOREVALUES']._serialized_end=547
+  _globals['_STOREITEMS']._serialized_start=549
+  _globals['_STOREITEMS']._serialized_end=595
+  _globals['_STORE']._serialized_start=598
+  _globals['_STORE']._serialized_end=1376
 # @@protoc_insertion_point(module_scope)

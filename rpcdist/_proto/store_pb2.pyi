@@ -43,10 +43,12 @@ class StoreAdd(_message.Message):
     def __init__(self, key: _Optional[str] = ..., amount: _Optional[int] = ...) -> None: ...
 
 class StoreNumber(_message.Message):
-    __slots__ = ("number",)
+    __slots__ = ("number", "problem")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
+    PROBLEM_FIELD_NUMBER: _ClassVar[int]
     number: int
-    def __init__(self, number: _Optional[int] = ...) -> None: ...
+    problem: str
+    def __init__(self, number: _Optional[int] = ..., problem: _Optional[str] = ...) -> None: ...
 
 class StoreCompareSet(_message.Message):
     __slots__ = ("key", "expected", "desired")

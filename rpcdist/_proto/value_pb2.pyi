@@ -58,27 +58,27 @@ class Buffer(_message.Message):
     def __init__(self, size: _Optional[int] = ..., inline: _Optional[bytes] = ...) -> None: ...
 
 class UniqueId(_message.Message):
-    __slots__ = ("created_on", "local_id")
+    __slots__ = ("created_on", "local_id", "incarnation")
     CREATED_ON_FIELD_NUMBER: _ClassVar[int]
     LOCAL_ID_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
     created_on: int
     local_id: int
-    def __init__(self, created_on: _Optional[int] = ..., local_id: _Optional[int] = ...) -> None: ...
+    incarnation: int
+    def __init__(self, created_on: _Optional[int] = ..., local_id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RRefFork(_message.Message):
-    __slots__ = ("rref", "fork", "parent", "owner", "owner_incarnation", "owner_name", "parent_worker")
+    __slots__ = ("rref", "fork", "parent", "owner", "owner_incarnation", "owner_name")
     RREF_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     OWNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OWNER_NAME_FIELD_NUMBER: _ClassVar[int]
-    PARENT_WORKER_FIELD_NUMBER: _ClassVar[int]
     rref: UniqueId
     fork: UniqueId
     parent: UniqueId
     owner: int
     owner_incarnation: int
     owner_name: str
-    parent_worker: int
-    def __init__(self, rref: _Optional[_Union[UniqueId, _Mapping]] = ..., fork: _Optional[_Union[UniqueId, _Mapping]] = ..., parent: _Optional[_Union[UniqueId, _Mapping]] = ..., owner: _Optional[int] = ..., owner_incarnation: _Optional[int] = ..., owner_name: _Optional[str] = ..., parent_worker: _Optional[int] = ...) -> None: ...
+    def __init__(self, rref: _Optional[_Union[UniqueId, _Mapping]] = ..., fork: _Optional[_Union[UniqueId, _Mapping]] = ..., parent: _Optional[_Union[UniqueId, _Mapping]] = ..., owner: _Optional[int] = ..., owner_incarnation: _Optional[int] = ..., owner_name: _Optional[str] = ...) -> None: ...

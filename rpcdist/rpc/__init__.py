@@ -1,0 +1,154 @@
+"""Remote procedure calls and remote references between the processes of a training job.
+
+The names are those of `torch.distributed.rpc`; `Future`, `Stream`, `rpc_stream`, `wait_any` and `as_completed` are ours.
+"""
+
+from __future__ import annotations
+
+import threading
+from datetime import timedelta
+
+from rpcdist.collectives import PrefixStore
+from rpcdist.collectives.rendezvous import open_rendezvous
+from rpcdist.errors import AlreadyInitialized
+from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
+from rpcdist.rpc._agent import Agent as RpcAgent
+from rpcdist.rpc._agent import Agent as TensorPipeAgent
+from rpcdist.rpc._current import agent_or_none
+from rpcdist.rpc._streams import Stream
+from rpcdist.rpc._waiting import as_completed, collect_all, wait_all, wait_any
+from rpcdist.rpc.api import (
+    _all_gather,
+    _barrier,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _get_current_rpc_agent,
+    _get_debug_info,
+    _init_rpc_backend,
+    _is_current_rpc_agent_set,
+    _rref_context_get_debug_info,
+    _set_rpc_timeout,
+    _use_rpc_pickler,
+    _wait_all,
+    _wait_all_workers,
+    debug_info,
+    debug_rrefs,
+    enable_gil_profiling,
+    get_rpc_timeout,
+    get_worker_info,
+    is_available,
+    remote,
+    rpc_async,
+    rpc_stream,
+    rpc_sync,
+    shutdown,
+)
+from rpcdist.rpc.backend_registry import (
+    BackendType,
+    backend_registered,
+    construct_rpc_backend_options,
+    init_backend,
+    register_backend,
+)
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
+from rpcdist.rpc.rref import PyRRef, RRef
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = [
+    "BackendType",
+    "Future",
+    "PyRRef",
+    "RRef",
+    "RpcAgent",
+    "RpcBackendOptions",
+    "RpcOptions",
+    "Stream",
+    "TensorPipeAgent",
+    "TensorPipeRpcBackendOptions",
+    "WorkerInfo",
+    "api",
+    "as_completed",
+    "backend_registered",
+    "backend_registry",
+    "collect_all",
+    "constants",
+    "construct_rpc_backend_options",
+    "debug_info",
+    "debug_rrefs",
+    "enable_gil_profiling",
+    "functions",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "init_backend",
+    "init_rpc",
+    "internal",
+    "is_available",
+    "options",
+    "register_backend",
+    "remote",
+    "rpc_async",
+    "rpc_stream",
+    "rpc_sync",
+    "shutdown",
+    "wait_all",
+    "wait_any",
+]
+
+_init_counter = 0
+_init_counter_lock = threading.Lock()
+
+
+def init_rpc(
+    name: str,
+    backend: object = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Makes this process a worker of the job: ready to call and to be called when this returns.
+
+    Args:
+        name: unique in the job; letters, digits, '-', '_' and ':', shorter than 128 characters.
+        backend: a member of `BackendType`; found from the options if it is left out.
+        rank: unique, 0 to world_size - 1; -1 takes RANK from the environment. Rank 0 coordinates.
+        world_size: how many workers there are; None for a world in which workers come and go.
+        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the workers
+            find each other, and `rpc_timeout` also limits the wait for all of them.
+
+    Raises:
+        AlreadyInitialized: without `shutdown` before.
+        ConfigError: the name, the rank or an option is wrong.
+        DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or somebody did not come; the
+            text says who.
+        AuthenticationFailed: the job token of the coordinator is another one.
+    """
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None and rpc_backend_options is not None:
+        backend = backend_registry.infer_backend(rpc_backend_options)
+    if backend is None:
+        backend = BackendType["TENSORPIPE"]
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)  # type: ignore[arg-type]
+    if agent_or_none() is not None:
+        raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
+    if not rpc_backend_options.init_method:
+        rpc_backend_options.init_method = constants.DEFAULT_INIT_METHOD
+
+    global _init_counter
+    url, timeout_s = rpc_backend_options.init_method, rpc_backend_options.rpc_timeout
+    found = open_rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout_s) if timeout_s else None)
+    store, rank, found_size = next(found)
+    with _init_counter_lock:
+        prefix = f"rpc_prefix_{_init_counter}"
+        _init_counter += 1
+    try:
+        # With env://, a WORLD_SIZE that the launcher set says that the world is static.
+        size = found_size if found_size > 0 else None
+        _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, rpc_backend_options)
+    except BaseException:
+        close_store(store)
+        raise
+    agent_or_none()._base_store = store

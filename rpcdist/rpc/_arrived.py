@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
+from rpcdist.ids import Identity
 from rpcdist.rpc._values import ReceiveBuffer, decode
 
 if TYPE_CHECKING:
-    from rpcdist.rpc._rref.manager import RRefManager
+    from rpcdist.rpc._rref.manager import RRefManager, Token
 
 __all__ = ["NO_BUFFERS", "Arrived", "OutgoingRRefs"]
 
@@ -31,16 +32,16 @@ class Arrived:
         value: value_pb2.Value,
         buffers: Sequence[ReceiveBuffer],
         manager: RRefManager,
-        sender: int,
+        sender: Identity,
         plain_only: bool = False,
     ) -> None:
         self._value = value
         self._buffers = buffers
         self._manager = manager
         self.plain_only = plain_only
-        self._tokens: list[object] | None = None
+        self._tokens: list[Token] | None = None
         if value.rrefs:
-            self._tokens = [manager.receive(fork, sender) for fork in value.rrefs]
+            self._tokens = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
     def decode(self) -> object:
         """The value. Runs user code when it is pickled."""
@@ -55,7 +56,7 @@ class Arrived:
         """Gives back the remote references that nobody claimed; idempotent."""
         tokens, self._tokens = self._tokens, None
         for token in tokens or ():
-            self._manager.discard(token)  # type: ignore[arg-type]
+            self._manager.discard(token)
 
 
 class _IncomingRRefs:
@@ -63,7 +64,7 @@ class _IncomingRRefs:
 
     __slots__ = ("_manager", "_tokens")
 
-    def __init__(self, manager: RRefManager, tokens: list[object]) -> None:
+    def __init__(self, manager: RRefManager, tokens: list[Token]) -> None:
         self._manager = manager
         self._tokens = tokens
 
@@ -76,7 +77,7 @@ class _IncomingRRefs:
     def internalize(self, index: int) -> object:
         if index >= len(self._tokens):
             raise SerializationError(f"the value refers to remote reference {index} of {len(self._tokens)}")
-        return self._manager.claim(self._tokens[index])  # type: ignore[arg-type]
+        return self._manager.claim(self._tokens[index])
 
 
 class OutgoingRRefs:
@@ -95,7 +96,7 @@ class OutgoingRRefs:
         return isinstance(obj, self._type)
 
     def externalize(self, obj: object) -> int:
-        fork = self._manager.share(obj, self._to)  # type: ignore[arg-type]
+        fork = self._manager.share(obj, self._to)
         self._value.rrefs.append(fork)
         self.forks.append(fork)
         return len(self._value.rrefs) - 1

@@ -9,22 +9,34 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._arrived import Arrived
+from rpcdist.errors import DeadlineExceeded, WorkerLost
+from rpcdist.transport import Session
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent
 
 __all__ = ["CallTable", "Completer", "PendingCall"]
+
+
+Job = tuple[Callable[..., object], tuple[object, ...]]
 
 
 class Completer(Protocol):
     """What is done with the outcome of a call."""
 
-    def replied(self, reply: rpc_pb2.Reply, arrived: Arrived) -> None:
-        """The reply came; called on the I/O loop (or a pool thread for calls to oneself)."""
+    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
+        """The reply came; called on the I/O loop (on any thread for calls to oneself).
+
+        Args:
+            reply: the message.
+            payload: an `Arrived` value, a `Stream`, or None.
+            jobs: gets what is left to do in the pool.
+        """
 
     def failed(self, exc: BaseException) -> None:
         """The call ended otherwise; any thread."""
@@ -44,11 +56,19 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
     """
 
-    __slots__ = ("completer", "deadline", "forks", "id", "keep_alive", "peer", "session", "timeout_s", "transfer", "what")
+    __slots__ = ("_agent", "completer", "deadline", "forks", "id", "peer", "session", "timeout_s", "transfer", "what")
 
     def __init__(
-        self, id: int, peer: int, what: Callable[[], str], deadline: Deadline, timeout_s: float, completer: Completer
+        self,
+        agent: Agent,
+        id: int,
+        peer: int,
+        what: Callable[[], str],
+        deadline: Deadline,
+        timeout_s: float,
+        completer: Completer,
     ) -> None:
+        self._agent = agent
         self.id = id
         self.peer = peer
         self.what = what
@@ -57,11 +77,18 @@ class PendingCall:
         self.completer = completer
         self.transfer = 0
         self.session: object | None = None
-        self.forks: list[object] | None = None
-        self.keep_alive: object | None = None
+        self.forks: Sequence[object] | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
+
+    def on_sent(self, session: Session, transfer: int) -> None:
+        """The message was given to a session; fails the call if that session has ended meanwhile."""
+        self.session = session
+        self.transfer = transfer
+        if session.closed_reason is not None:
+            silence_s = time.monotonic() - session.last_received
+            self._agent.end_call(self, WorkerLost(session.peer.name, self.what(), silence_s, session.closed_reason))
 
     def deadline_error(self) -> DeadlineExceeded:
         milliseconds = round(self.timeout_s * 1000)

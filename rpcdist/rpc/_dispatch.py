@@ -23,8 +23,10 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import Cancelled, CallRefused, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._arrived import Arrived
+from rpcdist.rpc._calls import Job
 from rpcdist.rpc._failures import failure_of
 from rpcdist.rpc._functions import decode_function
+from rpcdist.rpc._gather import CONTRIBUTE
 from rpcdist.rpc._producers import AsyncProducer, Producer, SyncProducer
 from rpcdist.rpc._streams import DEFAULT_WINDOW
 from rpcdist.rpc.functions import is_async_execution
@@ -37,7 +39,6 @@ __all__ = ["ActiveCall", "Dispatcher"]
 
 logger = logging.getLogger(__name__)
 
-Job = tuple[Callable[..., object], tuple[object, ...]]
 MAX_KNOWN_COROUTINES = 4096
 
 
@@ -86,7 +87,7 @@ class Dispatcher:
         arguments = None
         if call.HasField("arguments"):
             plain_only = not agent.options.allow_pickle
-            arguments = Arrived(call.arguments, buffers, agent.rrefs, session.peer.id, plain_only)
+            arguments = Arrived(call.arguments, buffers, agent.rrefs, session.peer, plain_only)
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = ActiveCall(session, call, arguments, deadline)
         self._active[session, call.id] = active
@@ -94,7 +95,11 @@ class Dispatcher:
             self._fail(active, RpcdistError(f"worker {agent.worker_name!r} has shut down"))
             return
         if call.HasField("result"):
-            active.entry = agent.rrefs.accept_creation(call.result, session.peer.id)
+            try:
+                active.entry = agent.rrefs.accept_creation(call.result, session.peer.id, session.peer.incarnation)
+            except RpcdistError as exc:
+                self._fail(active, exc)
+                return
         if call.function in self._coroutine_functions and self._runs_on_loop(active):
             self._start_coroutine(active, None)
         else:
@@ -136,6 +141,8 @@ class Dispatcher:
         try:
             if not self._wanted(active):
                 return
+            if self._agent.gil_profiling:
+                self._agent.gil_wait.sample()
             if active.call.HasField("fetch"):
                 self._fetch(active)
             else:
@@ -201,8 +208,8 @@ class Dispatcher:
         future.add_done_callback(completed)
 
     def _fetch(self, active: ActiveCall) -> None:
-        fetch = active.call.fetch
-        future = self._agent.rrefs.get_value_future(fetch.rref, fetch.fork, active.session.peer.id)
+        fetch, peer = active.call.fetch, active.session.peer
+        future = self._agent.rrefs.get_value_future(fetch.rref, fetch.fork, peer.id, peer.incarnation)
         self._chain(active, future)
 
     # ------------------------------------------------------------ user loop
@@ -259,25 +266,24 @@ class Dispatcher:
         if active.arguments is not None:
             active.arguments.discard()
         agent = self._agent
-        failure = failure_of(exc, agent.worker_name, may_pickle=agent.options.allow_pickle)
+        failure = failure_of(exc, agent.worker_name)
         if active.entry is not None:
             agent.rrefs.set_error(active.entry, exc)
         message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))
         active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        window = active.call.stream_window or DEFAULT_WINDOW
         kind = SyncProducer if isinstance(generator, Generator) else AsyncProducer
         producer = kind(self._agent, active.session, active.call.id, generator, lambda: self._forget(active))
         active.producer = producer
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, stream=True)))
-        producer.credit(window)
+        producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
             producer.cancel()
 
     def _forget(self, active: ActiveCall) -> None:
         self._active.pop((active.session, active.call.id), None)
-        if self._idle_waiters and not self._active:
+        if self._idle_waiters:
             with self._idle:
                 self._idle.notify_all()
 
@@ -288,16 +294,22 @@ class Dispatcher:
         with self._idle:
             self._idle_waiters += 1
             try:
-                return self._idle.wait_for(lambda: not self._active, timeout_s)
+                return self._idle.wait_for(lambda: not self._working(), timeout_s)
             finally:
                 self._idle_waiters -= 1
 
-    def cancel_all(self) -> list[str]:
-        """Cancels what is left; returns what it was."""
-        left = list(self._active.values())
-        for active in left:
+    def _working(self) -> list[ActiveCall]:
+        """The calls of users; a barrier that waits here for others is no work of this worker."""
+        return [active for active in list(self._active.values()) if active.call.function != CONTRIBUTE]
+
+    def describe(self) -> list[str]:
+        """The calls that are being handled, for messages."""
+        return [repr(active) for active in self._working()]
+
+    def cancel_all(self) -> None:
+        """Cancels what is left."""
+        for active in list(self._active.values()):
             self._cancel(active)
-        return [repr(active) for active in left]
 
 
 def _arguments(active: ActiveCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

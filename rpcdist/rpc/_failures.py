@@ -45,14 +45,8 @@ class RemoteTraceback(Exception):
         return f"\nOn worker {self.worker!r}:\n{self.text}"
 
 
-def failure_of(exc: BaseException, worker: str, *, may_pickle: bool = True) -> rpc_pb2.Failure:
-    """The wire form of an exception.
-
-    Args:
-        exc: what was raised.
-        worker: the name of this worker.
-        may_pickle: False for peers that must not be sent pickles.
-    """
+def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
+    """The wire form of an exception that was raised on `worker`, which is this one."""
     failure = rpc_pb2.Failure(
         kind=_kind_of(exc),
         type_name=type(exc).__qualname__,
@@ -60,12 +54,11 @@ def failure_of(exc: BaseException, worker: str, *, may_pickle: bool = True) -> r
         traceback=_traceback_of(exc),
         worker=worker,
     )
-    if may_pickle:
-        try:
-            _encode_exception(exc, failure)
-        except Exception as why:
-            failure.ClearField("exception")
-            failure.traceback += f"\n(the exception cannot be pickled: {why!r})"
+    try:
+        _encode_exception(exc, failure)
+    except Exception as why:
+        failure.ClearField("exception")
+        failure.traceback += f"\n(the exception cannot be pickled: {why!r})"
     return failure
 
 

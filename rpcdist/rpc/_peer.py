@@ -67,6 +67,7 @@ class Peer:
         self.state = PeerState.IDLE
         self.lost_reason: str | None = None
         self.last_up = time.monotonic()
+        self.lost_at = 0.0
         self._node = node
         self._owner = owner
         self._timeout_s = timeout_s
@@ -210,6 +211,7 @@ class Peer:
                 return
             self.state = PeerState.LOST
             self.lost_reason = reason
+            self.lost_at = time.monotonic()
             self._waiting.clear()
             self._control = ControlOutbox()
         self._owner.on_peer_lost(self, reason)
@@ -243,13 +245,14 @@ class _Sent(Protocol):
 class _Forward:
     """Gives the session's events to the agent and its end to the peer first."""
 
-    __slots__ = ("_owner", "_peer", "allocate", "on_messages")
+    __slots__ = ("_owner", "_peer", "allocate", "on_messages", "on_opened")
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self._peer = peer
         self._owner = owner
         self.on_messages = owner.on_messages
         self.allocate = owner.allocate
+        self.on_opened = owner.on_opened
 
     def on_closed(self, session: Session, reason: str) -> None:
         self._peer.on_session_closed(session, reason)

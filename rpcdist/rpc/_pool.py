@@ -1,14 +1,14 @@
 """Threads that run synchronous user functions, as many as it takes for none to starve.
 
 Rules:
- 1. `submit` never waits. A job handed to an idle thread costs one lock release (each thread parks on a lock of its own);
-    while a thread is running, a job is only appended to the queue, and that thread takes it when it gets there.
+ 1. `submit` never waits. A job handed to an idle thread costs one lock release (each parks on a lock of its own); while
+    a thread is running, a job is only appended to the queue, and that thread takes it when it gets there.
  2. A thread that will wait and says so (`blocking()`: our own `Future.wait`) does not count as running from then on.
- 3. What else blocks a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while jobs
-    are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms; beyond
-    that one more whenever no job has ended for 5 ms, in doubling bursts as long as the pool's threads use no processor time.
- 4. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that have
-    waited that long are handed to `on_exhausted`, so that their callers get an answer.
+ 3. What else blocks a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
+    jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
+    beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
+ 4. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
+    have waited that long are handed to `on_exhausted`, so that their callers get an answer.
  5. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
     The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
 """
@@ -24,26 +24,24 @@ import sys
 import threading
 import time
 import traceback
-import weakref
 from _thread import LockType, allocate_lock
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import Context
-from dataclasses import dataclass
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
+from rpcdist.rpc._pool_monitor import TICK_S, Sampler
+from rpcdist.transport import fork
 
-__all__ = ["Load", "PoolStats", "WorkerPool", "blocking", "die_in_forked_child", "threads_to_start"]
+__all__ = ["PoolStats", "WorkerPool", "blocking"]
 
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
 Job = tuple[Function, tuple[object, ...], float]  # what to call, and when it was submitted (monotonic seconds)
 
-CORE_DELAY_S: Final = 0.001  # [rule 3] before a second thread is worth its switches
-STALL_S: Final = 0.005
 LINGER_TICKS: Final = 20  # the monitor goes on sampling for so many ticks after the queue was empty
 
 
@@ -53,62 +51,6 @@ class PoolStats(NamedTuple):
     running: int
     blocked: int
     queued: int
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the monitor saw.
-
-    Attributes:
-        queued: jobs that wait for a thread.
-        oldest_s: how long the oldest has waited.
-        running: threads that run a job and have not said that they wait.
-        stalled_s: seconds since a job ended or the monitor started a thread.
-        burst: threads to start at a stall.
-        num_cores: threads that may run before the stall rule counts.
-    """
-
-    queued: int
-    oldest_s: float
-    running: int
-    stalled_s: float
-    burst: int
-    num_cores: int
-
-
-def threads_to_start(load: Load) -> int:
-    """How many idle or new threads to set to work now (rule 3)."""
-    if load.queued == 0:
-        return 0
-    if load.running == 0:
-        return 1
-    if load.running < load.num_cores and load.oldest_s >= CORE_DELAY_S:
-        return 1
-    if load.stalled_s >= STALL_S and load.oldest_s >= CORE_DELAY_S:
-        return min(load.burst, load.queued)
-    return 0
-
-
-class _Mortal(Protocol):
-    def _die_in_forked_child(self) -> None: ...
-
-
-_mortals: weakref.WeakSet[_Mortal] = weakref.WeakSet()
-
-
-def die_in_forked_child(mortal: _Mortal) -> None:
-    """Has `mortal._die_in_forked_child()` called in children that are forked from this process."""
-    _mortals.add(mortal)
-
-
-def _kill_mortals() -> None:
-    _local.worker = None
-    for mortal in list(_mortals):
-        mortal._die_in_forked_child()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_kill_mortals)
 
 
 class _Worker:
@@ -122,9 +64,7 @@ class _Worker:
         self.clock: int | None = None
         self.job: Function | None = None
         self.blocked = 0
-        self.thread = threading.Thread(
-            target=pool._work, args=(self,), name=f"{pool.name}-{number}", daemon=True
-        )
+        self.thread = threading.Thread(target=pool._work, args=(self,), name=f"{pool.name}-{number}", daemon=True)
 
     def cpu_s(self) -> float:
         """Processor time that the thread has used, in seconds; 0 where the system does not tell."""
@@ -216,7 +156,7 @@ class WorkerPool:
         self._monitor_started = allocate_lock()  # taken once
         self._monitor_parked: list[LockType] = []
         self._is_start_failure_logged = False
-        die_in_forked_child(self)
+        fork.register(self)
         atexit.register(self.close)
 
     # -- any thread ----------------------------------------------------------------------------------------------------
@@ -256,7 +196,8 @@ class WorkerPool:
 
     def __repr__(self) -> str:
         stats = self.stats()
-        return f"<WorkerPool [{stats.running} running, {stats.blocked} blocked, {stats.idle} idle, {stats.queued} queued]>"
+        counts = f"{stats.running} running, {stats.blocked} blocked, {stats.idle} idle, {stats.queued} queued"
+        return f"<WorkerPool [{counts}]>"
 
     def close(self, timeout_s: float = 5.0) -> list[str]:
         """Takes no more jobs, lets those accepted end, and joins the threads; idempotent.
@@ -281,7 +222,8 @@ class WorkerPool:
             if deadline.expired():
                 break
             workers[0].thread.join(deadline.remaining_s())
-        left = [repr(worker.job) for worker in list(self._workers) if worker.thread is not me and worker.job is not None]
+        jobs = [worker.job for worker in list(self._workers) if worker.thread is not me]
+        left = [repr(job) for job in jobs if job is not None]
         never_ran = [f"{job[0]!r} (never started)" for job in self._drop_queue()]
         if left or never_ran:
             logger.error(
@@ -319,8 +261,8 @@ class WorkerPool:
             if not self._is_start_failure_logged:
                 self._is_start_failure_logged = True
                 logger.exception(
-                    "the system refuses another thread (%d run here); jobs wait. Raise the limit (`ulimit -u`), or lower "
-                    "the option max_worker_threads",
+                    "the system refuses another thread (%d run here); jobs wait. Raise its limit (`ulimit -u`), or "
+                    "lower the option max_worker_threads",
                     len(self._workers),
                 )
             self._wake_monitor()
@@ -406,7 +348,7 @@ class WorkerPool:
 
     def _watch(self) -> None:
         baton = _new_baton()
-        sampler = _Sampler(self)
+        sampler = Sampler(self)
         empty_ticks = 0
         while True:
             if self._queue:
@@ -429,7 +371,7 @@ class WorkerPool:
                     sampler.restart()
             if self._refusal is ForkedProcess or (self._stopping and not self._queue):
                 return
-            time.sleep(CORE_DELAY_S)  # a sampling clock; nobody waits for this thread
+            time.sleep(TICK_S)  # a sampling clock; nobody waits for this thread
 
     def _unpark_monitor(self, baton: LockType) -> bool:
         try:
@@ -454,82 +396,14 @@ class WorkerPool:
                 parts.append(f"{worker.thread.name} in {worker.job!r}:\n{''.join(traceback.format_stack(frame, 12))}")
         return "\n".join(parts)
 
-    def _die_in_forked_child(self) -> None:
+    def after_fork_in_child(self) -> None:
+        """The threads stayed in the parent; what is queued here runs there."""
+        _local.worker = None
         self._refusal = ForkedProcess
         self._stopping = True
         self._workers, self._idle, self._blocked = set(), [], set()
         self._queue = deque()
         atexit.unregister(self.close)
-
-
-class _Sampler:
-    """The monitor's memory between two samples."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self.pool = pool
-        self.restart()
-
-    def restart(self) -> None:
-        now = time.monotonic()
-        self.last_progress = now  # a job ended
-        self.last_move = now  # a job ended, or we started a thread
-        self.burst = 1
-        self.cpu_s = self._cpu_s()
-        self.is_exhaustion_logged = False
-
-    def _cpu_s(self) -> float:
-        return sum(worker.cpu_s() for worker in list(self.pool._workers))
-
-    def num_to_start(self) -> int:
-        pool, now = self.pool, time.monotonic()
-        if pool._progress:
-            pool._progress = False
-            self.last_progress = self.last_move = now
-            self.burst = 1
-            self.is_exhaustion_logged = False
-        elif now - self.last_move >= STALL_S:
-            self._choose_burst(now - self.last_move)
-        stats = pool.stats()
-        try:
-            oldest_s = now - pool._queue[0][2]
-        except IndexError:
-            return 0
-        load = Load(stats.queued, oldest_s, stats.running, now - self.last_move, self.burst, pool._num_cores)
-        wanted = threads_to_start(load)
-        if wanted:
-            self.last_move = now
-        return wanted
-
-    def _choose_burst(self, elapsed_s: float) -> None:
-        """Doubles the burst while the threads only wait; busy ones (each with its own OpenMP team) get one at a time."""
-        cpu_s = self._cpu_s()
-        is_waiting = 0 <= cpu_s - self.cpu_s < 0.2 * elapsed_s
-        self.burst = min(2 * self.burst, 64) if is_waiting and _HAS_THREAD_CLOCK else 1
-        self.cpu_s = cpu_s
-
-    def check_exhausted(self) -> None:
-        pool, limit_s = self.pool, self.pool._stall_limit_s
-        if len(pool._workers) < pool.max_threads or time.monotonic() - self.last_progress < limit_s:
-            return
-        if not self.is_exhaustion_logged:
-            self.is_exhaustion_logged = True
-            logger.error("%s\n%s", self._error(), pool._stacks())
-        while pool._on_exhausted is not None and pool._queue and time.monotonic() - pool._queue[0][2] >= limit_s:
-            try:
-                function, arguments, _ = pool._queue.popleft()
-            except IndexError:
-                return
-            try:
-                pool._on_exhausted(self._error(), function, arguments)
-            except Exception:
-                logger.exception("the exhaustion hook of the worker pool failed")
-
-    def _error(self) -> PoolExhausted:
-        return PoolExhausted(
-            f"all {self.pool.max_threads} worker threads wait, none has finished for {self.pool._stall_limit_s:g} s, and "
-            f"{len(self.pool._queue)} calls are queued. Raise the option max_worker_threads, or make the handlers "
-            "`async def`, which need no thread while they wait."
-        )
 
 
 def _usable_cores() -> int:
@@ -538,9 +412,6 @@ def _usable_cores() -> int:
     return os.cpu_count() or 1
 
 
-_HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
-
-
 def _thread_clock() -> int | None:
     # Asked for by the thread itself: the identifier of a thread that has ended may crash the process.
-    return time.pthread_getcpuclockid(threading.get_ident()) if _HAS_THREAD_CLOCK else None
+    return time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None

@@ -51,7 +51,7 @@ class _Sender:
         end = rpc_pb2.StreamEnd(id=self._id)
         if exc is not None:
             agent = self._agent
-            end.failure.CopyFrom(failure_of(exc, agent.worker_name, may_pickle=agent.options.allow_pickle))
+            end.failure.CopyFrom(failure_of(exc, agent.worker_name))
         self._session.send(rpc_pb2.Message(stream_end=end))
 
 

@@ -232,7 +232,7 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, id: int, peer: int, session: object, what: str, timeout_s: float | None, window: int) -> Stream[object]:
+    def open(self, id: int, peer: int, session: object, what: str, timeout_s: float | None) -> Stream[object]:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
 
         def grant(items: int) -> None:
@@ -242,7 +242,7 @@ class StreamTable:
             self._streams.pop(id, None)
             self._agent.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
-        state = StreamState(id, what, window, grant, cancel)
+        state = StreamState(id, what, DEFAULT_WINDOW, grant, cancel)
         self._streams[id] = (state, peer, session)
         return Stream(state, timeout_s, self._dropped.append)
 

@@ -211,7 +211,7 @@ class StateSlot:
             self.swap_out()
 
     def copy_current(self) -> None:
-        """Fills this empty slot with a copy of this thread's state, which stays installed; a new task inherits it so."""
+        """Fills this empty slot with a copy of this thread's state, which stays installed; tasks inherit it so."""
         if is_default():
             return
         grad, inference, forward_grad = _is_grad_enabled(), _is_inference_mode_enabled(), _is_forward_grad_enabled()

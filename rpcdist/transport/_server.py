@@ -211,10 +211,11 @@ class Server(grpc.GenericRpcHandler):
             by_me=False,
         )
         self._proven[keys.session_id] = _Proven(keys.key, peer)
-        self._node.accepted(session)
+        self._node.sessions.add(session)
         started = time.monotonic()
         try:
             await session.run()
         finally:
             del self._proven[keys.session_id]
+            self._node.sessions.discard(session)
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)

@@ -151,9 +151,6 @@ class Node:
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
 
-    def accepted(self, session: Session) -> None:
-        self.sessions.add(session)
-
     def note_peer_address(self, address: str) -> None:
         fork.note_peer_port(split_address(address)[1])
 
@@ -172,6 +169,7 @@ class Node:
                 return
             if _current is self:
                 _current = None
+                fork.mark_stopped()
         self._stop()
 
     def _stop(self) -> None:

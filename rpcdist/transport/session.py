@@ -43,6 +43,9 @@ class ByteStream(Protocol):
 class SessionHandler(Protocol):
     """What the owner of a session brings. All of it is called on the I/O loop and must not block or run user code."""
 
+    def on_opened(self, session: Session) -> None:
+        """A peer opened this session; not called for sessions that this process opens itself."""
+
     def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
         """Messages arrived whole, in the order in which they became complete."""
 
@@ -55,6 +58,9 @@ class SessionHandler(Protocol):
 
 class NullHandler:
     """For connections that only make unary calls: nothing but heartbeats may arrive."""
+
+    def on_opened(self, session: Session) -> None:
+        logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
     def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
         session.close(f"unexpected message from {session.peer.name}")
@@ -163,6 +169,8 @@ class Session:
         """
         writer = self._io.spawn(self._write_loop(), f"rpcdist session writer to {self.peer.name}")
         self._schedule_tick()
+        if not self.opened_by_me:
+            self._handler.on_opened(self)
         reason = "connection closed by the peer"
         try:
             await self._read_loop()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message, Reason
 
-__all__ = ["Action", "Confirm", "Fail", "RefuseCreation", "RefuseFetch", "ReleaseValue", "Send", "Serve"]
+__all__ = ["Action", "Confirm", "Fail", "FailValue", "RefuseCreation", "RefuseFetch", "ReleaseValue", "Send", "Serve"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +63,14 @@ class RefuseCreation(Action):
 
     rref: RRefId
     fork: ForkId
+    reason: Reason
+
+
+@dataclass(frozen=True, slots=True)
+class FailValue(Action):
+    """The `remote()` of this value will never come: whoever waits for the value gets an error."""
+
+    rref: RRefId
     reason: Reason
 
 

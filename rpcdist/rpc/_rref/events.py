@@ -9,6 +9,7 @@ from rpcdist.rpc._rref.messages import Message
 
 __all__ = [
     "Arrived",
+    "ConnectionBroken",
     "CreateRemote",
     "Created",
     "CreationAccepted",
@@ -139,6 +140,14 @@ class LeaseEnded(Event):
     """Nothing was heard of a worker for as long as its lease lasts."""
 
     node: Node
+
+
+@dataclass(frozen=True, slots=True)
+class ConnectionBroken(Event):
+    """Messages to a worker may be lost. `on_the_way` are children whose messages have not been given up."""
+
+    node: Node
+    on_the_way: frozenset[ForkId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)

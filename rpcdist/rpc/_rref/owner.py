@@ -11,7 +11,17 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable, Iterator
 
-from rpcdist.rpc._rref.actions import Action, Confirm, Fail, RefuseCreation, RefuseFetch, ReleaseValue, Send, Serve
+from rpcdist.rpc._rref.actions import (
+    Action,
+    Confirm,
+    Fail,
+    FailValue,
+    RefuseCreation,
+    RefuseFetch,
+    ReleaseValue,
+    Send,
+    Serve,
+)
 from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import CreationAccepted, FetchArrived, Received, Share, ShareFailed
 from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
@@ -67,8 +77,8 @@ class OwnerTable:
     # Creation.
 
     def create_here(self, rref: RRefId, fork: ForkId) -> None:
-        """`remote()` to oneself: the caller's handle is a local one."""
-        entry = self.entries[rref] = OwnerEntry(rref, State.CREATING)
+        """`remote()` to oneself: the caller's handle is a local one, and the call is under way."""
+        entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
         entry.local[fork] = None
 
     def accept(self, event: CreationAccepted) -> None:
@@ -82,7 +92,8 @@ class OwnerTable:
             entry.forks[event.fork] = event.creator
         elif entry.state is State.EXPECTED:
             entry.state = State.CREATING
-            entry.forks[event.fork] = event.creator
+            if event.creator != self._me:
+                entry.forks[event.fork] = event.creator
             self._answer_the_waiting(entry)
 
     def finished(self, rref: RRefId) -> None:
@@ -91,22 +102,32 @@ class OwnerTable:
             entry.state = State.READY
             self._settle(entry)
 
+    def failed_here(self, rref: RRefId) -> None:
+        """Our `remote()` to ourselves failed. If its call comes all the same, it is refused."""
+        entry = self.entries.get(rref)
+        if entry is not None and entry.state is State.EXPECTED and rref.creator == self._me:
+            self.creation_over(rref, Reason.CREATION_FAILED)
+
     def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Node) -> None:
         """The creator does not know whether its call came. If it did not, it is refused from now on."""
         entry = self.entries.get(rref)
         if entry is not None and fork in entry.forks:
             self._emit(Send(sender, ForkConfirmed(rref, fork)))
             return
-        if entry is None or entry.state is State.EXPECTED:
+        if entry is None:
             self.refused.add(rref)
         self._emit(Send(sender, ForkRefused(rref, fork, Reason.CREATION_FAILED)))
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
-        """Its `remote()` will never come: those who wait for it are refused."""
+        """Its `remote()` will never come: those who wait are refused, and those already counted get the error."""
         entry = self.entries.get(rref)
         if entry is not None and entry.state is State.EXPECTED:
+            entry.state = State.READY
+            self.refused.add(rref)
+            self._emit(FailValue(rref, reason))
             self._refuse_the_waiting(entry, reason)
+            self._settle(entry)
 
     # Forks.
 
@@ -147,6 +168,12 @@ class OwnerTable:
         else:
             self._emit(Send(event.to, ShareQuery(event.rref, event.child)))
 
+    def shared_with(self, node: Node) -> list[tuple[RRefId, ForkId]]:
+        """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
+        return [
+            (entry.rref, fork) for entry in self for fork in _forks_of(entry.forks, node) if fork.creator == self._me
+        ]
+
     def receive(self, event: Received, creator_is_gone: bool) -> None:
         """A fork came home: it becomes a local handle, and whoever sent it need not wait."""
         if event.parent is not None:
@@ -178,6 +205,7 @@ class OwnerTable:
     def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
         if event.sender in self.ended:
             self._emit(RefuseFetch(event.rref, event.fork, Reason.LEASE_EXPIRED))
+            self._emit(Send(event.sender, ForkRefused(event.rref, event.fork, Reason.LEASE_EXPIRED)))
             return
         entry = self._entry_or_expect(event.rref, creator_is_gone)
         if entry is None:
@@ -192,13 +220,10 @@ class OwnerTable:
     def lease_ended(self, node: Node) -> None:
         """Everything that the node held is dropped, for good: a process that comes back is told so (G4)."""
         self.ended.add(node)
-        self.refused.discard_if(lambda rref: rref.creator == node)
         for entry in list(self):
-            for table in (entry.forks, entry.askers, entry.fetchers):
-                for fork in [fork for fork, holder in table.items() if holder == node]:
-                    del table[fork]
-            self._settle(entry)
+            self._drop_holder(entry, node)
         self.creator_gone(node)
+        self.refused.discard_if(lambda rref: rref.creator == node)  # `ended` refuses them now
 
     def creator_gone(self, node: Node) -> None:
         """What the dead announced and never delivered will not come."""
@@ -207,6 +232,18 @@ class OwnerTable:
                 self.creation_over(entry.rref, Reason.CREATION_FAILED)
 
     # Inside.
+
+    def _drop_holder(self, entry: OwnerEntry, node: Node) -> None:
+        """If the node lives after all, it must not wait for an answer that nobody owes it any more."""
+        for fork in _forks_of(entry.forks, node):
+            del entry.forks[fork]
+        for fork in _forks_of(entry.askers, node):
+            del entry.askers[fork]
+            self._emit(Send(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))
+        for fork in _forks_of(entry.fetchers, node):
+            del entry.fetchers[fork]
+            self._emit(RefuseFetch(entry.rref, fork, Reason.LEASE_EXPIRED))
+        self._settle(entry)
 
     def _entry_or_expect(self, rref: RRefId, creator_is_gone: bool) -> OwnerEntry | None:
         """The entry; a new one that is expected if the creator may still send it; None if the value is gone."""
@@ -229,16 +266,18 @@ class OwnerTable:
         entry.fetchers.clear()
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
-        del self.entries[entry.rref]
         for fork, holder in entry.askers.items():
             self._emit(Send(holder, ForkRefused(entry.rref, fork, reason)))
         for fork in entry.fetchers:
             self._emit(RefuseFetch(entry.rref, fork, reason))
-        for handle in entry.local:
-            self._emit(Fail(entry.rref, handle, reason))
-        self._emit(ReleaseValue(entry.rref))
+        entry.askers.clear()
+        entry.fetchers.clear()
 
     def _settle(self, entry: OwnerEntry) -> None:
         if entry.state is State.READY and not entry.forks and not entry.local:
             del self.entries[entry.rref]
             self._emit(ReleaseValue(entry.rref))
+
+
+def _forks_of(table: dict[ForkId, Node], node: Node) -> list[ForkId]:
+    return [fork for fork, holder in table.items() if holder == node]

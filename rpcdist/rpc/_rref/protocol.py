@@ -23,8 +23,8 @@ Guarantees:
 
 [Note: stale requests] Nothing remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
 deleted counts a fork that nobody holds; but the answer to it, `ForkConfirmed`, reaches a user that does not know the
-fork, and that user says `UserDeleted` once more. A request for a value that is gone makes an expected entry, and its creator
-answers the probe with `CreationOver`, which removes it. So duplicates heal themselves, with no memory of the dead.
+fork, and that user says `UserDeleted` once more. A request for a value that is gone makes an expected entry, and
+its creator answers the probe with `CreationOver`, which removes it. So duplicates heal, with no memory of the dead.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from rpcdist.rpc._rref.actions import Action, Fail, Send
 from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import (
     Arrived,
+    ConnectionBroken,
     Created,
     CreateRemote,
     CreationAccepted,
@@ -115,6 +116,8 @@ class RRefProtocol:
     def _create_remote(self, event: CreateRemote) -> None:
         if event.owner == self.me:
             self.owners.create_here(event.rref, event.fork)
+        elif event.owner in self.lost:
+            self._emit(Fail(event.rref, event.fork, Reason.OWNER_LOST))  # the shell does not send the call
         else:
             self.users.create(event)
 
@@ -125,6 +128,7 @@ class RRefProtocol:
 
     def _creation_failed(self, event: CreationFailed) -> None:
         self.users.creation_failed(event.fork)
+        self.owners.failed_here(event.rref)
 
     def _creation_accepted(self, event: CreationAccepted) -> None:
         self.owners.accept(event)
@@ -141,6 +145,12 @@ class RRefProtocol:
     def _share_failed(self, event: ShareFailed) -> None:
         self.users.share_failed(event, self._is_gone(event.to))
         self.owners.share_failed(event, self._is_gone(event.to))
+
+    def _connection_broken(self, event: ConnectionBroken) -> None:
+        """Every share that may have been lost is asked for. A receiver that has it is silent."""
+        for rref, child in (*self.users.shared_with(event.node), *self.owners.shared_with(event.node)):
+            if child not in event.on_the_way:
+                self._share_failed(ShareFailed(rref, child, event.node))
 
     def _received(self, event: Received) -> None:
         if event.fork in self.refused_shares:
@@ -238,6 +248,7 @@ _EVENTS: dict[type[Event], Callable[[RRefProtocol, Any], None]] = {
     CreationAccepted: RRefProtocol._creation_accepted,
     CreationFinished: RRefProtocol._creation_finished,
     Share: RRefProtocol._share,
+    ConnectionBroken: RRefProtocol._connection_broken,
     ShareFailed: RRefProtocol._share_failed,
     Received: RRefProtocol._received,
     HandleDropped: RRefProtocol._handle_dropped,

@@ -144,8 +144,12 @@ class UserTable:
             self._abandon(user)
 
     def receiver_lost(self, node: Node) -> None:
-        for child in [child for user in self for child, to in user.children.items() if to == node]:
+        for _, child in self.shared_with(node):
             self.release(child)
+
+    def shared_with(self, node: Node) -> list[tuple[RRefId, ForkId]]:
+        """Unsettled shares."""
+        return [(user.rref, child) for user in self for child, to in user.children.items() if to == node]
 
     # Inside.
 

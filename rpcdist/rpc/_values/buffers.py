@@ -1,7 +1,8 @@
 """Runs of bytes beside a value: how they leave without a copy, and where they arrive.
 
-Small buffers travel inside the message. Of a large one the message carries only the size; its bytes follow in pieces, are read
-straight out of the sender's memory, and are written straight into the memory that the received tensor will use.
+Small buffers travel inside the message. Of a large one the message carries only the size; its bytes follow in pieces,
+are read straight out of the sender's memory, and are written straight into the memory that the received tensor will
+use.
 """
 
 from __future__ import annotations
@@ -15,17 +16,26 @@ import torch
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 
-__all__ = ["INLINE_LIMIT", "LargeBuffer", "ReceiveBuffer", "add_buffer", "large_sizes", "memory_view", "received_buffers"]
+__all__ = [
+    "INLINE_LIMIT",
+    "LargeBuffer",
+    "ReceiveBuffer",
+    "add_buffer",
+    "large_sizes",
+    "memory_view",
+    "received_buffers",
+]
 
 INLINE_LIMIT: Final = 32 * 1024
-"""Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; announcing a transfer costs more."""
+"""Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
 
 MAX_BUFFER_SIZE: Final = 1 << 47
 """More bytes than a process can address: an announcement beyond it is damage, not data."""
 
 _CPU: Final = torch.device("cpu")
 
-# One array type for every length: ctypes makes (and keeps) a class per length otherwise. Only a slice of it is ever touched.
+# One array type for every length: ctypes makes (and keeps) a class per length otherwise. Only a slice of it is ever
+# touched.
 _Memory: Final = ctypes.c_char * (1 << 62)
 
 
@@ -65,7 +75,8 @@ class ReceiveBuffer:
 
     Attributes:
         size: in bytes.
-        view: writable bytes; the transport writes the pieces into it, from any thread, and must be done before `decode`.
+        view: writable bytes; the transport writes the pieces into it, from any thread, and must be done before
+            `decode`.
         memory: the same bytes as a tensor of uint8; its storage is resizable, and aligned to 64 bytes.
     """
 

@@ -12,8 +12,8 @@ from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
 from rpcdist.rpc._values.plain import EMPTY_CALL, MAX_ITEMS, NotPlain, PlainWriter, read_plain
-from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.rebuild import rebuild_tensors
+from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 
 __all__ = ["Encoded", "decode", "encode", "encode_into"]
@@ -45,7 +45,9 @@ def encode(
 ) -> Encoded:
     """`encode_into` a new message."""
     value = value_pb2.Value()
-    return Encoded(value, encode_into(value, obj, externals, by_value=by_value, plain_only=plain_only, map_device=map_device))
+    return Encoded(
+        value, encode_into(value, obj, externals, by_value=by_value, plain_only=plain_only, map_device=map_device)
+    )
 
 
 def encode_into(
@@ -59,8 +61,8 @@ def encode_into(
 ) -> list[LargeBuffer]:
     """Writes `obj` into `value`, which must be empty, and returns the memory that is not copied.
 
-    Runs user code (`__reduce__`) on the calling thread. Whatever is returned aliases the memory of `obj`: until it is sent, the
-    caller must not change tensors and arrays in `obj`.
+    Runs user code (`__reduce__`) on the calling thread. Whatever is returned aliases the memory of `obj`: until it is
+    sent, the caller must not change tensors and arrays in `obj`.
 
     Args:
         externals: sends remote references; without it they are refused.
@@ -72,9 +74,11 @@ def encode_into(
         SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
         AttributeError, TypeError, pickle.PicklingError: from pickle, with a note. `value` is left empty in all cases.
     """
-    if type(obj) is tuple and len(obj) == 2 and not obj[1] and type(obj[1]) is dict and type(obj[0]) is tuple and not obj[0]:
-        value.body = EMPTY_CALL
-        return []
+    if type(obj) is tuple and len(obj) == 2:
+        args, kwargs = obj
+        if type(args) is tuple and not args and type(kwargs) is dict and not kwargs:
+            value.body = EMPTY_CALL
+            return []
     large: list[LargeBuffer] = []
     try:
         writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
@@ -135,7 +139,8 @@ def decode(
 ) -> object:
     """The object that `encode_into` wrote.
 
-    With the encoding PICKLE this runs code of the sender's choice: only for trusted peers, only on pool or waiting threads.
+    With the encoding PICKLE this runs code of the sender's choice: only for trusted peers, only on pool or waiting
+    threads.
 
     Args:
         large: the buffers that followed the message, complete, in the order of `large_sizes`.
@@ -151,8 +156,8 @@ def decode(
     encoding = value.encoding
     if encoding and plain_only:
         raise SerializationError(
-            "a pickled value arrived from a peer that may send plain values only: None, bool, numbers, str, bytes, tensors, "
-            "and lists, tuples and dicts of them"
+            "a pickled value arrived from a peer that may send plain values only: None, bool, numbers, str, bytes, "
+            "tensors, and lists, tuples and dicts of them"
         )
     buffers = received_buffers(value, large)
     tensors = rebuild_tensors(value, buffers, plain_only)

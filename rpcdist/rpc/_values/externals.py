@@ -10,12 +10,12 @@ __all__ = ["Externals"]
 class Externals(Protocol):
     """Sends and receives the objects that are more than data. One instance serves one value in one direction.
 
-    Called on the thread that encodes or decodes. While encoding, `externalize` is called only after everything else of the value
-    has been encoded, so that a value which cannot be sent has created no share of a remote reference.
+    Called on the thread that encodes or decodes. While encoding, `externalize` is called only after everything else of
+    the value has been encoded, so that a value which cannot be sent has created no share of a remote reference.
     """
 
     def is_external(self, obj: object) -> bool:
-        """Whether `obj` is one of them. Asked for every object of a type that the codec does not know, so it must be cheap."""
+        """Whether `obj` is one of them. Must be cheap: asked for every object of a type unknown to the codec."""
         ...
 
     def externalize(self, obj: object) -> int:

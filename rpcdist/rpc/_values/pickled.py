@@ -1,6 +1,7 @@
 """Values that are not plain: pickle protocol 5, with tensors, remote references and large buffers beside the pickle.
 
-Reading a pickle runs code of the sender's choice, so it is done for trusted peers only, and on pool or waiting threads only.
+Reading a pickle runs code of the sender's choice, so it is done for trusted peers only, and on pool or waiting threads
+only.
 """
 
 from __future__ import annotations
@@ -22,22 +23,32 @@ from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.externals import Externals
 
-__all__ = ["NOT_ON_CALLEE", "PickledParts", "Reducer", "read_pickle", "register_reducer", "write_pickle"]
+__all__ = [
+    "NOT_ON_CALLEE",
+    "PickledParts",
+    "Reducer",
+    "read_pickle",
+    "register_reducer",
+    "send_main_by_value",
+    "write_pickle",
+]
 
 Reducer = Callable[[Any], Any]
 """What `__reduce__` would return for an object."""
 
 NOT_ON_CALLEE: Final = (
-    "Default RPC pickler does not serialize function code. Ensure that UDFs are defined on both caller and callee modules."
+    "Default RPC pickler does not serialize function code. "
+    "Ensure that UDFs are defined on both caller and callee modules."
 )
 
 _HERE: Final = __name__
+_QUANTIZED: Final = (torch.quint8, torch.qint8, torch.qint32)  # those that torch makes from integers
 _reducers: Final[dict[type, Reducer]] = {}
 _by_value_lock: Final = threading.Lock()
 
 
 def register_reducer(cls: type, reducer: Reducer) -> None:
-    """Says how objects of exactly the type `cls` are pickled in this process; the first registration of a type stays."""
+    """Says how objects of exactly the type `cls` are pickled here; the first registration of a type stays."""
     _reducers.setdefault(cls, reducer)
 
 
@@ -76,14 +87,16 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         by_value: send the code of functions and classes that the receiver cannot import, with cloudpickle.
 
     Raises:
-        AttributeError, TypeError, pickle.PicklingError: what the pickler raises for a part that cannot be pickled, with a note.
-        SerializationError: a future, or a value that is nested too deeply. What a user's `__reduce__` raises passes through.
+        AttributeError, TypeError, pickle.PicklingError: what the pickler raises for a part that cannot be pickled, with
+            a note.
+        SerializationError: a future, or a value that is nested too deeply. What a user's `__reduce__` raises passes
+            through.
     """
     parts = PickledParts()
     file = io.BytesIO()
     pickler: pickle.Pickler
     if by_value:
-        _send_main_by_value()
+        send_main_by_value()
         pickler = _ByValuePickler(file, parts, source)
     else:
         pickler = _Pickler(file, parts, source)
@@ -91,9 +104,9 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         pickler.dump(obj)
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
         exc.add_note(
-            "rpcdist could not pickle a value that was to be sent. Send only data and things that both sides can import; define "
-            "functions and classes at the top level of a module, or ask for sending by value; give your classes `__reduce__` "
-            "or `__getstate__` where they hold locks, files or sockets."
+            "rpcdist could not pickle a value that was to be sent. Send only data and what both sides can import. "
+            "Define functions and classes at the top level of a module, or ask for sending by value. Give classes that "
+            "hold locks, files or sockets a `__reduce__` or `__getstate__`."
         )
         raise
     except RecursionError as exc:
@@ -111,14 +124,17 @@ def read_pickle(
     """The value of a pickle that `write_pickle` made.
 
     Raises:
-        SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`, raised.
+        SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`,
+            raised.
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
         return _Unpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
     except Exception as exc:
         advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
-        raise SerializationError(f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {exc}.{advice}") from exc
+        raise SerializationError(
+            f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {exc}.{advice}"
+        ) from exc
 
 
 class _Reduction:
@@ -154,7 +170,9 @@ class _Reduction:
         if tensor.layout is torch.strided and not tensor.is_nested and tensor.dtype in DTYPE_CODES:
             self.parts.tensors.append(tensor)
             return tensor_, (len(self.parts.tensors) - 1,)
-        # torch takes these apart into strided tensors and storages, and forgets that a sparse one required grad.
+        if tensor.dtype in _QUANTIZED and not tensor.is_nested:
+            return _reduce_quantized(tensor)
+        # torch takes the others apart into strided tensors and storages, and forgets that a sparse one required grad.
         if tensor.requires_grad and tensor.layout is not torch.strided:
             return _requiring_grad, (tensor.detach(),)
         return NotImplemented
@@ -176,8 +194,8 @@ class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(obj) if reduced is NotImplemented else reduced
 
 
-def _send_main_by_value() -> None:
-    """Makes cloudpickle treat the main module of a spawned process like `__main__`, whose functions it sends by value."""
+def send_main_by_value() -> None:
+    """Makes cloudpickle treat the main module of a spawned process like `__main__`: by value."""
     main = sys.modules.get("__mp_main__")
     if main is not None and main.__name__ == "__mp_main__":
         with _by_value_lock:
@@ -214,18 +232,27 @@ def tensor_(index: int) -> torch.Tensor:
 
 def external_(index: int) -> object:
     """Stands for external `index` in a pickle, like `tensor_`."""
-    raise SerializationError(f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part")
+    raise SerializationError(
+        f"remote reference {index} belongs to a value of rpcdist, and can be read only as its part"
+    )
 
 
 def _requiring_grad(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.requires_grad_()
 
 
+def _reduce_quantized(tensor: torch.Tensor) -> Any:
+    if tensor.qscheme() == torch.per_tensor_affine:
+        return torch._make_per_tensor_quantized_tensor, (tensor.int_repr(), tensor.q_scale(), tensor.q_zero_point())
+    parts = (tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points(), tensor.q_per_channel_axis())
+    return torch._make_per_channel_quantized_tensor, (tensor.int_repr(), *parts)
+
+
 def _reduce_storage(storage: torch.UntypedStorage) -> Any:
-    """Sends a storage as the bytes that it is, so that it gets into the tensor table, and shares memory with tensors there."""
+    """Sends a storage as a tensor of bytes, so that it shares memory with the tensors of the value."""
     if storage.device.type != "cpu":
         return NotImplemented
-    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)  # type: ignore[call-overload]
+    flat = torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage)
     return _storage, (flat,)
 
 

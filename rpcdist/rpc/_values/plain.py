@@ -1,15 +1,19 @@
 """Plain values, written by a codec without pickle: compact, and safe to read from anybody, on any thread.
 
-Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, torch.Size, torch.dtype, torch.device, tensors
-and externals (remote references); of exactly these types, since a subclass may carry more than the codec would send. docs/values.md
-has the format. Lists, dicts and bytearrays that occur twice arrive as one object, so cycles work.
+Plain are None, bool, int, float, complex, str, bytes, bytearray, list, tuple, dict, torch.Size, torch.dtype,
+torch.device, tensors and externals (remote references); of exactly these types, since a subclass may carry more than
+the codec would send. docs/values.md has the format. Lists, dicts and bytearrays that occur twice arrive as one object,
+so cycles work.
 
-Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises `SerializationError`; it
-never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never builds more than `MAX_ITEMS` objects.
+Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises
+    `SerializationError`; it
+never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never builds more than `MAX_ITEMS`
+objects.
 """
 
 from __future__ import annotations
 
+from operator import index
 from struct import Struct
 from struct import error as StructError
 from typing import Any, Final
@@ -90,7 +94,8 @@ class PlainWriter:
         """Writes `obj`.
 
         Raises:
-            NotPlain: a part of it is not plain, or it has more than `max_items` parts. What was written is useless then.
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts. What was written is useless
+                then.
         """
         self._items((obj,), 0)
 
@@ -152,7 +157,7 @@ class PlainWriter:
             self._items([part for pair in item.items() for part in pair], depth + 1)
 
     def _written_before(self, item: object) -> bool:
-        """Whether this very object, which can be changed, is in the value already; then a reference to it is written."""
+        """Whether this very object, which can change, is in the value already; then writes a reference to it."""
         seen = self._seen
         count = len(seen)
         index = seen.setdefault(id(item), count)
@@ -252,7 +257,11 @@ class _Reader:
     __slots__ = ("body", "buffers", "externals", "left", "made", "tensors", "used")
 
     def __init__(
-        self, body: bytes, tensors: list[torch.Tensor], buffers: list[bytes | ReceiveBuffer], externals: Externals | None
+        self,
+        body: bytes,
+        tensors: list[torch.Tensor],
+        buffers: list[bytes | ReceiveBuffer],
+        externals: Externals | None,
     ) -> None:
         self.body = body
         self.tensors = tensors
@@ -262,15 +271,15 @@ class _Reader:
         self.made: list[object] = []
         self.used: set[int] = set()
 
-    def items(self, position: int, count: int, depth: int) -> tuple[list[object], int]:
+    def items(self, position: int, count: int, depth: int) -> tuple[list[Any], int]:
         """Reads `count` items from `position`; returns them and the position behind."""
         body = self.body
         self.left -= count
         if self.left < 0 or depth > MAX_DEPTH:
             raise SerializationError(
-                f"a value arrived with more than {MAX_ITEMS} parts, or deeper than {MAX_DEPTH} containers in one another"
+                f"a value arrived with more than {MAX_ITEMS} parts, or nested deeper than {MAX_DEPTH} containers"
             )
-        items: list[object] = []
+        items: list[Any] = []
         add = items.append
         for _ in range(count):
             tag = body[position]
@@ -349,7 +358,7 @@ class _Reader:
             return self.dictionary(position, number, depth)
         if tag == _SIZE:
             parts, position = self.items(position, number, depth + 1)
-            return torch.Size(parts), position
+            return torch.Size(list(map(index, parts))), position
         if tag == _STR32:
             return self.bytes(position, end).decode("utf-8", "surrogatepass"), end
         if tag == _BYTES32:

@@ -1,8 +1,9 @@
 """Tensors of a value on their way in: every header is checked before any memory is touched.
 
-A received tensor is an ordinary one: not a view of another, with resizable memory, writable in place under grad mode. Tensors
-that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were received; small ones are
-copied once, out of the message.
+A received tensor is an ordinary one: not a view of another, with resizable memory, writable in place under grad mode.
+    Tensors
+that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were received; small
+ones are copied once, out of the message.
 """
 
 from __future__ import annotations
@@ -44,14 +45,16 @@ def rebuild_tensors(
     # By index: protobuf's own iteration costs half a microsecond more.
     headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
     if host_only and any(message.device not in ("", "meta") for message in headers):
-        raise SerializationError("a tensor for another device than cpu arrived from a peer that may send host tensors only")
+        raise SerializationError(
+            "a tensor for another device than cpu arrived from a peer that may send host tensors only"
+        )
     owners: dict[int, torch.Tensor] = {}  # by buffer: a tensor that has its memory
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):
                 return [_rebuild(message, buffers, owners) for message in headers]
         return [_rebuild(message, buffers, owners) for message in headers]
-    except (RuntimeError, ValueError, OverflowError, MemoryError) as exc:
+    except (RuntimeError, ValueError, OverflowError, MemoryError, AssertionError) as exc:  # torch asserts devices
         if isinstance(exc, SerializationError):
             raise
         raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
@@ -62,7 +65,9 @@ def _rebuild(
 ) -> torch.Tensor:
     info = DTYPES.get(message.dtype)
     if info is None:
-        raise SerializationError(f"a tensor of dtype number {message.dtype} arrived; torch {torch.__version__} has no such type")
+        raise SerializationError(
+            f"a tensor of dtype number {message.dtype} arrived; torch {torch.__version__} has no such type"
+        )
     shape = message.shape[:]
     stride, count = _contiguous(shape, info.itemsize)
     dense = not message.stride
@@ -105,11 +110,12 @@ def _over_storage(
     span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
     if offset % itemsize or offset + span * itemsize > size:
         raise SerializationError(
-            f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} at offset {offset} does not fit its buffer of {size} bytes"
+            f"a tensor of shape {tuple(shape)} and stride {tuple(stride)} at offset {offset} does not fit its buffer "
+            f"of {size} bytes"
         )
     # `set_` makes no view: a view of a common base would drag its siblings along in autograd's bookkeeping.
     tensor = torch.empty(0, dtype=info.dtype, device=_CPU)
-    return tensor.set_(storage, offset // itemsize, shape, stride)  # type: ignore[call-overload,no-any-return]
+    return tensor.set_(storage, offset // itemsize, shape, stride)
 
 
 def _copied(data: bytes) -> torch.Tensor:

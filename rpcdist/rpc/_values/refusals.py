@@ -32,13 +32,13 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
         if kind in (torch.Tensor, Parameter):
             assert isinstance(item, torch.Tensor)
             if item.layout is not torch.strided or item.is_nested or item.dtype not in DTYPE_CODES:
-                return f"{path} is a tensor of {item.layout} layout and {item.dtype}; only dense ones can be sent without pickle"
+                return f"{path} is a tensor of {item.layout} and {item.dtype}; only dense ones go without pickle"
             continue
         if kind in _SCALARS or (externals is not None and externals.is_external(item)):
             continue
         return (
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which only pickle can send, and pickle is switched off here. Send "
-            "None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which only pickle can send, and pickle is off here. "
+            "Send None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them"
         )
     return f"{name} has more than {MAX_ITEMS} parts, which only pickle can send; put numbers into a tensor"
 
@@ -46,6 +46,10 @@ def why_not_plain(obj: object, externals: Externals | None, name: str = "value")
 def _parts(item: object) -> list[tuple[object, str]]:
     if isinstance(item, dict):
         keys = [(key, f".key({key!r:.40})") for key in item]
-        return [part for key, entry in zip(keys, item.items(), strict=True) for part in (key, (entry[1], f"[{entry[0]!r:.40}]"))]
+        return [
+            part
+            for key, entry in zip(keys, item.items(), strict=True)
+            for part in (key, (entry[1], f"[{entry[0]!r:.40}]"))
+        ]
     assert isinstance(item, list | tuple)
     return [(part, f"[{index}]") for index, part in enumerate(item)]

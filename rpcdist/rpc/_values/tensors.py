@@ -1,13 +1,15 @@
 """Tensors of a value on their way out: which bytes are sent, and how each tensor lies in them.
 
-Only the bytes that the tensors need are sent. Tensors whose memory overlaps travel in one buffer at their relative offsets, so
-that they share memory at the other end too; memory is compared by address, which sees through views, `.data`, and arrays
-imported twice. A view with holes (a column of a wide matrix) is compacted first. Large dense memory is not copied at all.
+Only the bytes that the tensors need are sent. Tensors whose memory overlaps travel in one buffer at their relative
+offsets, so that they share memory at the other end too; memory is compared by address, which sees through views,
+`.data`, and arrays imported twice. A view with holes (a column of a wide matrix) is compacted first. Large dense memory
+is not copied at all.
 
 [Note: views with holes]
-The span of a view is the memory from its first to its last element. Of views that are alone in their span, a copy without holes
-is sent. Views whose spans overlap are sent as one span, holes included, unless the holes are more than half of it and no element
-belongs to two of the views (columns 0 and 1 of a wide matrix); then nothing would be lost by compacting each.
+The span of a view is the memory from its first to its last element. Of views that are alone in their span, a copy
+without holes is sent. Views whose spans overlap are sent as one span, holes included, unless the holes are more than
+half of it and no element belongs to two of the views (columns 0 and 1 of a wide matrix); then nothing would be lost by
+compacting each.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ __all__ = ["MapDevice", "UnsupportedTensor", "pack_tensors"]
 MapDevice = Callable[[torch.device], torch.device]
 """From a device of the sender to the one at the receiver; raises where no mapping is set."""
 
-# Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside autograd.
+# Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside
+# autograd.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 
@@ -49,7 +52,10 @@ class _View(NamedTuple):
 
 
 def pack_tensors(
-    value: value_pb2.Value, tensors: Sequence[torch.Tensor], large: list[LargeBuffer], map_device: MapDevice | None = None
+    value: value_pb2.Value,
+    tensors: Sequence[torch.Tensor],
+    large: list[LargeBuffer],
+    map_device: MapDevice | None = None,
 ) -> None:
     """Appends `tensors` to the tables of `value`, and the memory that is not copied into it to `large`.
 
@@ -82,15 +88,16 @@ def pack_tensors(
         size = tensor.nbytes
         if tensor.is_contiguous():
             if size and not tensor.is_meta:
-                start = _address(tensor)
+                start = _address(tensor, size)
                 views.append(_View(start, start + size, message, tensor))
         else:
             stride = tensor.stride()
             message.stride.extend(stride)
             if size and not tensor.is_meta:
-                start = _address(tensor)
                 span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
-                views.append(_View(start, start + span * tensor.itemsize, message, tensor))
+                size = span * tensor.itemsize
+                start = _address(tensor, size)
+                views.append(_View(start, start + size, message, tensor))
                 has_strides = True
     if not has_strides and (len(views) < 2 or _are_apart(views)):
         for view in views:
@@ -117,11 +124,18 @@ def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDev
     return tensor.detach().cpu()
 
 
-def _address(tensor: torch.Tensor) -> int:
+def _address(tensor: torch.Tensor, size: int) -> int:
+    """Where the tensor's first element lies; checks that `size` bytes from there are its own."""
     try:
-        return tensor.data_ptr()
-    except RuntimeError as exc:  # functorch wrappers and the like, which have no memory of their own
-        raise SerializationError(f"a tensor without memory cannot be sent: {exc}") from exc
+        storage_size = tensor.untyped_storage().nbytes()
+        start = tensor.data_ptr()
+    except RuntimeError as exc:  # functorch's wrappers and the like
+        raise SerializationError(f"a tensor without memory of its own cannot be sent: {exc}") from exc
+    if not start or storage_size < tensor.storage_offset() * tensor.itemsize + size:
+        raise SerializationError(
+            f"a tensor of shape {tuple(tensor.shape)} cannot be sent: its memory was freed or shrunk"
+        )
+    return start
 
 
 def _are_apart(views: list[_View]) -> bool:
@@ -154,11 +168,13 @@ def _send_cluster(value: value_pb2.Value, cluster: list[_View], large: list[Larg
     size = max(view.end for view in cluster) - start
     needed = sum(_needed_bytes(same[0].tensor) for same in distinct.values())
     if len(distinct) == 1:
-        compact = needed < size
+        compact = needed < size and not _repeats_elements(cluster[0].tensor)
     else:
         start, aligned = _align(start, cluster)
         size = max(view.end for view in cluster) - start
-        compact = not aligned or (needed * 2 < size and _share_no_element(start, [same[0] for same in distinct.values()]))
+        compact = not aligned or (
+            needed * 2 < size and _share_no_element(start, [same[0] for same in distinct.values()])
+        )
     if not compact:
         _send_span(value, start, size, [view.tensor for view in cluster], cluster, large)
         return
@@ -191,7 +207,7 @@ def _send_span(
 
 
 def _send_compacted(value: value_pb2.Value, same: list[_View], large: list[LargeBuffer]) -> None:
-    """Sends a copy without holes for views that are equal. Dimensions keep their order, and repeated ones stay repeated."""
+    """Sends a copy without holes for views that are equal. The order of dimensions is kept, and so are repeats."""
     tensor = same[0].tensor
     for dim, step in enumerate(tensor.stride()):
         if step == 0:
@@ -215,8 +231,21 @@ def _needed_bytes(tensor: torch.Tensor) -> int:
     return count * tensor.itemsize
 
 
+def _repeats_elements(tensor: torch.Tensor) -> bool:
+    """Whether two indices may reach one element, other than along a repeated dimension; so in sliding windows."""
+    reach = 0
+    dims = sorted(
+        (step, length) for length, step in zip(tensor.shape, tensor.stride(), strict=True) if step and length > 1
+    )
+    for step, length in dims:
+        if step <= reach:
+            return True
+        reach += step * (length - 1)
+    return False
+
+
 def _align(start: int, cluster: list[_View]) -> tuple[int, bool]:
-    """Moves the start back, inside the first view's storage, so that all offsets are whole elements; false if that fails."""
+    """Moves the start back, inside the first storage, so that offsets are whole elements; false if that fails."""
     unit = max(view.tensor.itemsize for view in cluster)
     first = min(cluster, key=lambda view: view.start).tensor
     start = max(start - start % unit, first.untyped_storage().data_ptr())
@@ -224,7 +253,9 @@ def _align(start: int, cluster: list[_View]) -> tuple[int, bool]:
 
 
 def _share_no_element(start: int, views: list[_View]) -> bool:
-    """Whether no byte belongs to two of the views; marks each view's bytes in a map of the span."""
+    """Whether no byte belongs to two of the views, or twice to one; marks each view's bytes in a map of the span."""
+    if any(_repeats_elements(view.tensor) for view in views):
+        return False
     unit = 0
     for view in views:
         unit = gcd(unit, view.start - start, view.tensor.itemsize)

@@ -1,0 +1,173 @@
+"""Pairs of processes that talk RPC with each other, and take orders from the benchmark through pipes."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import multiprocessing
+import os
+import signal
+import socket
+import time
+import traceback
+from collections.abc import Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Any, cast
+
+__all__ = ["Pair", "PairFailed", "open_pair"]
+
+ORDER_TIMEOUT_S = 180.0  # covers the start, each measurement, and the shutdown
+NAMES = ("caller", "callee")
+
+
+class PairFailed(RuntimeError):
+    """A process of a pair raised, died, or did not answer in time."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A caller (rank 0) and a callee (rank 1) that use one RPC library.
+
+    Attributes:
+        module: the name of the library's module.
+        processes: of the caller and the callee.
+        pipes: to them. An order is a tuple (name, arguments...), and each is answered.
+    """
+
+    module: str
+    processes: tuple[SpawnProcess, ...]
+    pipes: tuple[Connection, ...]
+
+    def ask_caller(self, *order: object) -> Any:
+        """Gives an order to the caller, and waits for the answer."""
+        self.pipes[0].send(order)
+        return self._answer(0, str(order))
+
+    def ask_both(self, *order: object) -> tuple[Any, ...]:
+        """Gives the same order to caller and callee, and waits for both answers."""
+        for pipe in self.pipes:
+            pipe.send(order)
+        return tuple(self._answer(rank, str(order)) for rank in range(len(self.pipes)))
+
+    def _answer(self, rank: int, what: str) -> Any:
+        who = f"the {NAMES[rank]} on {self.module} (process {self.processes[rank].pid})"
+        if not self.pipes[rank].poll(ORDER_TIMEOUT_S):
+            raise PairFailed(f"{who} did not finish {what} within {ORDER_TIMEOUT_S:.0f} s")
+        try:
+            failed, answer = self.pipes[rank].recv()
+        except EOFError:
+            raise PairFailed(f"{who} died during {what}") from None
+        if failed:
+            raise PairFailed(f"{who} failed in {what}:\n{answer}")
+        return answer
+
+
+@contextlib.contextmanager
+def open_pair(module: str, *, pin: bool, profile: bool) -> Iterator[Pair]:
+    """Starts a pair, and ends its processes in any case."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes, pipes = [], []
+    try:
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=live, args=(module, rank, port, theirs, pin, profile), daemon=True)
+            process.start()
+            theirs.close()  # only the child holds it now, so its death ends our waiting
+            processes.append(process)
+            pipes.append(ours)
+        pair = Pair(module, tuple(processes), tuple(pipes))
+        pair.ask_both("start")
+        yield pair
+        pair.ask_both("stop")
+    finally:
+        end(processes)
+
+
+def end(processes: list[SpawnProcess]) -> None:
+    """Gives them a moment to end by themselves, and kills what is left."""
+    deadline = time.monotonic() + 5
+    for process in processes:
+        process.join(max(0.0, deadline - time.monotonic()))
+        if process.is_alive():
+            process.kill()
+            process.join(5)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return cast(int, probe.getsockname()[1])
+
+
+# ---- what runs in the processes of a pair
+
+
+def live(module: str, rank: int, port: int, pipe: Connection, pin: bool, profile: bool) -> None:
+    """Obeys orders until the benchmark says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides; when it dies, the pipe ends
+    if pin:
+        cores = sorted(os.sched_getaffinity(0))
+        os.sched_setaffinity(0, {cores[rank % len(cores)]})
+    peer = _Peer(module, rank, port, profile)
+    with contextlib.suppress(EOFError):
+        while peer.running:
+            name, *arguments = pipe.recv()
+            try:
+                answer = (False, getattr(peer, name)(*arguments))
+            except BaseException:
+                answer = (True, traceback.format_exc())
+            pipe.send(answer)
+
+
+class _Peer:
+    """One process of a pair. Its public methods are the orders."""
+
+    def __init__(self, module: str, rank: int, port: int, profile: bool) -> None:
+        self.module = module
+        self.rank = rank
+        self.port = port
+        self.profile = profile
+        self.running = True
+
+    def start(self) -> None:
+        if self.profile:
+            import _profiles
+
+            self.profiler = _profiles.ThreadProfiler()
+            self.profiler.install()  # before the library starts its threads
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
+        self.rpc = importlib.import_module(self.module)
+        self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2)
+
+    def measure(self, name: str, effort: float) -> dict[str, float]:
+        from _cases import CASES
+
+        return next(case for case in CASES if case.name == name).measure(self.rpc, effort)
+
+    def churn(self, num_calls: int) -> None:
+        from _cases import churn
+
+        churn(self.rpc, num_calls)
+
+    def resident_bytes(self) -> int:
+        import psutil
+
+        gc.collect()
+        return cast(int, psutil.Process().memory_info().rss)
+
+    def profile_reset(self) -> None:
+        self.profiler.reset()
+
+    def profile_report(self) -> str:
+        return self.profiler.report()
+
+    def stop(self) -> None:
+        self.rpc.shutdown()
+        self.running = False

@@ -1,0 +1,213 @@
+"""$ python benchmarks/rpc.py
+Compares rpcdist's RPC with torch's (TensorPipe, which picks its transports itself) in one run on one machine.
+
+Two pairs of processes live at the same time, one for each library. Every case is measured in rounds, and in each round
+first one pair and then the other, in changing order, so that a machine that slows down slows down both. The table shows
+the median over the rounds. Functions, tensors and measuring code are the same Python code for both; every process has
+one OpenMP thread; processes are not pinned to cores unless `--pin` is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.metadata
+import os
+import platform
+import re
+import statistics
+import sys
+from collections.abc import Iterable, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+from _cases import CASES, Case, Row
+from _pairs import Pair, PairFailed, open_pair
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+MEMORY = "memory"
+MEMORY_ROWS = tuple(
+    Row(f"growth of resident memory per 10,000 calls, {who}", "", who, "MiB", 2**-20, limit=5.0)
+    for who in ("caller", "callee")
+)
+Line = tuple[str, ...]
+HEAD: Line = ("what", "size", "unit", "ours", "torch", "ours/torch", "budget", "ok")
+
+
+# ---- measuring
+
+
+def measure_case(case: Case, ours: Pair, torch: Pair, rounds: int, effort: float) -> list[Line]:
+    """Alternates between the pairs, and returns the case's lines."""
+    samples: dict[str, list[dict[str, float]]] = {ours.module: [], torch.module: []}
+    for number in range(rounds):
+        for pair in (ours, torch) if number % 2 == 0 else (torch, ours):
+            samples.setdefault(pair.module, []).append(pair.ask_caller("measure", case.name, effort))
+    medians = [
+        {row.metric: statistics.median(sample[row.metric] for sample in samples[pair.module]) for row in case.rows}
+        for pair in (ours, torch)
+    ]
+    return [make_line(row, medians[0][row.metric], medians[1][row.metric]) for row in case.rows]
+
+
+def measure_memory(ours: Pair, torch: Pair, effort: float) -> list[Line]:
+    """Warms up with as many calls as are measured, so that pools and caches have their size."""
+    num_calls = max(2000, round(20_000 * effort))
+    growths = []
+    for pair in (ours, torch):
+        pair.ask_caller("churn", num_calls)
+        before = pair.ask_both("resident_bytes")
+        pair.ask_caller("churn", num_calls)
+        after = pair.ask_both("resident_bytes")
+        growths.append([(new - old) * 10_000 / num_calls for old, new in zip(before, after, strict=True)])
+    return [make_line(row, *values) for row, *values in zip(MEMORY_ROWS, *growths, strict=True)]
+
+
+def make_line(row: Row, ours: float, torch: float) -> Line:
+    ratio = ours / torch if torch > 0 else None
+    budget, kept = judge(row, ours * row.scale, ratio)
+    shown_ratio = "" if ratio is None or row.metric in ("caller", "callee") else f"{ratio:.2f}x"
+    verdict = "" if kept is None else "yes" if kept else "NO"
+    return (row.what, row.size, row.unit, show(ours * row.scale), show(torch * row.scale), shown_ratio, budget, verdict)
+
+
+def judge(row: Row, ours: float, ratio: float | None) -> tuple[str, bool | None]:
+    """The budget in words, and whether it was kept; None where there is no budget."""
+    if row.limit is not None:
+        return f"at most {row.limit:g} {row.unit}", ours <= row.limit
+    if row.ratio is None or ratio is None:
+        return "", None
+    if row.more_is_better:
+        return f"at least {row.ratio:g}x", ratio >= row.ratio
+    return f"at most {row.ratio:g}x", ratio <= row.ratio
+
+
+def show(value: float) -> str:
+    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
+
+
+# ---- showing
+
+
+def layout(lines: Sequence[Line]) -> list[str]:
+    """A Markdown table that is also readable as plain text."""
+    widths = [max(len(line[column]) for line in (HEAD, *lines)) for column in range(len(HEAD))]
+    rule = tuple("-" * width for width in widths)
+    return [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
+        for line in (HEAD, rule, *lines)
+    ]
+
+
+def describe_machine(arguments: argparse.Namespace) -> list[str]:
+    """Where and with what this was measured."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    packages = [f"{name} {version(name)}" for name in ("rpcdist", "torch", "grpcio", "protobuf", "uvloop")]
+    pinned = "pinned to one core each" if arguments.pin else "not pinned"
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    return [
+        f"- machine: {cpu_name()}, {cores} cores, {platform.system()} {platform.release()}; load before the run: {load}",
+        f"- versions: Python {platform.python_version()}, {', '.join(packages)}",
+        f"- 2 pairs of 2 processes, {pinned}, 1 OpenMP thread each; medians of {arguments.rounds} alternating rounds",
+        f"- ours is `{arguments.ours}`, torch is `torch.distributed.rpc`; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+    ]
+
+
+def cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
+            return found[1]
+    return platform.processor() or platform.machine()
+
+
+def version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "(not installed)"
+
+
+def write_results(lines: Iterable[str]) -> None:
+    """Replaces the section on RPC in RESULTS.md, or appends it; other sections stay."""
+    begin, end = "<!-- rpc: begin -->", "<!-- rpc: end -->"
+    old = RESULTS.read_text() if RESULTS.exists() else "# Results of the benchmarks\n"
+    section = "\n".join([begin, "## RPC: `python benchmarks/rpc.py`", "", *lines, end])
+    if begin in old:
+        before, _, rest = old.partition(begin)
+        new = before + section + rest.partition(end)[2]
+    else:
+        new = f"{old.rstrip()}\n\n{section}\n"
+    RESULTS.write_text(new)
+
+
+# ---- the command
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Prints the table; returns the exit status."""
+    about = describe_machine(arguments)
+    print("\n".join(about), flush=True)
+    effort = 0.1 if arguments.quick else 1.0
+    lines: list[Line] = []
+    with contextlib.ExitStack() as stack:
+        ours, torch = (
+            stack.enter_context(open_pair(module, pin=arguments.pin, profile=False))
+            for module in (arguments.ours, "torch.distributed.rpc")
+        )
+        for name in arguments.only:
+            print(f"measuring {name} ...", file=sys.stderr, flush=True)
+            if name == MEMORY:
+                lines += measure_memory(ours, torch, effort)
+            else:
+                case = next(case for case in CASES if case.name == name)
+                lines += measure_case(case, ours, torch, arguments.rounds, effort)
+    table = layout(lines)
+    print("\n".join(["", *table]))
+    if arguments.write:
+        write_results([*about, "", *table])
+    return int(arguments.check and any(line[-1] == "NO" for line in lines))
+
+
+def profile(arguments: argparse.Namespace) -> int:
+    """Runs the cases on our pair alone, and prints what the threads of both processes did in each."""
+    with open_pair(arguments.ours, pin=arguments.pin, profile=True) as pair:
+        for name in arguments.only:
+            if name == MEMORY:
+                continue
+            pair.ask_caller("measure", name, 0.1)
+            pair.ask_both("profile_reset")
+            pair.ask_caller("measure", name, 0.3 if arguments.quick else 1.0)
+            for who, report in zip(("caller", "callee"), pair.ask_both("profile_report"), strict=True):
+                print(f"\n======== {name}: {who}\n{report}", flush=True)
+    return 0
+
+
+def main() -> int:
+    names = [*(case.name for case in CASES), MEMORY]
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
+    parser.add_argument("--quick", action="store_true", help="few calls and rounds: tells whether it runs, not how fast")
+    parser.add_argument("--rounds", type=int, help="alternating rounds (default: 7, or 2 with --quick)")
+    parser.add_argument("--only", action="append", choices=names, help="this case; may be given several times")
+    parser.add_argument("--pin", action="store_true", help="pin each caller to one core and each callee to another")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
+    parser.add_argument("--profile", action="store_true", help="show where the time goes in our processes instead")
+    parser.add_argument("--ours", default="rpcdist.rpc", metavar="MODULE", help="the module that is measured as ours; "
+                        "torch.distributed.rpc shows the noise (default: %(default)s)")  # fmt: skip
+    arguments = parser.parse_args()
+    if arguments.rounds is not None and arguments.rounds < 1:
+        parser.error(f"--rounds {arguments.rounds}: at least 1")
+    arguments.rounds = arguments.rounds or (2 if arguments.quick else 7)
+    arguments.only = arguments.only or names
+    os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it
+    try:
+        return profile(arguments) if arguments.profile else compare(arguments)
+    except PairFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

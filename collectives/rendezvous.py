@@ -1,0 +1,261 @@
+"""How the processes of a job find each other: an address becomes a store, a rank and a world size."""
+
+from __future__ import annotations
+
+import numbers
+import os
+import socket
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
+
+if TYPE_CHECKING:
+    from rpcdist.collectives._store._base import Store, Timeout
+
+__all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
+
+RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=30)  # torch's default_pg_timeout
+RETRY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
+
+RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
+"""Called with the URL and the keyword arguments of `rendezvous`; yields (store, rank, world_size)."""
+
+_handlers: dict[str, RendezvousHandler] = {}
+
+
+def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None:
+    """Makes `scheme://` known to `rendezvous`.
+
+    Args:
+        scheme: the part of the URL before the colon.
+        handler: see `RendezvousHandler`; a generator function usually.
+
+    Raises:
+        RendezvousError: the scheme has a handler already.
+    """
+    if scheme in _handlers:
+        raise RendezvousError(f"Rendezvous handler for {scheme}:// already registered")
+    _handlers[scheme] = handler
+
+
+def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object) -> Iterator[tuple[Store, int, int]]:
+    """Finds the others; the first `next()` yields (store, rank, world_size).
+
+    `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; `tcp://host:port?rank=0&world_size=2` and
+    `file:///path?rank=0&world_size=2` say it themselves, or through `rank` and `world_size`. Rank 0 serves the store on
+    the host and port; when `torchrun` started the process, its agent serves it already.
+
+    Args:
+        url: as above, or of a registered scheme.
+        rank: this process's; -1 leaves it to the URL or the environment.
+        world_size: -1 likewise.
+        **options: for the handler, e.g. `timeout` (a `timedelta` or seconds) for connecting and for the store.
+
+    Raises:
+        ConfigError: a part is missing or wrong.
+        RendezvousError: the scheme is unknown, or a second `next()` asks for another rendezvous.
+        ConnectFailed: the coordinator did not answer within the timeout.
+        DistNetworkError: rank 0's port is in use.
+    """
+    if not isinstance(url, str | bytes):
+        raise ConfigError(f"`url` must be a string. {type(url)}: {url}")
+    for name, value in (("rank", rank), ("world_size", world_size)):
+        if not isinstance(value, numbers.Integral):
+            raise ConfigError(f"`{name}` must be an integer. {value}")
+    return open_rendezvous(os.fsdecode(url), rank, world_size, **options)
+
+
+def open_rendezvous(url: str, rank: int, world_size: int | None, **options: object) -> Iterator[tuple[Store, int, int]]:
+    """`rendezvous` that knows groups without a fixed size: a `world_size` of None, in which case -1 is yielded for it.
+
+    With None, `env://` takes RANK and WORLD_SIZE from the environment where they are set, and misses them not.
+    """
+    parts = urlsplit(url)
+    query = _query(parts)
+    given: dict[str, int] = {}
+    if world_size is None:
+        if parts.scheme == "env":
+            rank = _number("RANK", os.environ.get("RANK") or str(rank))
+        size = os.environ.get("WORLD_SIZE") if parts.scheme == "env" else None
+        given["world_size"] = _number("WORLD_SIZE", size) if size else -1
+    elif world_size != -1:
+        given["world_size"] = world_size
+    if rank != -1:
+        given["rank"] = rank
+    if given:
+        if query.keys() & {"rank", "world_size"}:
+            raise ConfigError(f"The url: {url} has node-specific arguments(rank, world_size) already.")
+        text = "&".join(f"{name}={value}" for name, value in {**query, **given}.items())
+        # Put together by hand where there is no host: urlunsplit would drop the slashes of `env://`.
+        url = urlunsplit(parts._replace(query=text)) if parts.netloc else f"{parts.scheme}://{parts.path}?{text}"
+    if parts.scheme not in _handlers:
+        known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
+        raise RendezvousError(f"No rendezvous handler for {parts.scheme}://; known are {known}")
+    return _handlers[parts.scheme](url, **options)
+
+
+def create_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:
+    """The store at an address: served by rank 0, called by the others, or the one of `torchrun`'s agent.
+
+    Args:
+        host: MASTER_ADDR.
+        port: MASTER_PORT.
+        rank: this process's; 0 serves, and shares the store if this process serves it there already.
+        world_size: how many take part; -1 for any number. Rank 0 waits for them.
+        timeout: limit for connecting and for the store's own waits.
+
+    Raises:
+        ConnectFailed: nobody answered at the address within `timeout`.
+        DistNetworkError: rank 0's port is in use.
+    """
+    from rpcdist.collectives._store._tcp import TCPStore
+
+    if not 0 <= port < 2**16:
+        raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
+    if uses_agent_store():
+        return _agent_store(host, port, world_size, timeout)
+    return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+
+
+def uses_agent_store() -> bool:
+    """Whether `torchrun` started this process and its agent serves a store at MASTER_ADDR:MASTER_PORT."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Store:
+    import torch.distributed as torch_distributed
+
+    from rpcdist.collectives._store._base import seconds
+    from rpcdist.collectives._store._torch import TorchStoreAdapter
+
+    timeout_s = seconds(timeout)
+    # torch's constructor cannot be interrupted while it tries to connect, so it is called when somebody listens there.
+    _wait_for_listener(host, port, timeout_s)
+    try:
+        store = torch_distributed.TCPStore(
+            host, port, world_size if world_size > 0 else None, False, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as exc:
+        raise ConnectFailed(
+            f"{host}:{port}", f"the store of torchrun's agent did not answer: {exc}", timeout_s
+        ) from exc
+    return TorchStoreAdapter(store)
+
+
+def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
+    deadline = Deadline.after(timeout_s)
+    pauses = iter(RETRY_PAUSES_S)
+    while True:
+        try:
+            socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline.remaining_s()))).close()
+            return
+        except OSError as exc:
+            if deadline.expired():
+                reason = f"the store of torchrun's agent did not answer ({exc.strerror or exc}); is the agent running?"
+                raise ConnectFailed(f"{host}:{port}", reason, timeout_s) from exc
+        _pause(min(next(pauses, RETRY_PAUSES_S[-1]), deadline.remaining_s()))
+
+
+def _pause(pause_s: float) -> None:
+    """Another machine's listener gives no event to wait for."""
+    import time
+
+    time.sleep(pause_s)
+
+
+# ---------------------------------------------------------------- env://, tcp://, file://
+
+
+def _env_handler(url: str, timeout: Timeout = RENDEZVOUS_TIMEOUT, **_: object) -> Iterator[tuple[Store, int, int]]:
+    def variable(name: str) -> str:
+        value = os.environ.get(name)
+        if not value:
+            raise _error("env", f"environment variable {name} expected, but not set")
+        return value
+
+    query = _query(urlsplit(url))
+    rank = _number("rank", query["rank"]) if "rank" in query else _number("RANK", variable("RANK"))
+    size = query["world_size"] if "world_size" in query else variable("WORLD_SIZE")
+    world_size = _number("WORLD_SIZE", size)
+    host, port = variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT"))
+    _check_rank("env", rank, world_size)
+    yield create_store(host, port, rank, world_size, timeout), rank, world_size
+    raise _once("env")
+
+
+def _tcp_handler(url: str, timeout: Timeout = RENDEZVOUS_TIMEOUT, **_: object) -> Iterator[tuple[Store, int, int]]:
+    parts = urlsplit(url)
+    port = _port(parts)
+    if port is None:
+        raise _error("tcp", "port number missing")
+    if parts.hostname is None:
+        raise _error("tcp", "host name missing")
+    rank, world_size = _rank_and_size("tcp", _query(parts))
+    yield create_store(parts.hostname, port, rank, world_size, timeout), rank, world_size
+    raise _once("tcp")
+
+
+def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
+    from rpcdist.collectives._store._base import DEFAULT_TIMEOUT
+    from rpcdist.collectives._store._file import FileStore
+
+    parts = urlsplit(url)
+    if parts.netloc not in ("", "localhost"):
+        raise _error("file", f"path missing: {parts.netloc!r} is read as a host; write three slashes, file:///path")
+    if not parts.path:
+        raise _error("file", "path missing")
+    rank, world_size = _rank_and_size("file", _query(parts))
+    store = FileStore(unquote(parts.path), world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
+    yield store, rank, world_size
+    raise _once("file")
+
+
+def _rank_and_size(scheme: str, query: dict[str, str]) -> tuple[int, int]:
+    if "rank" not in query:
+        raise _error(scheme, "rank parameter missing")
+    if "world_size" not in query:
+        raise _error(scheme, "world size parameter missing")
+    rank, world_size = _number("rank", query["rank"]), _number("world_size", query["world_size"])
+    _check_rank(scheme, rank, world_size)
+    return rank, world_size
+
+
+def _check_rank(scheme: str, rank: int, world_size: int) -> None:
+    if world_size >= 0 and not 0 <= rank < world_size:
+        raise _error(scheme, f"rank {rank} is not from 0 to {world_size - 1}, though the world size is {world_size}")
+
+
+def _query(parts: SplitResult) -> dict[str, str]:
+    pairs = (pair.partition("=") for pair in parts.query.split("&") if pair)
+    return {name: value for name, _, value in pairs}
+
+
+def _port(parts: SplitResult) -> int | None:
+    try:
+        return parts.port
+    except ValueError as exc:
+        raise _error("tcp", f"the port of {parts.netloc!r} is not a number from 0 to 65535") from exc
+
+
+def _number(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError as exc:
+        raise ConfigError(f"{name} has to be a whole number, not {text!r}") from exc
+
+
+def _error(scheme: str, text: str) -> ConfigError:
+    return ConfigError(f"Error initializing rpcdist using {scheme}:// rendezvous: {text}")
+
+
+def _once(scheme: str) -> RpcdistError:
+    return RendezvousError(f"Unable to perform re-rendezvous using {scheme}:// method")
+
+
+register_rendezvous_handler("env", _env_handler)
+register_rendezvous_handler("tcp", _tcp_handler)
+register_rendezvous_handler("file", _file_handler)

@@ -1,0 +1,229 @@
+"""How a function travels: as "module:qualified.name" where that names it, else as a pickle.
+
+A name is looked up at every call, so the callee runs what its module holds now. Arguments travel in the value codec,
+which knows tensors and remote references; so `unwrap` first turns what a callable holds (the instance of a bound
+method, the arguments of a `functools.partial`) into arguments, and only a plain function is left to be named.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import io
+import pickle
+import sys
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+import torch
+
+from rpcdist.errors import RpcdistError, SerializationError
+from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, send_main_by_value
+
+__all__ = ["FunctionLookupError", "decode_function", "encode_function", "function_name", "unwrap"]
+
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+
+
+class FunctionLookupError(RpcdistError, AttributeError):
+    """This process has no function of that name."""
+
+
+def unwrap(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Callable[..., Any], tuple[Any, ...], Mapping[str, Any]]:
+    """The same call, with what `func` holds moved into the arguments.
+
+    A bound method becomes its function, called with the instance; a `functools.partial` its function, with its
+    arguments; an instance with `__call__` that method, called with the instance. Class methods and everything that
+    holds nothing stay as they are.
+    """
+    while True:
+        kind = type(func)
+        if kind is types.FunctionType:
+            return func, args, kwargs
+        if kind is types.BuiltinFunctionType:
+            method = _unbound_builtin(func)
+            return (func, args, kwargs) if method is None else (method, (func.__self__, *args), kwargs)  # type: ignore[attr-defined]
+        if kind is functools.partial:
+            partial: functools.partial[Any] = func  # type: ignore[assignment]
+            func, args, kwargs = partial.func, partial.args + args, {**partial.keywords, **kwargs}
+        elif kind is types.MethodType and not isinstance(func.__self__, type):  # type: ignore[attr-defined]
+            bound: types.MethodType = func  # type: ignore[assignment]
+            if not _resolves_to(_plain_name(bound.__func__), bound.__func__):
+                return func, args, kwargs
+            func, args = bound.__func__, (bound.__self__, *args)
+        elif isinstance(func, type) or function_name(func) is not None:
+            return func, args, kwargs
+        else:
+            call = getattr(kind, "__call__", None)  # noqa: B004
+            if not isinstance(call, types.FunctionType) or not _resolves_to(_plain_name(call), call):
+                return func, args, kwargs
+            func, args = call, (func, *args)
+
+
+def encode_function(func: Callable[..., Any], *, by_value: bool = False) -> str | bytes:
+    """The name of `func`, or its pickle where no name leads back to it.
+
+    Args:
+        func: best the result of `unwrap`; in a pickle, tensors are copied and remote references refused.
+        by_value: with cloudpickle, for lambdas, local functions, and those of a `__main__` that the callee does not
+            have.
+
+    Raises:
+        AttributeError, TypeError, pickle.PicklingError: `func` has neither name nor pickle, with a note.
+    """
+    if not by_value:
+        name = function_name(func)
+        if name is not None:
+            return name
+    try:
+        return _dump(func, by_value)
+    except (AttributeError, TypeError, pickle.PicklingError) as exc:
+        exc.add_note(
+            "rpcdist sends a function by its name. Define it at the top level of a module that both sides can import, "
+            "or ask for sending by value."
+        )
+        raise
+
+
+def function_name(func: Callable[..., Any]) -> str | None:
+    """The "module:qualified.name" under which this process finds `func` itself, or None."""
+    special = None if type(func) is types.FunctionType else _special_name(func)
+    if special is not None and _resolves_to(special, func):
+        return special
+    name = _plain_name(func)
+    if not _resolves_to(name, func):
+        return None
+    return "__main__:" + name.partition(":")[2] if name.startswith("__mp_main__:") else name
+
+
+def decode_function(reference: str | bytes) -> Callable[..., Any]:
+    """What `encode_function` sent. Imports the module where necessary, which may block; unpickling runs code of the
+    sender.
+
+    Raises:
+        FunctionLookupError: module or name do not exist here, or it is not callable. What the import raises passes
+            through.
+        SerializationError: the pickle cannot be read here.
+    """
+    if isinstance(reference, bytes):
+        return _load(reference)
+    module_name, _, path = reference.partition(":")
+    try:
+        func = _walk(sys.modules[module_name], path)
+    except (KeyError, AttributeError):
+        # Not imported yet, or another thread is in the middle of importing it; `import_module` waits for that one.
+        module = _import(reference, module_name)
+        try:
+            func = _walk(module, path)
+        except AttributeError as exc:
+            raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
+    if not callable(func):
+        raise FunctionLookupError(_advice(reference, f"it is a {type(func).__name__}, which cannot be called"))
+    return func  # type: ignore[no-any-return]
+
+
+def _import(reference: str, module_name: str) -> types.ModuleType:
+    if module_name == "__mp_main__":
+        module_name = "__main__"
+    try:
+        return importlib.import_module(module_name)
+    except ModuleNotFoundError as exc:
+        if exc.name is not None and module_name != exc.name and not module_name.startswith(exc.name + "."):
+            raise  # the module is there, but something that it imports is not
+        raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
+    except ValueError as exc:  # an empty name
+        raise FunctionLookupError(_advice(reference, f"{exc}")) from exc
+
+
+def _advice(reference: str, reason: str) -> str:
+    module_name = reference.partition(":")[0]
+    advice = "Define it in a module that caller and callee can both import."
+    if module_name in ("__main__", "__mp_main__"):
+        advice = (
+            "It belongs to the caller's script; start the callee from the same script, define it in a module that both "
+            "can import, or send it by value."
+        )
+    return f"function {reference!r} was not found on the callee: {reason}. {advice} {NOT_ON_CALLEE}"
+
+
+def _walk(module: types.ModuleType, path: str) -> Any:
+    found: Any = module
+    for part in path.split("."):
+        found = getattr(found, part)
+    return found
+
+
+def _plain_name(func: Any) -> str:
+    """The name that `func` gives itself; for class methods, by the class that they are bound to."""
+    if type(func) is types.MethodType:
+        owner = func.__self__
+        return f"{getattr(owner, '__module__', None)}:{getattr(owner, '__qualname__', None)}.{func.__name__}"
+    return f"{getattr(func, '__module__', None)}:{getattr(func, '__qualname__', None)}"
+
+
+def _unbound_builtin(func: Any) -> Any:
+    """For a method of a C type that is bound to an object (`[].append`): the method of the type; None for others."""
+    owner = func.__self__
+    if owner is None or isinstance(owner, type | types.ModuleType):
+        return None
+    method: Any = getattr(type(owner), func.__name__, None)
+    return method if type(method) in _DESCRIPTORS and function_name(method) is not None else None
+
+
+def _special_name(func: Any) -> str | None:
+    """Names of callables that do not tell their own: torch's builtins, methods of C types, operators."""
+    kind = type(func)
+    if kind is types.BuiltinFunctionType:
+        owner = func.__self__
+        if isinstance(owner, type):
+            return f"{owner.__module__}:{owner.__qualname__}.{func.__name__}"
+        if owner is None:
+            return f"{func.__module__}:{func.__name__}"  # torch.add
+        return None
+    if kind in _DESCRIPTORS:
+        return f"{func.__objclass__.__module__}:{func.__objclass__.__qualname__}.{func.__name__}"
+    if isinstance(func, torch._ops.OpOverload | torch._ops.OpOverloadPacket):
+        return f"torch:ops.{func}"
+    return None
+
+
+def _resolves_to(name: str, func: object) -> bool:
+    """Whether `name` leads back to `func` in this process. Imports nothing."""
+    module_name, _, path = name.partition(":")
+    module = sys.modules.get(module_name)
+    if module is None:
+        return False
+    try:
+        found = _walk(module, path)
+    except AttributeError:
+        return False
+    # A class method or a builtin method of a type is a new, equal object at each look-up.
+    return found is func or (type(func) in (types.MethodType, types.BuiltinFunctionType) and bool(found == func))
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        return super().find_class("__main__" if module == "__mp_main__" else module, name)
+
+
+def _dump(func: Callable[..., Any], by_value: bool) -> bytes:
+    if by_value:
+        send_main_by_value()
+        return cloudpickle.dumps(func, 5)  # type: ignore[no-any-return]
+    return pickle.dumps(func, 5)
+
+
+def _load(data: bytes) -> Callable[..., Any]:
+    try:
+        func = _Unpickler(io.BytesIO(data)).load()
+    except Exception as exc:
+        advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
+        reason = f"{type(exc).__name__}: {exc}.{advice}"
+        raise SerializationError(f"a function that arrived cannot be unpickled here: {reason}") from exc
+    if not callable(func):
+        raise SerializationError(f"what arrived as a function is a {type(func).__name__}, which cannot be called")
+    return func  # type: ignore[no-any-return]

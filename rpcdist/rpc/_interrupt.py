@@ -1,0 +1,73 @@
+"""Ctrl-C while a thread waits inside torch's C++ (`torch.futures.wait_all`), which does not notice signals.
+
+The interpreter writes the number of every signal to a descriptor; the I/O loop reads it, and ends the calls in flight,
+which ends the wait; then the main thread raises `KeyboardInterrupt` as usual.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import threading
+from collections.abc import Callable
+
+from rpcdist.transport import Node
+
+__all__ = ["InterruptWatch"]
+
+logger = logging.getLogger(__name__)
+
+
+class InterruptWatch:
+    """Calls `interrupted` on the I/O loop at Ctrl-C, where this can be known and the program has no handler of its own.
+
+    It steps back (and `wait_all` then waits until its futures end) when it is made outside the main thread, or when the
+    descriptor belongs to somebody else, such as an asyncio loop of the main thread.
+    """
+
+    def __init__(self, node: Node, interrupted: Callable[[], None]) -> None:
+        self._node = node
+        self._interrupted = interrupted
+        self._sockets: tuple[socket.socket, socket.socket] | None = None
+
+    def start(self) -> None:
+        if threading.current_thread() is not threading.main_thread():
+            return
+        ours, theirs = socket.socketpair()
+        for end in (ours, theirs):
+            end.setblocking(False)
+        previous = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        if previous != -1:
+            signal.set_wakeup_fd(previous)
+            ours.close()
+            theirs.close()
+            return
+        self._sockets = (ours, theirs)
+        self._node.io.call_soon(self._node.io.loop.add_reader, ours.fileno(), self._read)
+
+    def _read(self) -> None:
+        assert self._sockets is not None
+        try:
+            numbers = self._sockets[0].recv(4096)
+        except BlockingIOError:
+            return
+        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+            self._interrupted()
+
+    def stop(self) -> None:
+        """Gives the descriptor back; main thread only, like `start`. Elsewhere it stays until the process ends."""
+        if self._sockets is None or threading.current_thread() is not threading.main_thread():
+            return
+        ours, theirs = self._sockets
+        self._sockets = None
+        current = signal.set_wakeup_fd(-1)
+        if current not in (-1, theirs.fileno()):
+            signal.set_wakeup_fd(current)  # somebody else's by now
+
+        def close() -> None:
+            self._node.io.loop.remove_reader(ours.fileno())
+            ours.close()
+            theirs.close()
+
+        self._node.io.call_soon(close)

@@ -1,0 +1,140 @@
+"""Who is in the job, as this worker knows it."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import torch
+
+from rpcdist.errors import RpcdistError, UnknownWorker
+from rpcdist.ids import Identity
+from rpcdist.rpc.options import RpcOptions
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = ["Directory", "Member"]
+
+MapDevice = Callable[[torch.device], torch.device]
+
+
+class Member(NamedTuple):
+    """A worker and where it listens."""
+
+    identity: Identity
+    address: str
+
+
+class Directory:
+    """The members of the job. Any thread may use it.
+
+    Args:
+        me: this worker.
+        members: everybody who is known at the start, this worker included.
+        options: for the device maps.
+        fetch: asks the coordinator who is there now; blocks.
+        elastic: whether an unknown name may be that of a worker who came later.
+    """
+
+    def __init__(
+        self,
+        me: Identity,
+        members: Iterable[Member],
+        options: RpcOptions,
+        fetch: Callable[[], list[Member]],
+        elastic: bool,
+    ) -> None:
+        self.me = me
+        self.elastic = elastic
+        self._options = options
+        self._fetch = fetch
+        self._lock = threading.Lock()
+        self._by_id: dict[int, Member] = {}
+        self._by_name: dict[str, int] = {}
+        self.update(members)
+
+    def __repr__(self) -> str:
+        return f"<Directory of {self.me.name} [{len(self._by_id)} workers]>"
+
+    def update(self, members: Iterable[Member]) -> None:
+        """Takes over what the coordinator says; workers that left stay known, so that errors can name them."""
+        with self._lock:
+            for member in members:
+                self._by_id[member.identity.id] = member
+                self._by_name[member.identity.name] = member.identity.id
+
+    def refresh(self) -> None:
+        """Asks the coordinator; blocks."""
+        self.update(self._fetch())
+
+    def note(self, identity: Identity) -> bool:
+        """Whether a worker that connected is new, or a new incarnation of a known one."""
+        known = self._by_id.get(identity.id)
+        return known is None or known.identity != identity
+
+    def resolve(self, to: object) -> int:
+        """The id of a destination: a name, a rank, or a `WorkerInfo`.
+
+        Raises:
+            UnknownWorker: nobody of that name or rank is in the job.
+            TypeError: it is none of the three.
+        """
+        worker_id = self._find(to)
+        if worker_id is None and self.elastic:
+            self.refresh()
+            worker_id = self._find(to)
+        if worker_id is None:
+            wanted = f"{to}" if not isinstance(to, WorkerInfo) else to.name
+            raise UnknownWorker(f"name:{self.me.name},rank:{self.me.id}", wanted, sorted(self._by_name))
+        return worker_id
+
+    def _find(self, to: object) -> int | None:
+        if isinstance(to, str):
+            return self._by_name.get(to)
+        if isinstance(to, WorkerInfo):
+            return to.id if to.id in self._by_id else None
+        if isinstance(to, int) and not isinstance(to, bool):
+            return to if to in self._by_id else None
+        raise TypeError(f"the destination is a worker's name, rank or WorkerInfo, but got {to!r}")
+
+    def knows(self, worker_id: int) -> bool:
+        return worker_id in self._by_id
+
+    def member(self, worker_id: int) -> Member:
+        member = self._by_id.get(worker_id)
+        if member is None:
+            raise UnknownWorker(f"name:{self.me.name},rank:{self.me.id}", str(worker_id), sorted(self._by_name))
+        return member
+
+    def name_of(self, worker_id: int) -> str:
+        member = self._by_id.get(worker_id)
+        return member.identity.name if member is not None else f"worker {worker_id}"
+
+    def incarnation_of(self, worker_id: int) -> int:
+        """Of the process that has this id now. Raises `UnknownWorker`."""
+        return self.member(worker_id).identity.incarnation
+
+    def names(self) -> list[str]:
+        return sorted(self._by_name)
+
+    def infos(self) -> list[WorkerInfo]:
+        """All members, by id."""
+        with self._lock:
+            return [WorkerInfo(m.identity.name, m.identity.id) for _, m in sorted(self._by_id.items())]
+
+    def device_map(self, to: int) -> MapDevice | None:
+        """Where tensors of other devices than the CPU go at a worker; None without a map for it."""
+        maps = self._options.device_maps
+        device_map = maps.get(self.name_of(to)) if maps else None
+        if device_map is None:
+            return None
+
+        def map_device(device: torch.device) -> torch.device:
+            if device not in device_map:
+                raise RpcdistError(
+                    f"tensors on {device} cannot go to {self.name_of(to)!r}: its device map has {list(device_map)}; "
+                    f"add it with options.set_device_map({self.name_of(to)!r}, {{...}})"
+                )
+            return device_map[device]
+
+        return map_device

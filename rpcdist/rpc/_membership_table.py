@@ -1,0 +1,247 @@
+"""Who is in the job, as pure bookkeeping: events in, verdicts out; no clock, no socket, no waiting.
+
+A world is *static* (every worker says the same size, ranks 0 to size - 1) or *dynamic* (size 0: workers come and go).
+The first worker decides. Rules:
+
+ 1. Names and ranks are unique among living workers.
+ 2. A static world *forms* when everybody is there. While it forms, two workers that contradict each other (name, rank,
+    size, kind) *break* it: nobody can know who is right, so everybody, also who comes later, gets the same answer.
+ 3. A static world that has formed takes only replacements: the name and rank of a worker that was lost or has left.
+    Anybody else is refused, and the others do not notice.
+ 4. An incarnation that was declared lost never comes back.
+ 5. A worker that stops waiting before the world has formed is as if it had never come.
+ 6. When the last worker is gone, the next one decides anew.
+ 7. `version` grows with every change of the list of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rpcdist._proto.membership_pb2 import JoinReply
+from rpcdist.errors import ConfigError
+from rpcdist.ids import Identity, check_worker_name
+
+__all__ = ["MemberRecord", "MembershipTable", "Verdict"]
+
+Outcome = JoinReply.Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class MemberRecord:
+    """A worker, and where it listens (host:port)."""
+
+    identity: Identity
+    address: str
+
+    def __str__(self) -> str:
+        return f"{self.identity.name!r} (rank {self.identity.id}, {self.address})"
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """The answer to a worker that wants to join: what is wrong and what to do about it, and which ranks are missing."""
+
+    outcome: JoinReply.Outcome
+    detail: str = ""
+    missing: tuple[int, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        return self.outcome == Outcome.OK
+
+    def __repr__(self) -> str:
+        return f"<{Outcome.Name(self.outcome)}>"
+
+
+_OK = Verdict(Outcome.OK)
+
+
+class MembershipTable:
+    """The coordinator's list of workers.
+
+    Attributes:
+        world_size: None before the first worker, 0 for a dynamic world.
+        formed: a static world is complete; once true, it stays so until the last worker is gone.
+        broken: the contradiction that ended a static world before it formed.
+        version: grows with every change.
+    """
+
+    def __init__(self) -> None:
+        self.world_size: int | None = None
+        self.formed = False
+        self.broken: Verdict | None = None
+        self.version = 0
+        self._living: dict[str, MemberRecord] = {}
+        self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
+        self._lost: set[int] = set()  # incarnations
+        self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
+
+    def __repr__(self) -> str:
+        size = "?" if self.world_size is None else "any" if self.world_size == 0 else self.world_size
+        state = "broken" if self.broken else "formed" if self.formed else "open"
+        return f"<MembershipTable {len(self._living)} of {size}, {state}, version {self.version}>"
+
+    @property
+    def members(self) -> list[MemberRecord]:
+        """The living workers, by rank."""
+        return sorted(self._living.values(), key=lambda member: member.identity.id)
+
+    @property
+    def missing(self) -> list[int]:
+        """The ranks of a static world that are not there; before it has formed: that have never been."""
+        present = {member.identity.id for member in self._living.values()} | self._gave_up
+        return [rank for rank in range(self.world_size or 0) if rank not in present]
+
+    @property
+    def timed_out(self) -> Verdict:
+        """The answer to one that has waited too long; ask for it before the worker is withdrawn."""
+        gone = ", ".join(map(str, sorted(self._gave_up)))
+        detail = f"came, but did not wait to the end: rank {gone}" if gone else ""
+        return Verdict(Outcome.TIMED_OUT, detail, tuple(self.missing))
+
+    def join(self, member: MemberRecord, world_size: int) -> Verdict:
+        """A worker wants to join; accepted ones are in the list afterwards. The same worker may ask again.
+
+        Args:
+            member: who, with an id that is its rank.
+            world_size: 0 for a dynamic world.
+
+        Raises:
+            ConfigError: the name is malformed, or the world size negative.
+        """
+        check_worker_name(member.identity.name)
+        if world_size < 0:
+            raise ConfigError(f"world_size is {world_size}; give the number of workers, or None if they come and go")
+        if self.broken is not None:
+            return self.broken
+        verdict = self._own_contradiction(member, world_size)
+        if not verdict.ok or self._known_again(member, world_size):
+            return verdict
+        contradiction = self._contradiction(member, world_size)
+        if contradiction is not None:
+            if self.world_size and not self.formed:
+                self.broken = contradiction
+            return contradiction
+        if self.formed and not self._may_replace(member.identity):
+            return self._full(member)
+        self._accept(member, world_size)
+        return _OK
+
+    def withdraw(self, identity: Identity) -> bool:
+        """A worker no longer waits for the world to form (rule 5). False if it is not waiting."""
+        if self.formed or not self.world_size or not self._remove(identity):
+            return False
+        if self._living:
+            self._gave_up.add(identity.id)
+        return True
+
+    def leave(self, identity: Identity) -> bool:
+        """A worker says good-bye. False if this incarnation is not in the list."""
+        return self._remove(identity)
+
+    def lost(self, identity: Identity) -> bool:
+        """An incarnation was declared dead (rule 4). False if it is not in the list, for instance replaced already."""
+        removed = self._remove(identity)
+        if removed:  # one that has left may come back in the same process
+            self._lost.add(identity.incarnation)
+        return removed
+
+    def _own_contradiction(self, member: MemberRecord, world_size: int) -> Verdict:
+        """What is wrong with this worker alone; the others go on."""
+        identity = member.identity
+        if identity.incarnation in self._lost:
+            return Verdict(
+                Outcome.INCARNATION_GONE,
+                f"worker {identity.name!r} was declared lost, and the others have gone on without this process; start "
+                "a new process to take its place",
+            )
+        if identity.id < 0 or (world_size and identity.id >= world_size):
+            bounds = f"0 to {world_size - 1} for world_size={world_size}" if world_size else "0 or more"
+            text = f"the rank of worker {identity.name!r} is {identity.id}, but must be {bounds}"
+            return Verdict(Outcome.ID_OUT_OF_RANGE, f"{text}; check RANK and WORLD_SIZE")
+        return _OK
+
+    def _known_again(self, member: MemberRecord, world_size: int) -> bool:
+        """The same incarnation asks again, because its connection broke while it waited."""
+        known = self._living.get(member.identity.name)
+        if known is None or known.identity != member.identity or world_size != self.world_size:
+            return False
+        if known != member:
+            self._living[member.identity.name] = member
+            self.version += 1
+        return True
+
+    def _contradiction(self, member: MemberRecord, world_size: int) -> Verdict | None:
+        """What is wrong between this worker and those that are there."""
+        if self.world_size is not None and world_size != self.world_size:
+            return self._other_world(member, world_size)
+        name, rank = member.identity.name, member.identity.id
+        same_name = self._living.get(name)
+        if same_name is not None:
+            text = f"RPC worker name {name} is not unique: {same_name} and {member} share it"
+            return Verdict(Outcome.DUPLICATE_NAME, f"{text}; give every worker its own name")
+        for other in self._living.values():
+            if other.identity.id == rank:
+                text = f"rank {rank} is not unique: {other} and {member} share it"
+                return Verdict(Outcome.DUPLICATE_ID, f"{text}; give every worker its own rank (RANK)")
+        return None
+
+    def _may_replace(self, identity: Identity) -> bool:
+        place = self._vacant.get(identity.name)
+        return place is not None and place.id == identity.id
+
+    def _other_world(self, member: MemberRecord, world_size: int) -> Verdict:
+        there = _listed(self.members)
+        if not world_size or not self.world_size:
+            static, dynamic = (str(member), there) if world_size else (there, str(member))
+            return Verdict(
+                Outcome.STATIC_AND_DYNAMIC,
+                "RPC group mixes statically and dynamically initialized members which is not supported. "
+                f"With a world_size: {static}; without: {dynamic}. Give all of them the same one, or none of them any",
+            )
+        return Verdict(
+            Outcome.WORLD_SIZE_DIFFERS,
+            f"the world sizes differ: {member} was started with world_size={world_size}, and world_size="
+            f"{self.world_size} by {there}; give all of them the same (WORLD_SIZE)",
+        )
+
+    def _full(self, member: MemberRecord) -> Verdict:
+        vacant = ", ".join(f"{place.name!r} (rank {place.id})" for place in self._vacant.values()) or "none"
+        return Verdict(
+            Outcome.WORLD_FULL,
+            f"the world of {self.world_size} workers is complete, and {member} is not the replacement of a worker that "
+            f"was lost (places to take over, by the same name and rank: {vacant}); start the job with a larger "
+            "world_size, or with world_size=None for workers that come and go",
+        )
+
+    def _accept(self, member: MemberRecord, world_size: int) -> None:
+        self.world_size = world_size
+        self._living[member.identity.name] = member
+        self._vacant.pop(member.identity.name, None)
+        self._gave_up.discard(member.identity.id)
+        self.version += 1
+        if world_size and len(self._living) == world_size:
+            self.formed = True
+
+    def _remove(self, identity: Identity) -> bool:
+        known = self._living.get(identity.name)
+        if known is None or known.identity != identity:
+            return False
+        del self._living[identity.name]
+        self.version += 1
+        if self.formed:
+            self._vacant[identity.name] = identity
+        if not self._living and self.broken is None:
+            self.world_size = None
+            self.formed = False
+            self._vacant.clear()
+            self._gave_up.clear()
+        return True
+
+
+def _listed(members: Sequence[MemberRecord], limit: int = 3) -> str:
+    shown = ", ".join(str(member) for member in members[:limit])
+    more = len(members) - limit
+    return f"{shown} and {more} more" if more > 0 else shown or "nobody any more"

@@ -1,0 +1,117 @@
+"""What a Python `RRef` object holds on to, and what the manager knows about it.
+
+A *handle* lives as long as Python objects hold it; its finalizer only appends to a queue. Its *state* is in the
+manager's tables until the finalizer was noticed there. An `OwnerValue` is the value itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rpcdist.errors import RpcdistError, RRefError
+from rpcdist.rpc._rref.identifiers import Node, RRefId, UniqueId
+from rpcdist.rpc.future import Future
+
+__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue"]
+
+Dropped = deque[tuple[RRefId, UniqueId]]
+
+
+class OwnerValue:
+    """A value that this worker owns, or will own when its `remote()` is done. Only the first outcome counts."""
+
+    __slots__ = ("future", "rref")
+
+    def __init__(self, rref: RRefId) -> None:
+        self.rref = rref
+        self.future: Future[Any] = Future()
+        self.future.is_quiet = True  # its error is raised where the reference is used
+
+    def set(self, value: object) -> None:
+        self.future._complete(value)
+
+    def fail(self, exc: BaseException) -> None:
+        """What is no `Exception` (`SystemExit` of a handler) would end the threads of those who ask for the value."""
+        if not isinstance(exc, Exception):
+            wrapped = RpcdistError(f"the remote function raised {type(exc).__name__}: {exc}")
+            wrapped.__cause__ = exc
+            exc = wrapped
+        self.future._fail(exc)
+
+    def derived(self) -> Future[Any]:
+        """A future of the same outcome; cancelling it leaves the value alone."""
+        derived: Future[Any] = Future()
+        derived.is_quiet = True
+        self.future.add_done_callback(lambda future: copy_outcome(future, derived))
+        return derived
+
+    def __repr__(self) -> str:
+        return f"<OwnerValue {self.rref!r}: {self.future!r}>"
+
+
+def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
+    """Completes `target` as `source` was, unless it is complete already."""
+    error = source.exception()
+    if error is not None:
+        target._fail(error)
+    else:
+        target._complete(source.value())
+
+
+class HandleState:
+    """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
+
+    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "owner", "owner_name", "rref", "value")
+
+    def __init__(self, rref: RRefId, id: UniqueId, owner: Node, owner_name: str, value: OwnerValue | None) -> None:
+        self.rref = rref
+        self.id = id
+        self.owner = owner
+        self.owner_name = owner_name
+        self.value = value  # None at users
+        self.confirmed = value is not None
+        self.error: Exception | None = None
+        self.deleted = False
+        self._waiters: list[Callable[[], object]] = []
+
+    @property
+    def settled(self) -> bool:
+        return self.confirmed or self.error is not None
+
+    def when_settled(self, callback: Callable[[], object]) -> bool:
+        """Has `callback` returned by `take_waiters` later; False if the handle is settled. With the manager's lock."""
+        if self.settled:
+            return False
+        self._waiters.append(callback)
+        return True
+
+    def take_waiters(self) -> list[Callable[[], object]]:
+        waiters, self._waiters = self._waiters, []
+        return waiters
+
+    def check(self, use: str) -> None:
+        """Raises what makes the handle unusable."""
+        if self.error is not None:
+            raise self.error
+        if self.deleted:
+            raise RRefError(use)
+
+    def __str__(self) -> str:
+        if self.value is not None:
+            return f"OwnerRRef({self.rref})"
+        return f"UserRRef(RRefId = {self.rref}, ForkId = {self.id})"
+
+
+class Handle:
+    """Keeps a reference alive. Collected on any thread at any moment, so its finalizer takes no lock."""
+
+    __slots__ = ("_dropped", "state")
+
+    def __init__(self, state: HandleState, dropped: Dropped) -> None:
+        self.state = state
+        self._dropped = dropped
+
+    def __del__(self) -> None:
+        self._dropped.append((self.state.rref, self.state.id))

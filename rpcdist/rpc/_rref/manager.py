@@ -1,0 +1,537 @@
+"""The shell around the reference counting of one worker: a lock, Python objects, and the agent's connections.
+
+Threads: every method may be called on any thread and never waits for the network, except
+`delete_all_user_and_unforked_owner_rrefs`. The lock is held while tables change, and never while messages are handed to
+the agent, futures are completed or user objects die: those may come back here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from rpcdist._proto import rref_pb2, value_pb2
+from rpcdist.deadline import Deadline
+from rpcdist.errors import NotInitialized, OwnerLost, RRefError, UnknownWorker, WorkerLost
+from rpcdist.rpc._rref import actions, events
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome
+from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.messages import Reason
+from rpcdist.rpc._rref.problems import creation_error, describe
+from rpcdist.rpc._rref.protocol import RRefProtocol
+from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
+from rpcdist.rpc._rref.wire import decode_message, encode_message, id_from_pb, id_to_pb
+from rpcdist.rpc.future import Future
+from rpcdist.transport.fork import check_not_forked
+
+__all__ = ["RRefHost", "RRefManager", "Token"]
+
+GONE = "RPC was shut down in this process, and its remote references with it"
+FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
+
+
+class RRefHost(Protocol):
+    """What the manager needs of its agent."""
+
+    worker_id: int
+    worker_name: str
+    incarnation: int
+
+    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        """Delivers at least once, unless the worker dies. Any thread, never blocks."""
+
+    def worker_name_of(self, worker_id: int) -> str: ...
+
+    def incarnation_of(self, worker_id: int) -> int:
+        """Of the process that has this id now. Raises `UnknownWorker`."""
+
+    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
+        """The value, from its owner."""
+
+    def wake(self) -> None:
+        """Asks for a call of `drain` soon."""
+
+
+class Token:
+    """A reference that arrived in a message and was not unpickled yet. `claim` it, or `discard` it."""
+
+    __slots__ = ("handle", "rref", "state")
+
+    def __init__(self, state: HandleState, handle: Handle) -> None:
+        self.state = state
+        self.handle: Handle | None = handle
+        self.rref: object = None
+
+
+class RRefManager:
+    """All remote references of one worker.
+
+    Args:
+        host: the agent.
+        wrap: makes the public object of a handle.
+    """
+
+    def __init__(self, host: RRefHost, wrap: Callable[[RRefManager, Handle], Any] | None = None) -> None:
+        self._host = host
+        self._wrap = wrap
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self.me = Node(host.worker_id, host.incarnation)
+        self._protocol = RRefProtocol(self.me)
+        self._numbers = itertools.count()
+        self._states: dict[UniqueId, HandleState] = {}
+        self._values: dict[RRefId, OwnerValue] = {}
+        self._fetches: dict[tuple[RRefId, ForkId], list[Future[Any]]] = {}
+        self._losses: dict[Node, WorkerLost] = {}
+        self._dropped: deque[tuple[RRefId, UniqueId]] = deque()
+        self.closed = False
+
+    def __repr__(self) -> str:
+        return f"<RRefManager {self._protocol!r}>"
+
+    # ------------------------------------------------------------ references that are made here
+
+    def own(self, value: object) -> Handle:
+        """A local reference to a value. Nobody else knows it until it is shared."""
+        rref = self._new_id()
+        owned = OwnerValue(rref)
+        owned.set(value)
+        return self._add_handle(rref, rref, self.me, self._host.worker_name, owned)
+
+    def create_remote(self, owner: int) -> tuple[Any, value_pb2.RRefFork]:
+        """Begins a `remote()`: the reference, and what goes into `Call.result`.
+
+        The caller reports how the call ends: `on_created` or `on_creation_failed`, also when it could not be sent.
+
+        Raises:
+            OwnerLost: the owner is declared dead.
+            UnknownWorker: there is no such worker.
+        """
+        node = Node(owner, self._host.incarnation_of(owner))
+        rref, fork = self._new_id(), self._new_id()
+        if self.closed:
+            raise NotInitialized
+        event = events.CreateRemote(rref, fork, node)
+        handle = self._feed_new(event, rref, fork, node, self._host.worker_name_of(owner))
+        if handle.state.error is not None:
+            raise handle.state.error
+        return self._public(handle), self._fork_pb(handle.state, fork, None)
+
+    def track_creation(self, rref: Any, fork: value_pb2.RRefFork, future: Future[Any]) -> None:
+        """Has the end of the call of a `remote()` reported; `future` is what `rref._get_future()` returns."""
+        rref._creation = future
+        future.is_quiet = True  # the error surfaces where the reference is used
+
+        def ended(future: Future[Any]) -> None:  # must not hold `rref`
+            error = future.exception()
+            if error is None:
+                self.on_created(fork)
+            else:
+                self.on_creation_failed(fork, error)
+
+        future.add_done_callback(ended)
+
+    def on_created(self, fork: value_pb2.RRefFork) -> None:
+        """The reply to `remote()` says that the owner holds the result."""
+        self._feed(events.Created(id_from_pb(fork.rref), id_from_pb(fork.fork)))
+
+    def on_creation_failed(self, fork: value_pb2.RRefFork, exc: BaseException) -> None:
+        """`remote()` failed. The error surfaces where the reference is used."""
+        rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
+        with self._lock:
+            state = self._states.get(id)
+            waiters = [] if state is None else self._set_error(state, creation_error(exc, fork.owner_name))
+        for waiter in waiters:
+            waiter()
+        self._feed(events.CreationFailed(rref, id))
+
+    # ------------------------------------------------------------ remote() at the owner
+
+    def accept_creation(self, fork: value_pb2.RRefFork, creator: int, incarnation: int | None = None) -> OwnerValue:
+        """The call of a `remote()` arrived. Its outcome goes to `set_value` or `set_error`.
+
+        Raises:
+            LeaseExpired, RRefError: the creator has given this call up, or is declared dead: do not run it.
+        """
+        if self.closed:
+            raise RRefError(GONE)
+        rref = id_from_pb(fork.rref)
+        event = events.CreationAccepted(rref, id_from_pb(fork.fork), self._node(creator, incarnation))
+        value = OwnerValue(rref)
+
+        def prepare() -> None:
+            nonlocal value
+            value = self._values.setdefault(rref, value)
+
+        for action in self._feed(event, prepare, owned=rref):
+            if isinstance(action, actions.RefuseCreation):
+                raise self._error(action.reason, f"remote() of {rref}", self.me)
+        return value
+
+    def set_value(self, entry: OwnerValue, value: object) -> None:
+        """Runs callbacks of those who wait: not on the I/O loop."""
+        entry.set(value)
+        self._feed(events.CreationFinished(entry.rref))
+
+    def set_error(self, entry: OwnerValue, exc: BaseException) -> None:
+        entry.fail(exc)
+        self._feed(events.CreationFinished(entry.rref))
+
+    def get_value_future(
+        self, rref: value_pb2.UniqueId, fork: value_pb2.UniqueId, requester: int, incarnation: int | None = None
+    ) -> Future[Any]:
+        """The value for a user's fetch: also before its `remote()` has arrived. Fails if the value is gone."""
+        key = id_from_pb(rref), id_from_pb(fork)
+        future: Future[Any] = Future()
+        future.is_quiet = True  # the error goes to the requester
+        if self.closed:
+            future.set_exception(RRefError(GONE))
+            return future
+        event = events.FetchArrived(*key, self._node(requester, incarnation))
+        self._feed(event, lambda: self._fetches.setdefault(key, []).append(future))
+        return future
+
+    # ------------------------------------------------------------ references in messages
+
+    def share(self, rref: Any, to: int) -> value_pb2.RRefFork:
+        """A new fork for a message to a worker. Any failure to deliver it goes to `share_failed`.
+
+        Raises:
+            RRefError: the reference is unusable: deleted, its owner lost, its creation failed.
+        """
+        state: HandleState = rref._handle.state
+        state.check(FORK_AFTER_DELETION)
+        if self.closed:
+            raise RRefError(FORK_AFTER_DELETION)
+        child = self._new_id()
+        event = events.Share(state.rref, state.id, child, self._node(to, None))
+        if (value := state.value) is not None:
+            self._feed(event, lambda: self._values.setdefault(state.rref, value), owned=state.rref)
+        else:
+            self._feed(event)
+        return self._fork_pb(state, child, None if state.value is not None else state.id)
+
+    def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:
+        """A fork arrived in a message. Cheap; runs on the I/O loop."""
+        rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
+        owner = Node(fork.owner, fork.owner_incarnation)
+        parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
+        event = events.Received(rref, id, parent, owner, self._node(sender, incarnation))
+        handle = self._feed_new(event, rref, id, owner, fork.owner_name)
+        return Token(handle.state, handle)
+
+    def claim(self, token: Token) -> Any:
+        """The reference object; the same one each time."""
+        if token.rref is None:
+            if token.handle is None:
+                raise RRefError("a remote reference was claimed after its message was given up")
+            token.rref = self._public(token.handle)
+        return token.rref
+
+    def discard(self, token: Token) -> None:
+        """Gives the fork back unless it was claimed; idempotent."""
+        token.handle = None
+        token.rref = None
+
+    def confirmation(self, tokens: Iterable[Token]) -> Future[None] | None:
+        """A future that is done when the owners have counted (or refused) these forks; None if they have already."""
+        done: Future[None] = Future()
+        with self._lock:
+            remaining = [0]
+
+            def settled() -> None:
+                with self._lock:
+                    remaining[0] -= 1
+                    last = remaining[0] == 0
+                if last:
+                    done._complete(None)
+
+            remaining[0] = sum(token.state.when_settled(settled) for token in tokens)
+            return done if remaining[0] else None
+
+    def share_failed(self, fork: value_pb2.RRefFork, to: int, incarnation: int | None = None) -> None:
+        """The message with this fork is lost, or may be."""
+        self._feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork), self._node(to, incarnation)))
+
+    def connection_broken(self, worker_id: int, on_the_way: Iterable[value_pb2.RRefFork] = ()) -> None:
+        """Messages to a worker may be lost; the forks in `on_the_way` travel in messages that are still being sent."""
+        children = frozenset(id_from_pb(fork.fork) for fork in on_the_way)
+        self._feed(events.ConnectionBroken(self._node(worker_id, None), children))
+
+    def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
+        """A control message arrived."""
+        self._feed(events.Arrived(Node(sender, incarnation), decode_message(message)))
+
+    # ------------------------------------------------------------ death of others
+
+    def worker_lost(self, worker_id: int, exc: WorkerLost, incarnation: int | None = None) -> None:
+        """A worker is declared dead: its values are gone."""
+        self._lose(self._node(worker_id, incarnation), exc)
+
+    def lease_ended(self, worker_id: int, incarnation: int | None = None) -> None:
+        """Nothing was heard of a worker for the length of a lease: its references are dropped."""
+        self._feed(events.LeaseEnded(self._node(worker_id, incarnation)))
+
+    def _lose(self, node: Node, exc: WorkerLost) -> None:
+        with self._lock:
+            self._losses.setdefault(node, exc)
+        self._feed(events.WorkerLost(node))
+
+    # ------------------------------------------------------------ use by a user
+
+    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+        """The value of a reference that another worker owns. Errors of the call go through `fetch_error`."""
+        check_not_forked()
+        future = self._host.fetch(self._living(state), state.rref, state.id, timeout_s)
+        future.is_quiet = True
+        return future
+
+    def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
+        """A lost connection to the owner is `OwnerLost`; a value that failed with `WorkerLost` itself is not changed."""
+        if exc.worker != state.owner_name:
+            return exc
+        return self._owner_lost(exc, f"to_here() of {state.rref}")
+
+    def _living(self, state: HandleState) -> int:
+        """The owner's id, if it is still the same process."""
+        try:
+            same = self._host.incarnation_of(state.owner.worker) == state.owner.incarnation
+        except UnknownWorker:
+            same = False
+        if not same:
+            self._lose(state.owner, self._replaced(state.owner, state.owner_name))
+            state.check("")
+        return state.owner.worker
+
+    # ------------------------------------------------------------ drops, and the end
+
+    def drain(self) -> None:
+        """Notices the handles that were collected. Called often: by a timer, and before messages go out."""
+        while self._dropped:
+            rref, id = self._dropped.popleft()
+            with self._lock:
+                state = self._states.pop(id, None)
+            self._feed(events.HandleDropped(rref, id))
+            del state  # it may be the last to hold the value, whose end runs user code: not under the lock
+
+    def delete_all_user_and_unforked_owner_rrefs(self, timeout_s: float, others: bool = True) -> bool:
+        """Drops every reference that this worker holds, and waits until the owners were told; blocks.
+
+        Args:
+            timeout_s: limit of the whole, in seconds.
+            others: wait also until the other workers have dropped what this one owns.
+
+        Returns:
+            Whether all of that happened in time.
+        """
+        self.drain()
+        with self._lock:
+            for state in self._states.values():
+                state.deleted = state.value is None
+        self._feed(events.DropAll())
+        deadline = Deadline.after(timeout_s)
+        with self._changed:
+            return self._changed.wait_for(lambda: self._is_idle(others), deadline.wait_s())
+
+    def _is_idle(self, others: bool) -> bool:
+        tables = self._protocol
+        return not tables.users.forks and not tables.users.parked and not (others and tables.owners.entries)
+
+    def close(self) -> None:
+        """After shutdown: users can do nothing any more; local values stay readable. Idempotent."""
+        with self._lock:
+            self.closed = True
+            for state in self._states.values():
+                state.deleted = state.value is None
+            fetches = [future for waiting in self._fetches.values() for future in waiting]
+            values = list(self._values.values())
+            self._fetches.clear()
+            self._values.clear()
+        gone = RRefError(GONE)
+        for future in fetches:
+            future._fail(gone)
+        for value in values:
+            value.fail(gone)
+
+    def check_leaks(self) -> None:
+        """Raises `RRefError` naming the values of this worker that others still hold."""
+        self.drain()
+        with self._lock:
+            text = leaks(self._protocol)
+        if text:
+            raise RRefError(text)
+
+    # ------------------------------------------------------------ views
+
+    def debug_info(self) -> dict[str, str]:
+        """torch's counters, as text."""
+        self.drain()
+        with self._lock:
+            return counts(self._protocol)
+
+    def debug_rrefs(self) -> list[LiveRRef]:
+        """Every reference that this worker owns or holds, and who holds it."""
+        self.drain()
+        with self._lock:
+            names = {state.owner: state.owner_name for state in self._states.values()}
+            return live_rrefs(self._protocol, lambda node: names.get(node) or self._name(node))
+
+    # ------------------------------------------------------------ inside
+
+    def _new_id(self) -> UniqueId:
+        return UniqueId(self.me.worker, next(self._numbers), self.me.incarnation)
+
+    def _node(self, worker_id: int, incarnation: int | None) -> Node:
+        return Node(worker_id, self._host.incarnation_of(worker_id) if incarnation is None else incarnation)
+
+    def _name(self, node: Node) -> str:
+        try:
+            return self._host.worker_name_of(node.worker)
+        except UnknownWorker:
+            return f"worker {node.worker}"
+
+    def _public(self, handle: Handle) -> Any:
+        if self._wrap is None:
+            from rpcdist.rpc.rref import RRef  # the public class is a layer above its bookkeeping
+
+            self._wrap = RRef._of
+        return self._wrap(self, handle)
+
+    def _feed_new(self, event: events.Event, rref: RRefId, id: UniqueId, owner: Node, owner_name: str) -> Handle:
+        """Feeds an event that makes a handle. Handle and value are in the tables before the protocol speaks of them."""
+        state = HandleState(rref, id, owner, owner_name, OwnerValue(rref) if owner == self.me else None)
+
+        def prepare() -> None:
+            self._states[id] = state
+            if state.value is not None:
+                state.value = self._values.setdefault(rref, state.value)
+
+        handle = Handle(state, self._dropped)
+        self._feed(event, prepare, owned=rref if owner == self.me else None)
+        return handle
+
+    def _add_handle(self, rref: RRefId, id: UniqueId, owner: Node, owner_name: str, value: OwnerValue | None) -> Handle:
+        state = HandleState(rref, id, owner, owner_name, value)
+        with self._lock:
+            self._states[id] = state
+        return Handle(state, self._dropped)
+
+    def _fork_pb(self, state: HandleState, fork: ForkId, parent: ForkId | None) -> value_pb2.RRefFork:
+        return value_pb2.RRefFork(
+            rref=id_to_pb(state.rref),
+            fork=id_to_pb(fork),
+            parent=None if parent is None else id_to_pb(parent),
+            owner=state.owner.worker,
+            owner_incarnation=state.owner.incarnation,
+            owner_name=state.owner_name,
+        )
+
+    def _feed(
+        self, event: events.Event, prepare: Callable[[], object] | None = None, owned: RRefId | None = None
+    ) -> Sequence[actions.Action]:
+        """The doorway: the protocol decides under the lock, its actions are carried out without it.
+
+        Args:
+            event: what happened.
+            prepare: changes tables of the manager in the same step, before.
+            owned: a value that `prepare` put into the table; it stays only if the protocol has an entry for it.
+        """
+        check_not_forked()  # the lock may be held for ever there
+        effects: list[Callable[[], object]] = []
+        with self._lock:
+            if prepare is not None:
+                prepare()
+            if self.closed:
+                return ()
+            todo = self._protocol.handle(event)
+            for action in todo:
+                _ACTIONS[type(action)](self, action, effects)
+            if owned is not None and owned not in self._protocol.owners.entries:
+                self._release_value(actions.ReleaseValue(owned), effects)
+            self._changed.notify_all()
+        for effect in effects:
+            effect()
+        return todo
+
+    def _send(self, action: actions.Send, effects: list[Callable[[], object]]) -> None:
+        effects.append(lambda: self._send_now(action))
+
+    def _send_now(self, action: actions.Send) -> None:
+        try:
+            same = self._host.incarnation_of(action.to.worker) == action.to.incarnation
+        except UnknownWorker:
+            same = False
+        if same:
+            self._host.send_control(action.to.worker, encode_message(action.message))
+        elif action.to not in self._losses:
+            self._lose(action.to, self._replaced(action.to, self._name(action.to)))
+
+    def _confirm(self, action: actions.Confirm, effects: list[Callable[[], object]]) -> None:
+        state = self._states.get(action.handle)
+        if state is not None:
+            state.confirmed = True
+            effects.extend(state.take_waiters())
+
+    def _fail(self, action: actions.Fail, effects: list[Callable[[], object]]) -> None:
+        state = self._states.get(action.handle)
+        if state is not None:
+            effects.extend(self._set_error(state, self._error(action.reason, str(state), state.owner)))
+
+    def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
+        """The first error stays."""
+        if state.error is None:
+            state.error = error
+        return state.take_waiters()
+
+    def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:
+        value = self._values.get(action.rref)
+        if value is not None:
+            error = self._error(action.reason, str(action.rref), self.me)
+            effects.append(lambda: value.fail(error))
+
+    def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
+        value = self._values[action.rref]
+        for future in self._fetches.pop((action.rref, action.fork), ()):
+            effects.append(lambda f=future: value.future.add_done_callback(lambda done: copy_outcome(done, f)))  # type: ignore[misc]
+
+    def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
+        error = self._error(action.reason, str(action.rref), self.me)
+        for future in self._fetches.pop((action.rref, action.fork), ()):
+            effects.append(lambda f=future: f._fail(error))  # type: ignore[misc]
+
+    def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:
+        """`accept_creation` looks for it."""
+
+    def _release_value(self, action: actions.ReleaseValue, effects: list[Callable[[], object]]) -> None:
+        value = self._values.pop(action.rref, None)
+        effects.append(lambda: value)  # dies after the lock: user code may run
+
+    def _error(self, reason: Reason, what: str, owner: Node) -> Exception:
+        if reason is Reason.OWNER_LOST and owner in self._losses:
+            return self._owner_lost(self._losses[owner], f"use of {what}")
+        return describe(reason, what, self._name(owner))
+
+    def _owner_lost(self, exc: WorkerLost, what: str) -> OwnerLost:
+        if isinstance(exc, OwnerLost):
+            return exc
+        error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
+        error.__cause__ = exc
+        return error
+
+    def _replaced(self, node: Node, name: str) -> WorkerLost:
+        return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
+
+
+_ACTIONS: dict[type[actions.Action], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
+    actions.Send: RRefManager._send,
+    actions.Confirm: RRefManager._confirm,
+    actions.Fail: RRefManager._fail,
+    actions.FailValue: RRefManager._fail_value,
+    actions.Serve: RRefManager._serve,
+    actions.RefuseFetch: RRefManager._refuse_fetch,
+    actions.RefuseCreation: RRefManager._refuse_creation,
+    actions.ReleaseValue: RRefManager._release_value,
+}

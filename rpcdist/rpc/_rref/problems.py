@@ -1,0 +1,50 @@
+"""The errors that a user of a remote reference sees."""
+
+from __future__ import annotations
+
+from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.rpc._rref.messages import Reason
+
+__all__ = ["creation_error", "describe"]
+
+
+def describe(reason: Reason, what: str, owner: str) -> Exception:
+    """The error for a reason that the protocol gives; `what` names the reference."""
+    if reason is Reason.LEASE_EXPIRED:
+        return LeaseExpired(
+            f"{what}: its owner {owner!r} has not heard of this process for too long, and dropped its references. "
+            "Create it anew, or get it again from somebody who holds it."
+        )
+    if reason is Reason.OWNER_LOST:
+        return OwnerLost(owner, f"use of {what}", 0.0, "it is declared dead")
+    if reason is Reason.CREATION_FAILED:
+        return RRefError(
+            f"RRef creation via rpc.remote() failed: the call never reached {owner!r}, so {what} has no value."
+        )
+    if reason is Reason.SHARE_LOST:
+        return RRefError(f"{what} is unusable: its sender gave up the message that carried it. Ask for it again.")
+    return RRefError(
+        f"{what} is unknown to its owner {owner!r}: the worker that shared it died before the owner knew of the share, "
+        "or all references to it were dropped."
+    )
+
+
+def creation_error(exc: BaseException, owner: str) -> Exception:
+    """What every use of the reference raises after its `remote()` failed with `exc`.
+
+    An error that the owner reported is raised as it is. If the call itself failed, it is unknown whether the value
+    exists.
+    """
+    if isinstance(exc, WorkerLost):
+        error: Exception = OwnerLost(exc.worker, "RRef creation via rpc.remote()", exc.last_seen_s, exc.reason)
+    elif isinstance(exc, DeadlineExceeded):
+        error = RRefError(
+            "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node "
+            f"{owner!r} does not exist: {exc}"
+        )
+    elif isinstance(exc, Cancelled) or not isinstance(exc, Exception):
+        error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {exc}")
+    else:
+        return exc
+    error.__cause__ = exc
+    return error

@@ -1,0 +1,63 @@
+"""Views of the tables, for people and for tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rpcdist.rpc._rref.identifiers import Node, RRefId
+from rpcdist.rpc._rref.owner import State
+from rpcdist.rpc._rref.protocol import RRefProtocol
+
+__all__ = ["LiveRRef", "counts", "leaks", "live_rrefs"]
+
+
+@dataclass(frozen=True, slots=True)
+class LiveRRef:
+    """One reference that this worker owns or holds.
+
+    Attributes:
+        rref: its id.
+        owner: the owner's name.
+        state: at the owner "expected", "creating" or "ready"; at a user "pending", "confirmed" or "parked" (kept only
+            until a share of it is settled).
+        holders: the names of the workers that hold it, as far as this worker knows; one for each fork.
+    """
+
+    rref: RRefId
+    owner: str
+    state: str
+    holders: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.rref} at {self.owner}: {self.state}, held by {', '.join(self.holders) or 'nobody'}"
+
+
+def live_rrefs(protocol: RRefProtocol, name_of: Callable[[Node], str]) -> list[LiveRRef]:
+    me = name_of(protocol.me)
+    found = []
+    for entry in protocol.owners:
+        holders = [name_of(node) for node in entry.forks.values()] + [me] * len(entry.local)
+        found.append(LiveRRef(entry.rref, me, entry.state.value, tuple(sorted(holders))))
+    for user in protocol.users:
+        state = "parked" if user.dropped else "confirmed" if user.confirmed else "pending"
+        holders = [me] * (not user.dropped) + [name_of(node) for node in user.children.values()]
+        found.append(LiveRRef(user.rref, name_of(user.owner), state, tuple(holders)))
+    return found
+
+
+def counts(protocol: RRefProtocol) -> dict[str, str]:
+    """torch's counters: values that only local handles keep are not counted."""
+    owned = [entry for entry in protocol.owners if entry.forks or entry.state is not State.READY]
+    return {
+        "num_owner_rrefs": str(len(owned)),
+        "num_pending_users": str(sum(not user.confirmed for user in protocol.users)),
+        "num_forks": str(sum(len(entry.forks) for entry in owned)),
+        "num_pending_futures": str(len(protocol.users.parked)),
+    }
+
+
+def leaks(protocol: RRefProtocol) -> str:
+    """What to complain about; empty if nobody else holds a value of this worker."""
+    lines = [f"Leaking RRef {e.rref} with fork Ids: {', '.join(map(str, e.forks))}" for e in protocol.owners if e.forks]
+    return "\n".join(lines)

@@ -1,0 +1,91 @@
+"""How a worker leaves.
+
+Graceful, with a static world: everybody waits for everybody's outstanding work, in rounds, until a round in which nobody
+had any. The wait has no clock by default, since a parameter server calls `shutdown` at once and its trainers hours later;
+it ends with an error when a worker that is waited for dies.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._gather import all_gather
+
+__all__ = ["close_agent", "join"]
+
+logger = logging.getLogger(__name__)
+
+REPORT_EVERY_S = 60.0
+LAST_REPLIES_LIMIT_S = 2.0
+CLOSE_LIMIT_S = 5.0
+
+
+def join(agent: Agent, timeout_s: float) -> None:
+    """Waits for outstanding work, here and (in a static world) everywhere; blocks.
+
+    Args:
+        agent: this worker's.
+        timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
+
+    Raises:
+        RuntimeError: the time is over; the text says who or what is missing.
+        WorkerLost: a worker died that was waited for.
+    """
+    deadline = Deadline.after(timeout_s)
+    if agent.world_size is None:
+        _wait_idle(agent, deadline)
+        return
+    seen = -1
+    while True:
+        _wait_idle(agent, deadline)
+        made = agent.calls.total - agent.gatherings.num_calls
+        busy, seen = made != seen, made
+        # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
+        if not any(all_gather(agent, busy, None, deadline.remaining_s()).values()):
+            return
+
+
+def _wait_idle(agent: Agent, deadline: Deadline) -> None:
+    reported = time.monotonic()
+    while True:
+        step_s = min(1.0, deadline.remaining_s())
+        if agent.calls.wait_empty(step_s) and agent.dispatcher.wait_idle(step_s) and not len(agent.calls):
+            return
+        left = [repr(call) for call in agent.calls][:5] + agent.dispatcher.describe()[:5]
+        if deadline.expired():
+            raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {agent.worker_name!r}: {left}")
+        if time.monotonic() - reported >= REPORT_EVERY_S:
+            reported = time.monotonic()
+            logger.warning("shutdown of %s waits for %s", agent.worker_name, left)
+
+
+def close_agent(agent: Agent, *, flush: bool, ignore_leaks: bool) -> None:
+    """Closes everything; idempotent, bounded.
+
+    Args:
+        agent: this worker's.
+        flush: let the replies that are under way reach the others first.
+        ignore_leaks: False raises when references to values of this worker are left.
+
+    Raises:
+        RRefError: other workers still hold references to values of this worker.
+    """
+    leak: RRefError | None = None
+    try:
+        if not ignore_leaks:
+            agent.rrefs.check_leaks()
+    except RRefError as exc:
+        leak = exc
+    try:
+        if flush:
+            agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S), LAST_REPLIES_LIMIT_S + 1.0)
+    except RpcdistError:
+        logger.debug("the last replies were not flushed", exc_info=True)
+    finally:
+        agent.close(CLOSE_LIMIT_S)
+    if leak is not None:
+        raise leak

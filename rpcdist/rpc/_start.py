@@ -1,0 +1,196 @@
+"""How a worker joins: one server, a place in the list of members, an agent."""
+
+from __future__ import annotations
+
+import logging
+import os
+import time
+from urllib.parse import urlsplit
+
+import torch
+
+from rpcdist._proto import membership_pb2
+from rpcdist.collectives import Store
+from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
+from rpcdist.ids import Identity, check_worker_name, new_incarnation
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._interrupt import InterruptWatch
+from rpcdist.rpc._members import Directory, Member
+from rpcdist.rpc._membership import MembershipService, join_request, members_of
+from rpcdist.rpc.options import RpcOptions
+from rpcdist.transport import Node, NodeOptions, acquire_node
+from rpcdist.transport.interfaces import is_loopback, pick_bind_host, split_address, warn_if_plaintext
+
+__all__ = ["node_options", "start_agent"]
+
+logger = logging.getLogger(__name__)
+
+COORDINATOR_KEY = "rpc_coordinator"
+SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
+EXTRA_S = 5.0  # what a reply may need beyond the time that the coordinator waits
+
+
+def node_options(options: RpcOptions) -> NodeOptions:
+    """The settings of the transport that the options of RPC imply."""
+    token = options.token.decode() if isinstance(options.token, bytes) else options.token
+    return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
+
+
+def start_agent(
+    *, store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions
+) -> Agent:
+    """Joins the job and returns the running agent; blocks until the world is complete.
+
+    Args:
+        store: where the workers find the coordinator; shared by all of them, and fresh.
+        name: this worker's name.
+        rank: its rank; rank 0 coordinates.
+        world_size: None where workers come and go.
+        options: how long to wait (`rpc_timeout`), where to listen, and the rest.
+
+    Raises:
+        ConfigError: the name, rank or an option is wrong.
+        DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or did not come.
+    """
+    check_worker_name(name)
+    _check_rank(rank, world_size)
+    node = acquire_node(node_options(options))
+    try:
+        return _join(node, store, Identity(name, rank, new_incarnation()), world_size, options)
+    except BaseException:
+        node.release()
+        raise
+
+
+def _check_rank(rank: int, world_size: int | None) -> None:
+    if rank < 0 or (world_size is not None and rank >= world_size):
+        raise ConfigError(
+            f"rank {rank} is not in a world of {world_size}: ranks go from 0 to world_size - 1; "
+            "check the arguments of init_rpc, or RANK and WORLD_SIZE"
+        )
+
+
+def _join(node: Node, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
+    timeout_s = options.rpc_timeout or float("inf")
+    address = node.address or node.serve(_bind_host(options), options.port)
+    _warn_if_exposed(address)
+    node.identity = me
+    service: MembershipService | None = None
+    started = time.monotonic()
+    if me.id == 0:
+        service = MembershipService()
+        node.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
+        store.set(COORDINATOR_KEY, address)
+        coordinator = address
+    else:
+        coordinator = _find_coordinator(store, timeout_s)
+    membership = Coordinator(node, coordinator, me, service)
+    reply = membership.join(address, world_size, timeout_s)
+    records = members_of(reply, me, coordinator, time.monotonic() - started)
+    members = [Member(record.identity, record.address) for record in records]
+    directory = Directory(me, members, options, membership.members, elastic=True)
+    _check_device_maps(me, directory, options)
+    agent = Agent(node, directory, options, world_size)
+    agent.membership = membership
+    agent.store = store
+    agent.interrupts = InterruptWatch(node, agent.interrupt)
+    agent.interrupts.start()
+    agent.start()
+    return agent
+
+
+def _bind_host(options: RpcOptions) -> str:
+    """Loopback, or the interface that reaches the coordinator."""
+    url = urlsplit(options.init_method)
+    coordinator = url.hostname if url.scheme == "tcp" else None
+    if url.scheme == "env":
+        coordinator = os.environ.get("MASTER_ADDR")
+    return pick_bind_host(coordinator or "127.0.0.1", options.host)
+
+
+def _warn_if_exposed(address: str) -> None:
+    host, _ = split_address(address)
+    if not is_loopback(host):
+        warn_if_plaintext(host)
+
+
+def _find_coordinator(store: Store, timeout_s: float) -> str:
+    try:
+        store.wait([COORDINATOR_KEY], timeout_s if timeout_s != float("inf") else None)
+        return store.get(COORDINATOR_KEY).decode()
+    except StoreTimeout as exc:
+        raise RendezvousError(
+            f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same init_method, "
+            f"MASTER_ADDR and MASTER_PORT, and look at its log ({exc})"
+        ) from exc
+
+
+def _check_device_maps(me: Identity, directory: Directory, options: RpcOptions) -> None:
+    known = set(directory.names())
+    for target, device_map in options.device_maps.items():
+        if target not in known:
+            raise ValueError(f"Node {me.name} has invalid target node names in its device maps: {target!r}")
+        for device in device_map:
+            if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+                raise ValueError(
+                    f"Node {me.name} has unexpected source devices in its device map for {target}: {device}, but "
+                    f"{me.name} has {torch.cuda.device_count()} CUDA devices"
+                )
+
+
+class Coordinator:
+    """The membership service as this worker reaches it: in this process, or over the network."""
+
+    def __init__(self, node: Node, address: str, me: Identity, service: MembershipService | None) -> None:
+        self.address = address
+        self.service = service
+        self._node = node
+        self._me = me
+
+    def join(self, my_address: str, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
+        request = join_request(self._me, my_address, world_size, timeout_s)
+        limit_s = None if timeout_s == float("inf") else timeout_s + EXTRA_S
+        if self.service is not None:
+            return self._node.run(self.service.join(self._me, request), limit_s)
+        return self._node.run(self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + EXTRA_S)
+
+    def members(self) -> list[Member]:
+        """Everybody who is in the job now; blocks."""
+        request = membership_pb2.MembersRequest()
+        if self.service is not None:
+            reply = self._node.run(self.service.members(self._me, request), EXTRA_S)
+        else:
+            reply = self._node.run(self._ask("Members", request, EXTRA_S, EXTRA_S), 2 * EXTRA_S)
+        records = members_of(reply, self._me, self.address, 0.0)
+        return [Member(record.identity, record.address) for record in records]
+
+    def leave(self) -> None:
+        """Says goodbye; blocks. A coordinator that is gone by now is nobody's error."""
+        from rpcdist._proto import handshake_pb2
+
+        identity = handshake_pb2.Identity(name=self._me.name, id=self._me.id, incarnation=self._me.incarnation)
+        request = membership_pb2.LeaveRequest(identity=identity)
+        if self.service is not None:
+            self._node.run(self.service.leave(self._me, request), EXTRA_S)
+        else:
+            self._node.run(self._ask_leave(request), 2 * EXTRA_S)
+
+    async def _ask(
+        self,
+        method: str,
+        request: membership_pb2.JoinRequest | membership_pb2.MembersRequest,
+        connect_s: float,
+        limit_s: float | None,
+    ) -> membership_pb2.JoinReply:
+        link = await self._node.connect(self.address, "membership", min(connect_s, 3600.0))
+        try:
+            return await link.unary("Membership", method, request, membership_pb2.JoinReply, limit_s)
+        finally:
+            await link.close()
+
+    async def _ask_leave(self, request: membership_pb2.LeaveRequest) -> None:
+        link = await self._node.connect(self.address, "membership", 1.0, retry=False)
+        try:
+            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, EXTRA_S)
+        finally:
+            await link.close()

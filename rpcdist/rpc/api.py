@@ -1,0 +1,331 @@
+"""The functions of `rpcdist.rpc`, with torch's names and signatures."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+
+from rpcdist.errors import AlreadyInitialized, ConfigError, NotInitialized
+from rpcdist.rpc import backend_registry
+from rpcdist.rpc._agent import Agent, Destination
+from rpcdist.rpc._current import agent_or_none, current_agent, set_current_agent
+from rpcdist.rpc._gather import all_gather
+from rpcdist.rpc._shutdown import close_agent, join
+from rpcdist.rpc._streams import Stream
+from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.internal import _internal_rpc_pickler
+from rpcdist.rpc.options import RpcBackendOptions
+from rpcdist.rpc.rref import RRef
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = [
+    "debug_info",
+    "debug_rrefs",
+    "enable_gil_profiling",
+    "get_rpc_timeout",
+    "get_worker_info",
+    "is_available",
+    "remote",
+    "rpc_async",
+    "rpc_stream",
+    "rpc_sync",
+    "shutdown",
+]
+
+T = TypeVar("T")
+logger = logging.getLogger(__name__)
+
+# What torch's tests and programs reach into; `shutdown` looks these up here, so they may be patched.
+_ignore_rref_leak = True
+_default_pickler = _internal_rpc_pickler
+_thread_local_var = threading.local()
+_init_lock = threading.Lock()
+
+
+def is_available() -> bool:
+    """Always true; torch's function says whether it was built with RPC."""
+    return True
+
+
+def _is_current_rpc_agent_set() -> bool:
+    return agent_or_none() is not None
+
+
+def _get_current_rpc_agent() -> Any:
+    agent = agent_or_none()
+    if agent is None:
+        raise NotInitialized(
+            "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+        )
+    return agent
+
+
+def _init_rpc_backend(
+    backend: Any = None,
+    store: Any = None,
+    name: str | None = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Starts the agent of a backend with a store that exists already."""
+    if backend is None:
+        backend = backend_registry.BackendType["TENSORPIPE"]
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    with _init_lock:
+        if agent_or_none() is not None:
+            raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
+        if name is None:
+            raise ConfigError("init_rpc needs a name")
+        agent = backend_registry.init_backend(
+            backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
+        )
+        set_current_agent(agent)  # type: ignore[arg-type]  # a registered backend may bring any agent
+
+
+# ---------------------------------------------------------------- calls
+
+
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T:
+    """Runs a function on another worker and waits for its result.
+
+    Args:
+        to: a worker's name, rank or `WorkerInfo`; it may be this worker.
+        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function runs
+            on the callee's event loop; the result of a generator function is a `Stream`.
+        args: positional arguments. Tensors are not copied before they are sent.
+        kwargs: keyword arguments.
+        timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        DeadlineExceeded: the time is over; the callee sees its deadline, too.
+        WorkerLost: the callee died or its connection broke.
+        UnknownWorker: nobody is called so.
+        Exception: what the function raised, with the remote traceback as `__cause__`.
+    """
+    result: T = current_agent().call_sync(to, func, args, kwargs, timeout)
+    return result
+
+
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]:
+    """Starts a call and returns its future: wait for it, await it, or cancel it.
+
+    Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
+    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); everything else comes through the future.
+    """
+    future: Future[T] = current_agent().call_async(to, func, args, kwargs, timeout)
+    if hasattr(_thread_local_var, "future_list"):
+        _thread_local_var.future_list.append(future)
+    return future
+
+
+def rpc_stream(
+    to: Destination,
+    func: Callable[..., Iterable[T]] | Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Stream[T]:
+    """Runs a generator function (or async generator function) on another worker and returns its items as they come.
+
+    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item.
+
+    Raises:
+        TypeError: the function is no generator function.
+    """
+    result = current_agent().call_sync(to, func, args, kwargs, timeout)
+    if not isinstance(result, Stream):
+        raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
+    return result
+
+
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]:
+    """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
+
+    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when the
+    reference is used.
+    """
+    agent = current_agent()
+    owner = agent.resolve(to)
+    rref, fork = agent.rrefs.create_remote(owner)
+    try:
+        created = agent.call_remote(owner, fork, func, args, kwargs, timeout)
+    except BaseException as exc:
+        agent.rrefs.on_creation_failed(fork, exc)
+        raise
+    agent.rrefs.watch_creation(rref, fork, created)
+    return rref
+
+
+def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
+    """Name and id of a worker, by default of this one. Raises `UnknownWorker`."""
+    agent = current_agent()
+    worker_id = agent.worker_id if worker_name is None else agent.resolve(worker_name)
+    return WorkerInfo(agent.worker_name_of(worker_id), worker_id)
+
+
+# ---------------------------------------------------------------- together
+
+
+def _all_gather(
+    obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
+) -> dict[str, T]:
+    """Exchanges one object per worker; see `rpcdist.rpc._gather.all_gather`."""
+    agent = current_agent()
+    return all_gather(agent, obj, worker_names, agent.timeout_of(timeout))
+
+
+def _barrier(worker_names: Iterable[str]) -> None:
+    """Returns when every worker in `worker_names`, this one included, has called it with the same names."""
+    try:
+        _all_gather(None, set(worker_names))
+    except RuntimeError as exc:
+        raise type(exc)(f"Failed to complete barrier: {exc}") if type(exc) is RuntimeError else exc from exc
+
+
+def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Returns when every worker of the job has called it. 0 waits as long as the others live."""
+    agent = current_agent()
+    all_gather(agent, None, None, agent.timeout_of(timeout))
+
+
+def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = 10.0) -> None:
+    """Gives back the references that this worker holds, and waits until the owners know."""
+    current_agent().rrefs.delete_all_user_and_unforked_owner_rrefs(timeout_s)
+
+
+@contextmanager
+def _wait_all() -> Iterator[None]:
+    """Waits, at its end, for every `rpc_async` that was called inside by this thread."""
+    _thread_local_var.future_list = []
+    try:
+        yield
+    finally:
+        try:
+            torch.futures.wait_all(_thread_local_var.future_list)
+        finally:
+            del _thread_local_var.future_list
+
+
+@contextmanager
+def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
+    """Names another pickler as the default for the time being. Calls use the value codec in any case."""
+    global _default_pickler
+    _default_pickler = rpc_pickler
+    try:
+        yield
+    finally:
+        _default_pickler = _internal_rpc_pickler
+
+
+# ---------------------------------------------------------------- the end
+
+
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+    """Leaves the job; this process may call `init_rpc` again afterwards.
+
+    Args:
+        graceful: wait until all workers have called it and nobody has work outstanding. Otherwise end at once: calls in
+            flight fail.
+        timeout: limit of the graceful part, in seconds. 0 takes `RpcOptions.shutdown_timeout`; without one it waits as
+            long as the others live, and fails when one of them dies.
+
+    Raises:
+        NotInitialized: there is nothing to shut down.
+        RuntimeError: somebody did not come in time, or died; the text says who. The local side is closed all the same.
+    """
+    agent = current_agent()
+    if not isinstance(agent, Agent):  # a registered backend's own
+        agent.join(shutdown=True)
+        set_current_agent(None)
+        return
+    if not timeout:
+        timeout = agent.options.shutdown_timeout or 0
+    finished = False
+    try:
+        if graceful:
+            if agent.world_size is not None:
+                _wait_all_workers(timeout)
+                _delete_all_user_and_unforked_owner_rrefs()
+            agent.join(shutdown=True, timeout=timeout)
+            finished = True
+    finally:
+        _finalize_shutdown(agent, finished)
+
+
+def _finalize_shutdown(agent: Agent, finished: bool) -> None:
+    try:
+        close_agent(agent, flush=finished, ignore_leaks=_ignore_rref_leak or not finished)
+    finally:
+        set_current_agent(None)
+        agent.node.release()
+
+
+def _join(agent: Agent, timeout_s: float) -> None:
+    join(agent, timeout_s)
+
+
+# ---------------------------------------------------------------- settings and a view inside
+
+
+def get_rpc_timeout() -> float:
+    """The default timeout of calls, in seconds; 0 for none."""
+    return current_agent().rpc_timeout_s
+
+
+def _set_rpc_timeout(timeout_s: float) -> None:
+    """Changes the default timeout of calls."""
+    current_agent().rpc_timeout_s = float(timeout_s)
+
+
+def enable_gil_profiling(flag: bool) -> None:
+    """Adds `agent.gil_average_wait_time_us` to the debug information: how long handlers waited for the interpreter lock."""
+    current_agent().gil_profiling = bool(flag)
+
+
+def debug_info() -> dict[str, str]:
+    """Counters of this worker, under torch's names."""
+    return current_agent().get_debug_info()
+
+
+def debug_rrefs() -> list[Any]:
+    """The live remote references of this worker, with their holders."""
+    return list(current_agent().rrefs.debug_rrefs())
+
+
+def _rref_context_get_debug_info() -> dict[str, str]:
+    return current_agent().rrefs.debug_info()
+
+
+def _get_debug_info() -> dict[str, str]:
+    return current_agent().get_debug_info()
+
+

@@ -1,0 +1,479 @@
+"""Futures: what `rpc_async` returns.
+
+A `Future` is a `torch.futures.Future`, so scripts may hand it to `torch.futures.wait_all`; it can also be awaited,
+cancelled, and waited for with a limit.
+
+[Note: two halves]
+    The Python half (this class) is the truth. The C++ half, which `torch.futures.collect_all` waits for, is a mirror
+    that is completed right after. They are separate because waiting in C++ ignores Ctrl-C, knows no limit and no event
+    loop, and because completing the C++ half may run callbacks of user code, which the I/O loop must not.
+
+Rules:
+ 1. A future is completed once. Who takes `_once`, a lock that is never given back, completes it.
+ 2. Observers are appended first, and `_finished` is checked afterwards; the completer sets `_finished` first and takes
+    the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly once. There is
+    no lock to hold: a signal handler or a finalizer may complete a future in the middle of any of this.
+ 3. `_deliver` hands in how the result is made (on the I/O loop, cheap). A thread that is blocked in `wait` makes it
+    itself, which saves a thread switch; else the caller lets the pool call `_settle`. The debt is paid once.
+
+[Note: failures in C++]
+    Raising an exception stores the frames of the waiting function in it, and these hold the future: a cycle. Python
+    collects it, but not where a part of it is owned by C++, and with it would leak every local variable of every
+    function that waited for a failed call. So the C++ half holds a `_Failure`, which has a copy that is never raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+import sys
+import threading
+import time
+import traceback
+from _thread import LockType, allocate_lock
+from collections.abc import Callable, Generator, Sequence
+from functools import partial
+from types import TracebackType
+from typing import Any, Final, NoReturn, TypeVar, cast
+
+import torch
+import torch.futures
+
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.rpc._pool import blocking
+
+__all__ = ["Future"]
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+logger = logging.getLogger(__name__)
+
+_COMPLETED_TWICE: Final = (
+    "Attempting to mark a completed Future as complete again. Note that a Future can only be marked completed once."
+)
+_Base: Final = cast(Any, torch._C.Future)
+_init = _Base.__init__
+_base_set_result = _Base.set_result
+_NO_DEVICES: Final[list[torch.device]] = []
+_get_running_loop = asyncio._get_running_loop
+
+
+class _Failure:
+    """The C++ half of a failed future, and the judge of whether anybody looked at its error."""
+
+    __slots__ = ("_frames", "_template", "seen")
+
+    def __init__(self, error: BaseException) -> None:
+        self._template = _copy_of(error)
+        self._frames: traceback.StackSummary | None = None
+        if error.__traceback__ is not None:  # raised in this process; of a remote one the cause has the traceback
+            self._frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+        self.seen = isinstance(error, Cancelled)
+
+    def raise_copy(self) -> NoReturn:
+        self.seen = True
+        raise _copy_of(self._template)
+
+    def __repr__(self) -> str:
+        return f"<failure {self._template!r}>"
+
+    def __del__(self) -> None:
+        # Logging is more than a finalizer should do; asyncio does the same, and an error must not get lost.
+        if self.seen or sys.is_finalizing():
+            return
+        frames = "".join(self._frames.format()) if self._frames is not None else ""
+        logger.error("nobody looked at the error of a future:\n%s", frames, exc_info=self._template)
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """A copy without traceback; the same object where it cannot be copied (then frames may live longer)."""
+    try:
+        twin = copy.copy(error)
+    except Exception:
+        return error
+    if type(twin) is not type(error) or twin is error:
+        return error
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is None:
+        twin.__cause__ = cause
+    return twin
+
+
+def _raise_failure(failure: _Failure) -> NoReturn:
+    """The function through which C++ turns the stored value into an error."""
+    failure.raise_copy()
+
+
+class Future(torch.futures.Future[T]):
+    """The result of a call that is still running.
+
+    Any thread may call any method. Callbacks run on the thread that completes the future, or at once if it is done.
+
+    Args:
+        devices: the accelerators on which tensors of the result may lie, as in torch.
+        on_cancel: called once if `cancel` wins; it must not block.
+    """
+
+    __slots__ = (
+        "_callbacks",
+        "_debt",
+        "_devices",
+        "_error",
+        "_failure",
+        "_finished",
+        "_observers",
+        "_on_cancel",
+        "_once",
+        "_result",
+        "_traceback",
+        "is_quiet",
+    )
+
+    def __init__(
+        self,
+        *,
+        devices: Sequence[int | str | torch.device] | None = None,
+        on_cancel: Callable[[], object] | None = None,
+    ) -> None:
+        self._devices = devices
+        _init(self, [torch.device(device) for device in devices] if devices else _NO_DEVICES)
+        self._once = allocate_lock()
+        self._finished = False
+        self._on_cancel = on_cancel
+        self._observers: list[LockType | Callable[[], object]] = []  # a lock for each blocked thread
+        self._callbacks: list[Callable[[Future[T]], object]] = []  # of the user
+        self._debt: list[Callable[[], T]] | None = None  # rule 3
+        self._error: BaseException | None = None
+        self._failure: _Failure | None = None
+        self.is_quiet = False
+        """Set by those who take over the responsibility for an error, which is then not logged when unread."""
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def done(self) -> bool:
+        """Whether there is a result or an error."""
+        return self._finished
+
+    def cancelled(self) -> bool:
+        """Whether `cancel` ended it."""
+        return self._finished and type(self._error) is Cancelled
+
+    def wait(self, timeout: float | None = None) -> T:
+        """Waits for the result.
+
+        Args:
+            timeout: the limit of this wait, in seconds; None waits until the call ends (by its own deadline at the
+                latest). Running out of it leaves the call alone.
+
+        Raises:
+            DeadlineExceeded: the timeout passed.
+            BlockingInLoop: called on an event loop's thread before the future is done; write `await`.
+            BaseException: the call's own error, the same object each time.
+        """
+        if not self._finished:
+            self._block(timeout)
+        if self._devices and self._error is None:
+            _Base.wait(self)  # has the current streams wait for what is still copied
+        return self._outcome()
+
+    def value(self) -> T:
+        """The result or error of a future that is done."""
+        if not self._finished:
+            raise RuntimeError("the Future is not completed yet; use wait() or await")
+        return self._outcome()
+
+    def exception(self, timeout: float | None = 0) -> BaseException | None:
+        """The error, or None for a result; `timeout` as in `wait`, but by default it does not wait."""
+        if not self._finished:
+            self._block(timeout)
+        if self._failure is not None:
+            self._failure.seen = True
+        return self._error
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """Waits on the running asyncio loop. Cancelling the awaiting task cancels the call."""
+        if not self._finished:
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            wake = partial(_wake_loop, loop, waiter)
+            self._observe(wake)
+            try:
+                yield from waiter
+            except asyncio.CancelledError:
+                self._forget(wake)
+                self.is_quiet = True
+                self.cancel()
+                raise
+        return self._outcome()
+
+    def _outcome(self) -> T:
+        error = self._error
+        if error is None:
+            return self._result
+        if self._failure is not None:
+            self._failure.seen = True
+        try:
+            # Each wait starts from the traceback that the error came with, or it would grow.
+            raise error.with_traceback(self._traceback)
+        finally:
+            del error, self  # they would be a cycle through this frame
+
+    def _block(self, timeout: float | None) -> None:
+        """Returns when done; raises `DeadlineExceeded` after `timeout` seconds."""
+        if self._debt:
+            self._settle()
+            if self._finished:
+                return
+        if _get_running_loop() is not None:
+            raise BlockingInLoop("Future.wait()")
+        ends_at = None if timeout is None else time.monotonic() + timeout
+        with blocking():
+            while not self._finished and self._sleep(ends_at):
+                if self._debt:
+                    self._settle()
+        if not self._finished:
+            raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
+
+    def _sleep(self, ends_at: float | None) -> bool:
+        """Waits for one wake-up: True; or until `ends_at`: False."""
+        baton = allocate_lock()
+        baton.acquire()
+        self._observers.append(baton)
+        woken = False
+        try:
+            if self._finished or self._debt:
+                return True
+            left_s = -1.0 if ends_at is None else min(ends_at - time.monotonic(), threading.TIMEOUT_MAX)
+            woken = left_s > 0 or ends_at is None
+            woken = woken and baton.acquire(True, left_s)
+            return woken
+        finally:
+            if not woken and not self._forget(baton) and self._debt:
+                self._settle()  # this thread was chosen by `_deliver`, even if it came away by Ctrl-C or the limit
+
+    # -- completing ----------------------------------------------------------------------------------------------------
+
+    def set_result(self, result: T) -> None:
+        """Completes the future. Raises `RuntimeError` if it is complete already."""
+        if not self._complete(result):
+            raise RuntimeError(_COMPLETED_TWICE)
+
+    def set_exception(self, result: BaseException) -> None:  # type: ignore[override]
+        """Completes the future with an error. Raises `RuntimeError` if it is complete already."""
+        if not isinstance(result, Exception):
+            raise AssertionError(f"{result} is of type {type(result)}, not an Exception.")
+        if not self._fail(result):
+            raise RuntimeError(_COMPLETED_TWICE)
+
+    def cancel(self) -> bool:
+        """Ends the call, here with `Cancelled` and at the callee as soon as it hears of it.
+
+        Returns:
+            False if the future was done, or its result has arrived and is being decoded.
+        """
+        if not self._once.acquire(False):
+            return False
+        hook = self._on_cancel
+        self._finish_error(Cancelled("the call was cancelled"))
+        if hook is not None:
+            try:
+                hook()
+            except Exception:
+                logger.exception("cancelling a call failed; its callee may go on with it")
+        return True
+
+    def _complete(self, result: T) -> bool:
+        """`set_result` for those that may be too late; may run user callbacks on this thread."""
+        if not self._once.acquire(False):
+            return False
+        self._finish_result(result)
+        return True
+
+    def _fail(self, error: BaseException) -> bool:
+        """`set_exception` for those that may be too late; may run user callbacks on this thread."""
+        if not self._once.acquire(False):
+            return False
+        self._finish_error(error)
+        return True
+
+    def _deliver(self, decode: Callable[[], T]) -> bool:
+        """Hands in the function that makes the result, without running user code on this thread (rule 3).
+
+        Returns:
+            True if the caller must see to it that `_settle` is called, on a thread that may run user code. False if a
+            thread that waits does it, or if the future was completed already; then `decode` is dropped.
+        """
+        if not self._once.acquire(False):
+            return False
+        self._debt = [decode]
+        for observer in tuple(self._observers):
+            if type(observer) is LockType and self._forget(observer):
+                observer.release()
+                return False
+        return True
+
+    def _settle(self) -> None:
+        """Makes the result that was delivered, unless another thread does or did."""
+        try:
+            decode = (self._debt or []).pop()
+        except IndexError:
+            return
+        try:
+            result = decode()
+        except BaseException as error:
+            if error.__traceback__ is not None:
+                error.__traceback__ = error.__traceback__.tb_next  # this frame holds the future
+            self._finish_error(error)
+        else:
+            self._finish_result(result)
+
+    @property
+    def _has_callbacks(self) -> bool:
+        """Whether completing it runs user code (apart from what was chained to the C++ half)."""
+        return bool(self._callbacks)
+
+    def _finish_result(self, result: T) -> None:
+        self._result = result
+        self._on_cancel = None
+        self._finished = True
+        if self._observers:
+            self._wake()
+        _base_set_result(self, result)
+        if self._callbacks:
+            self._run_callbacks()
+
+    def _finish_error(self, error: BaseException) -> None:
+        self._traceback: TracebackType | None = error.__traceback__
+        self._failure = failure = _Failure(error)
+        if self.is_quiet:
+            failure.seen = True
+        self._error = error
+        self._on_cancel = None
+        self._finished = True
+        self._wake()
+        _Base._set_unwrap_func(self, _raise_failure)
+        _base_set_result(self, failure)
+        self._run_callbacks()
+
+    # -- observers -----------------------------------------------------------------------------------------------------
+
+    def _wake(self) -> None:
+        observers = self._observers
+        while observers:
+            try:
+                observer = observers.pop(0)
+            except IndexError:
+                return
+            if type(observer) is LockType:
+                observer.release()
+            else:
+                observer()
+
+    def _observe(self, observer: Callable[[], object]) -> None:
+        """Has `observer` called once when the future is done, on the completing thread or at once; it must be quick."""
+        self._observers.append(observer)
+        if self._finished and self._forget(observer):
+            observer()
+
+    def _forget(self, observer: LockType | Callable[[], object]) -> bool:
+        """Takes an observer off the list; False if the completer did, and calls it."""
+        try:
+            self._observers.remove(observer)
+        except ValueError:
+            return False
+        return True
+
+    def add_done_callback(self, callback: Callable[[Future[T]], object]) -> None:
+        """Has `callback(future)` called when the future is done; an error that it raises is logged."""
+        _check_callable("add_done_callback", callback)
+        if self._finished:
+            self._call_back(callback)
+            return
+        self._callbacks.append(callback)
+        if self._finished:
+            self._run_callbacks()
+
+    def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
+        """Has `callback(future)` called when the future is done, and returns a future of what it returns.
+
+        What it raises becomes the error of the returned future: as it is if it is a RuntimeError, else wrapped in one,
+        as torch does. Cancelling the returned future cancels this one.
+        """
+        _check_callable("then", callback)
+        child: Future[S] = Future(devices=self._devices, on_cancel=self.cancel)
+        self.add_done_callback(partial(_complete_child, child, callback))
+        return child
+
+    def _run_callbacks(self) -> None:
+        callbacks = self._callbacks
+        while callbacks:
+            try:
+                callback = callbacks.pop(0)
+            except IndexError:
+                return
+            try:
+                self._call_back(callback)
+            except KeyboardInterrupt:
+                self._run_callbacks()
+                raise
+
+    def _call_back(self, callback: Callable[[Future[T]], object]) -> None:
+        try:
+            if self._devices and self._error is None:
+                _Base.wait(self)
+            callback(self)
+        except BaseException as error:
+            logger.error("Got the following error when running the callback: %r", error, exc_info=error)
+            if isinstance(error, KeyboardInterrupt):  # the callback ran by chance when the user pressed Ctrl-C
+                raise
+
+    def __repr__(self) -> str:
+        if not self._finished:
+            state = "pending"
+        elif self._error is not None:
+            state = f"failed: {self._error!r}"
+        else:
+            state = f"done: {type(self._result).__name__}"
+        return f"<Future {state}>"
+
+
+def _check_callable(name: str, callback: object) -> None:
+    if not callable(callback):
+        raise TypeError(f"{name}(): incompatible function arguments. It takes a callable, not {callback!r}")
+
+
+def _complete_child(child: Future[S], callback: Callable[[Future[T]], S], parent: Future[T]) -> None:
+    if child.done():  # cancelled
+        return
+    try:
+        result = callback(parent)
+    except BaseException as error:
+        if error.__traceback__ is not None:
+            error.__traceback__ = error.__traceback__.tb_next  # this frame holds both futures
+        child._fail(_as_runtime_error(error))
+        if isinstance(error, KeyboardInterrupt):
+            raise
+    else:
+        child._complete(result)
+
+
+def _as_runtime_error(error: BaseException) -> BaseException:
+    if isinstance(error, RuntimeError):
+        return error
+    wrapped = RpcdistError(f"Got the following error when running the callback: {type(error).__name__}: {error}")
+    wrapped.__cause__ = error
+    return wrapped
+
+
+def _wake_loop(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+    try:
+        loop.call_soon_threadsafe(_set_waiter, waiter)
+    except RuntimeError:
+        logger.debug("a loop was closed while one of its tasks waited for a call")
+
+
+def _set_waiter(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,129 @@
+"""Names of torch's `torch.distributed.rpc.internal` that programs and tests use, on our own codec.
+
+Calls do not come this way: they are encoded by `rpcdist.rpc._values` straight into messages. What is here serves
+programs that pickle parts of a call themselves, or register how a class of theirs travels.
+"""
+
+from __future__ import annotations
+
+import enum
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeVar, cast
+
+import torch
+
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values import ReceiveBuffer, register_reducer
+from rpcdist.rpc._values.pickled import read_pickle, write_pickle
+
+__all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
+
+T = TypeVar("T")
+
+
+class RPCExecMode(enum.Enum):
+    """The kinds of calls, as profilers name them."""
+
+    SYNC = "sync"
+    ASYNC = "async"
+    ASYNC_JIT = "async_jit"
+    REMOTE = "remote"
+
+
+class PythonUDF(NamedTuple):
+    """A function of the user's, and the arguments to call it with."""
+
+    func: Callable[..., object]
+    args: Sequence[object]
+    kwargs: Mapping[str, object] | None
+
+
+class RemoteException(NamedTuple):
+    """The text and the type of an exception that a call raised."""
+
+    msg: str
+    exception_type: type[BaseException]
+
+
+class _ShareableRRef(Protocol):
+    def _serialize(self) -> object: ...
+
+
+class _RRefs:
+    """`Externals` of a value that is pickled outside of a call: shares are made and claimed by the references."""
+
+    def __init__(self, forks: list[object] | None = None) -> None:
+        self.forks: list[object] = [] if forks is None else forks
+        # Late, because remote references are built on the codec, which is below this module.
+        from rpcdist.rpc.rref import PyRRef
+
+        self._type = PyRRef
+
+    def is_external(self, obj: object) -> bool:
+        return isinstance(obj, self._type)
+
+    def externalize(self, obj: object) -> int:
+        self.forks.append(cast(_ShareableRRef, obj)._serialize())
+        return len(self.forks) - 1
+
+    def internalize(self, index: int) -> object:
+        if index >= len(self.forks):
+            raise SerializationError(f"the value refers to remote reference {index} of {len(self.forks)}")
+        return self._type._deserialize(self.forks[index])
+
+
+class _InternalRPCPickler:
+    """Pickles a value into bytes and a table of its tensors, which are not copied."""
+
+    def serialize(self, obj: object) -> tuple[bytes, list[torch.Tensor]]:
+        """Pickle a value.
+
+        Runs user code (`__reduce__`) on the calling thread. It may call this method again.
+
+        Returns:
+            The bytes, and the tensors that they refer to by index.
+
+        Raises:
+            AttributeError, TypeError, pickle.PicklingError: a part of it cannot be pickled.
+            SerializationError: it holds a future, or is nested too deeply.
+        """
+        rrefs = _RRefs()
+        parts = write_pickle(obj, rrefs, by_value=False)
+        for expected, rref in enumerate(parts.externals):
+            assert rrefs.externalize(rref) == expected
+        frame = (parts.body, [bytes(buffer) for buffer in parts.buffers], rrefs.forks)
+        return pickle.dumps(frame, protocol=5), parts.tensors
+
+    def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:
+        """Rebuild the value that `serialize` pickled. Runs code of the sender's choice.
+
+        Raises:
+            SerializationError: it cannot be rebuilt here; the text says why.
+        """
+        body, buffers, forks = cast(tuple[bytes, list[bytes | ReceiveBuffer], list[object]], pickle.loads(binary_data))
+        return read_pickle(body, tensor_table, buffers, _RRefs(forks))
+
+    def _register_reducer(self, obj_class: type[T], reducer: Callable[[T], object]) -> None:
+        """Say how objects of exactly this class travel, in calls too; the first registration of a class stays."""
+        register_reducer(obj_class, reducer)
+
+
+_internal_rpc_pickler = _InternalRPCPickler()
+
+
+def serialize(obj: object) -> tuple[bytes, list[torch.Tensor]]:
+    """`_InternalRPCPickler.serialize` of the pickler that all calls share."""
+    return _internal_rpc_pickler.serialize(obj)
+
+
+def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> object:
+    """`_InternalRPCPickler.deserialize` of the pickler that all calls share."""
+    return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
+
+
+def _build_rpc_profiling_key(
+    exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
+) -> str:
+    """The name under which a call appears in a profile, such as `rpc_sync#torch.add(worker0 -> worker1)`."""
+    return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

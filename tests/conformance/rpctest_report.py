@@ -1,0 +1,59 @@
+"""The table at the end of a conformance run, and the numbers in docs/conformance.md."""
+
+from __future__ import annotations
+
+import platform
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from rpctest_catalogue import CATEGORIES, TARGET, Entry
+from rpctest_fleet import Outcome
+
+__all__ = ["reached", "table", "write_page"]
+
+PAGE = Path(__file__).parents[2] / "docs" / "conformance.md"
+BEGIN, END = "<!-- numbers: begin -->", "<!-- numbers: end -->"
+
+Pairs = Sequence[tuple[Entry, Outcome]]
+
+
+def _passed(outcomes: Pairs, category: str) -> tuple[int, int]:
+    """How many tests of a category passed, of how many."""
+    statuses = [outcome.status for entry, outcome in outcomes if entry.category == category]
+    return statuses.count("passed"), len(statuses)
+
+
+def reached(outcomes: Pairs) -> bool:
+    """Whether enough of the counted tests passed."""
+    passed, total = _passed(outcomes, "plain")
+    return total == 0 or passed / total >= TARGET
+
+
+def table(outcomes: Pairs, num_starts: int) -> str:
+    """The result as a Markdown table, and the names of the counted tests that did not pass."""
+    lines = ["", "| category | passed | of | share | |", "|---|---:|---:|---:|---|"]
+    for category, meaning in CATEGORIES.items():
+        passed, total = _passed(outcomes, category)
+        if total:
+            share = f"{100 * passed / total:.1f} %"
+            wanted = f" (target {100 * TARGET:.0f} %)" if category == "plain" else ""
+            lines.append(f"| {category} | {passed} | {total} | {share} | {meaning}{wanted} |")
+    lines += ["", f"The four processes were started {num_starts} time{'s' * (num_starts != 1)}."]
+    lost = [outcome for entry, outcome in outcomes if entry.category == "plain" and outcome.status != "passed"]
+    if lost:
+        lines += ["", "Counted tests that did not pass:", ""]
+        lines += [f"- `{outcome.name}` ({outcome.status})" for outcome in lost]
+    return "\n".join(lines)
+
+
+def write_page(outcomes: Pairs, num_starts: int) -> None:
+    """Replace the numbers in docs/conformance.md by those of this run."""
+    where = f"Python {platform.python_version()}, torch {torch.__version__}, {platform.system()} {platform.machine()}"
+    body = f"{BEGIN}\nMeasured with {where}.\n{table(outcomes, num_starts)}\n{END}"
+    page = PAGE.read_text()
+    replaced, count = re.subn(f"{re.escape(BEGIN)}.*?{re.escape(END)}", lambda _: body, page, flags=re.DOTALL)
+    if count != 1:
+        raise SystemExit(f"{PAGE} has no place for the numbers (between {BEGIN} and {END})")
+    PAGE.write_text(replaced)

@@ -1,0 +1,219 @@
+"""One of the four processes in which torch's tests run: it runs the body of each test for its rank.
+
+The parent sends a `Case`; the worker runs it and answers with a `Result`. Then the parent sends `Tidy`, once all four
+have answered; the worker removes what the test left behind, and answers again. torch's own harness runs each test in
+fresh processes, so tests may leave anything behind: an agent, a process group, changed globals, environment variables.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import gc
+import importlib
+import os
+import sys
+import traceback
+import unittest
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any
+
+import torch.distributed as dist
+
+__all__ = ["Case", "Result", "Tidy", "serve"]
+
+WORLD_SIZE = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One test to run: a method of a class in `rpctest_suites`, and a file that only this run of it uses."""
+
+    suite: str
+    test: str
+    file_name: str
+
+    def __str__(self) -> str:
+        return f"{self.suite}.{self.test}"
+
+
+@dataclass(frozen=True, slots=True)
+class Tidy:
+    """All ranks have answered: remove what the test left behind."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """How the body of a test ended on one rank: `ok`, `skipped` or `error`, and what it used on the way."""
+
+    status: str
+    text: str = ""
+    used: frozenset[str] = field(default_factory=frozenset)
+
+
+def serve(connection: Connection, rank: int, peer: str) -> None:
+    """Run cases until the parent closes the connection.
+
+    Args:
+        connection: to the parent.
+        rank: this worker's rank, 0 to 3.
+        peer: `rpcdist` or `torch`.
+    """
+    import rpctest_modules
+
+    if peer == "rpcdist":
+        rpctest_modules.install()
+    suites = importlib.import_module("rpctest_suites")
+    connection.send("ready")
+    while True:
+        try:
+            request = connection.recv()
+        except EOFError:
+            return
+        if isinstance(request, Case):
+            keep = _State.now()
+            with _recording() if peer == "torch" else contextlib.nullcontext(set()) as used:
+                result = _run(suites, request, rank)
+            connection.send(Result(result.status, result.text, frozenset(used)))
+        elif isinstance(request, Tidy):
+            problems = _tidy(keep, peer)
+            if peer == "rpcdist" and rpctest_modules.torch_agent_is_set():
+                problems.append("torch's own RPC agent was started")
+            connection.send(problems)
+
+
+def _run(suites: ModuleType, case: Case, rank: int) -> Result:
+    from torch.testing._internal import common_utils
+    from torch.testing._internal.common_distributed import TEST_SKIPS, MultiProcessTestCase
+
+    test = getattr(suites, case.suite)(case.test)
+    test.rank = rank
+    test.file_name = case.file_name
+    common_utils.set_rng_seed()
+    try:
+        getattr(test, case.test)()
+    except unittest.SkipTest as exc:
+        return Result("skipped", str(exc))
+    except SystemExit as exc:
+        if exc.code in {skip.exit_code for skip in TEST_SKIPS.values()}:
+            return Result("skipped", f"exit code {exc.code}")
+        if exc.code in (0, None):
+            return Result("ok")
+        kind = "error" if rank == 0 or exc.code == MultiProcessTestCase.TEST_ERROR_EXIT_CODE else "ok"
+        return Result(kind, f"exit code {exc.code}")
+    except BaseException:
+        return Result("error", traceback.format_exc())
+    return Result("ok")
+
+
+@dataclass(frozen=True)
+class _State:
+    """What tests change in a process that torch would have thrown away."""
+
+    environment: dict[str, str]
+    backend_type: type
+    modules: dict[str, dict[str, Any]]
+
+    @classmethod
+    def now(cls) -> _State:
+        registry = importlib.import_module("torch.distributed.rpc.backend_registry")
+        return cls(dict(os.environ), registry.BackendType, {name: dict(vars(_module(name))) for name in _WITH_GLOBALS})
+
+    def restore(self) -> None:
+        os.environ.clear()
+        os.environ.update(self.environment)
+        registry = importlib.import_module("torch.distributed.rpc.backend_registry")
+        registry.BackendType = self.backend_type
+        for name, before in self.modules.items():
+            module = vars(_module(name))
+            for key in module.keys() - before.keys():
+                del module[key]
+            module.update(before)
+        # These two are completed by the tests that use them, and a future can be completed only once.
+        tests = _module("rpc_test")
+        tests.VALUE_FUTURE = concurrent.futures.Future()
+        tests.DONE_FUTURE = concurrent.futures.Future()
+
+
+# rpcdist's modules are not in this list: what a test changes there and does not change back is found by the next one.
+_WITH_GLOBALS = ("rpc_test",)
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"torch.testing._internal.distributed.rpc.{name}")
+
+
+def _tidy(keep: _State, peer: str) -> list[str]:
+    """Remove what a test left behind, and return what went wrong with that."""
+    problems: list[str] = []
+    api = importlib.import_module("torch.distributed.rpc.api")
+    for what, step in (("shutdown", lambda: _shut_down(api)), ("process group", _destroy_groups)):
+        try:
+            step()
+        except BaseException:
+            problems.append(f"{what} after the test: {traceback.format_exc()}")
+    keep.restore()
+    api._ignore_rref_leak = True
+    gc.collect()
+    if peer == "rpcdist" and api._is_current_rpc_agent_set():
+        problems.append("an agent is still set after the test and shutdown()")
+    return problems
+
+
+def _shut_down(api: Any) -> None:
+    if api._is_current_rpc_agent_set():
+        api.shutdown(graceful=False)
+
+
+def _destroy_groups() -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _recording() -> Iterator[set[str]]:
+    """Record which optional parts of torch a test uses: distributed autograd, the profiler, TorchScript."""
+    used: set[str] = set()
+    with contextlib.ExitStack() as stack:
+        for module_name, names, part in _PARTS:
+            module = importlib.import_module(module_name)
+            for name in names:
+                stack.enter_context(_patched(module, name, f"{part}: {name}", used))
+        yield used
+
+
+_PARTS = (
+    ("torch.distributed.autograd", ("context", "backward", "get_gradients", "_retrieve_context"), "autograd"),
+    ("torch.testing._internal.distributed.rpc.rpc_test", ("_profile",), "profiler"),
+    ("torch.distributed.rpc", ("_server_process_global_profile",), "profiler"),
+    ("torch.autograd.profiler", ("profile", "record_function"), "profiler"),
+    ("torch.distributed.rpc.api", ("_invoke_rpc_torchscript", "_invoke_remote_torchscript"), "TorchScript"),
+    ("torch.jit", ("save", "load", "script"), "TorchScript"),
+)
+
+
+@contextlib.contextmanager
+def _patched(module: ModuleType, name: str, entry: str, used: set[str]) -> Iterator[None]:
+    # A class keeps its identity, because tests send it by name: what is replaced is its constructor.
+    owner: Any = module
+    attribute = name
+    if isinstance(getattr(module, name), type):
+        owner, attribute = getattr(module, name), "__init__"
+    original = getattr(owner, attribute)
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        used.add(entry)
+        return original(*args, **kwargs)
+
+    setattr(owner, attribute, noting)
+    try:
+        yield
+    finally:
+        setattr(owner, attribute, original)
+
+
+if __name__ == "__main__":
+    sys.exit("this module is run by run_conformance.py")

@@ -1,0 +1,144 @@
+"""Run torch's own RPC tests against rpcdist, and count.
+
+    python tests/conformance/run_conformance.py                       all that torch passes, with a table at the end
+    python tests/conformance/run_conformance.py test_add sparse       the tests whose names contain one of the words
+    python tests/conformance/run_conformance.py --category plain      one category (see docs/conformance.md)
+    python tests/conformance/run_conformance.py --peer torch --write  torch on itself; writes the list of its passes
+    python tests/conformance/run_conformance.py --serve               names on standard input, verdicts as JSON lines
+
+The exit code is 0 if at least 95 % of the plain tests of this run passed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import signal
+import sys
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import rpctest_catalogue as catalogue
+import rpctest_report as report
+import torch
+import torch.testing._internal.common_distributed
+from rpctest_catalogue import Entry
+from rpctest_fleet import Fleet, Outcome
+
+__all__ = ["main"]
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("words", nargs="*", help="run the tests whose names contain one of these")
+    parser.add_argument("--peer", choices=("rpcdist", "torch"), default="rpcdist", help="whose RPC the tests run on")
+    parser.add_argument(
+        "--fresh",
+        action=argparse.BooleanOptionalAction,
+        help="start processes anew for each test; the default for torch, which a second init_rpc in a process may hang",
+    )
+    parser.add_argument("--category", choices=sorted(catalogue.CATEGORIES), help="run this category only")
+    parser.add_argument("--limit", type=float, default=60.0, metavar="SECONDS", help="a test that takes longer failed")
+    parser.add_argument("--repeat", type=int, default=1, metavar="TIMES", help="run each test so many times")
+    parser.add_argument(
+        "--write", action="store_true", help="write the baseline, or the numbers of docs/conformance.md"
+    )
+    parser.add_argument("--details", type=Path, metavar="FILE", help="write tracebacks and output of failures here")
+    parser.add_argument("--serve", action="store_true", help="take names from standard input, answer with JSON lines")
+    return parser.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    # The workers' files and processes are removed on the way out of `main`.
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
+    if options.peer == "torch":
+        import rpctest_suites  # noqa: F401  # once here, so that the forked workers have it
+    fresh = options.peer == "torch" if options.fresh is None else options.fresh
+    fleet = Fleet(options.peer, fresh=fresh)
+    try:
+        if options.serve:
+            return serve(fleet, options.limit)
+        return run(fleet, options)
+    finally:
+        fleet.close()
+
+
+def serve(fleet: Fleet, limit_s: float) -> int:
+    """Answer each name on standard input with the verdict on that test, until the input ends."""
+    for line in sys.stdin:
+        suite, _, test = line.strip().partition(".")
+        outcome = dataclasses.asdict(fleet.run(suite, test, limit_s))
+        outcome["used"] = sorted(outcome["used"])
+        print(json.dumps(outcome), flush=True)
+    return 0
+
+
+def run(fleet: Fleet, options: argparse.Namespace) -> int:
+    entries = list(selected(options))
+    outcomes: list[tuple[Entry, Outcome]] = []
+    for number, entry in enumerate(entries, 1):
+        outcome = repeated(fleet, entry, options)
+        outcomes.append((entry, outcome))
+        print(f"{number:4}/{len(entries)}  {outcome.status:8} {outcome.seconds:6.1f} s  {entry.name}", flush=True)
+    if options.details:
+        options.details.write_text("\n\n".join(f"##### {o.name}: {o.status}\n{o.details}" for o in failures(outcomes)))
+    if options.peer == "torch":
+        return baseline(outcomes, write=options.write)
+    print(report.table(outcomes, fleet.num_starts))
+    if options.write:
+        report.write_page(outcomes, fleet.num_starts)
+    return 0 if report.reached(outcomes) else 1
+
+
+def selected(options: argparse.Namespace) -> Iterator[Entry]:
+    """The tests to run: those of the baseline, or all that there are when the baseline itself is measured."""
+    for entry in every_test() if options.peer == "torch" else catalogue.load():
+        if options.words and not any(word in entry.name for word in options.words):
+            continue
+        if options.category in (None, entry.category):
+            yield entry
+
+
+def every_test() -> Iterator[Entry]:
+    import rpctest_suites
+
+    for suite in rpctest_suites.__all__:
+        for test in sorted(name for name in dir(getattr(rpctest_suites, suite)) if name.startswith("test")):
+            yield Entry(f"{suite}.{test}", "plain")
+
+
+def repeated(fleet: Fleet, entry: Entry, options: argparse.Namespace) -> Outcome:
+    """Run a test as often as asked for, and stop at the first failure."""
+    for _ in range(options.repeat):
+        outcome = fleet.run(entry.suite, entry.test, options.limit)
+        if outcome.status not in ("passed", "skipped"):
+            break
+    return outcome
+
+
+def failures(outcomes: Iterable[tuple[Entry, Outcome]]) -> list[Outcome]:
+    return [outcome for _, outcome in outcomes if outcome.status not in ("passed", "skipped")]
+
+
+def baseline(outcomes: list[tuple[Entry, Outcome]], *, write: bool) -> int:
+    """Print, and on request write, what torch passes."""
+    passed = [
+        Entry(outcome.name, *catalogue.categorize(outcome.used), outcome.seconds)
+        for _, outcome in outcomes
+        if outcome.status == "passed"
+    ]
+    skipped = {outcome.name: outcome.details for _, outcome in outcomes if outcome.status == "skipped"}
+    for category in catalogue.CATEGORIES:
+        print(f"{sum(entry.category == category for entry in passed):4} {category}")
+    print(f"{len(passed):4} passed, {len(skipped)} skipped, {len(failures(outcomes))} failed")
+    if write:
+        catalogue.save(passed, torch.__version__, skipped)
+    return 1 if failures(outcomes) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What holds for every test: nothing is left behind, a job token of its own, and repeatable random examples."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import secrets
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import hypothesis
+import pytest
+import pytest_asyncio
+from leak_guard import GRACE_S, LeakGuard, loop_errors
+
+hypothesis.settings.register_profile("developer", deadline=None)
+hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)
+hypothesis.settings.load_profile("automatic" if os.environ.get("CI") else "developer")
+
+LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
+if sys.platform != "win32":
+    import uvloop
+
+    LOOP_FACTORIES["uvloop"] = uvloop.new_event_loop
+
+
+def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Every asynchronous test runs once on each kind of loop that the package may run on."""
+    return LOOP_FACTORIES
+
+
+@pytest.fixture(scope="session", autouse=True)
+def job_token() -> Iterator[str]:
+    """The job token of this run, in the environment of this process and of all that it starts."""
+    with pytest.MonkeyPatch.context() as patch:
+        token = secrets.token_hex(16)
+        patch.setenv("RPCDIST_TOKEN", token)
+        yield token
+
+
+@pytest.fixture(scope="session")
+def leak_guard() -> LeakGuard:
+    """Told about processes and threads that outlive a test on purpose: `leak_guard.exempt_child(process.pid)`."""
+    return LeakGuard()
+
+
+@pytest.fixture
+def reported_loop_errors() -> Iterator[list[str]]:
+    """What event loops report during the test; a test that provokes an error on a loop checks it here and clears it."""
+    with loop_errors() as errors:
+        yield errors
+
+
+@pytest_asyncio.fixture
+async def no_task_is_left_behind() -> AsyncIterator[None]:
+    """Fails a test that leaves a task on its loop, where pytest-asyncio would cancel it silently."""
+    before = asyncio.all_tasks()
+    yield
+    if left := asyncio.all_tasks() - before - {asyncio.current_task()}:
+        _, left = await asyncio.wait(left, timeout=GRACE_S)
+    if left:
+        pytest.fail("left behind by the test:\n" + "\n".join(map(repr, left)), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left_behind(
+    request: pytest.FixtureRequest, leak_guard: LeakGuard, reported_loop_errors: list[str]
+) -> Iterator[None]:
+    """Fails a test that leaves a thread, child process, listening socket or shared memory, or an error on a loop."""
+    before = leak_guard.snapshot()
+    if inspect.iscoroutinefunction(getattr(request, "function", None)):
+        request.getfixturevalue("no_task_is_left_behind")  # here, so that it outlives the test's own fixtures
+    yield
+    problems = leak_guard.leaks(before)
+    problems += [f"an event loop reported: {error}" for error in reported_loop_errors]
+    if problems:
+        pytest.fail("left behind by the test:\n" + "\n".join(problems), pytrace=False)

@@ -1,0 +1,189 @@
+"""Finds what a test leaves behind: threads, child processes, listening sockets, shared memory, errors on a loop.
+
+A clean test costs a few listings of /proc. Only when something new is there does the guard look closer, and then gives
+it a moment to end, since a closed connection or a joined pool ends its last threads a little later.
+
+Linux only: elsewhere the guard finds threads and loop errors, and nothing else.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+__all__ = ["GRACE_S", "LeakGuard", "Snapshot", "loop_errors"]
+
+GRACE_S = 3.0
+POLL_S = 0.01
+
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a process held at one moment; each thing by a name that is not used again soon."""
+
+    threads: frozenset[threading.Thread]
+    children: frozenset[int]
+    sockets: frozenset[str]
+    segments: frozenset[str]
+
+
+class LeakGuard:
+    """Compares what this process holds before and after a test.
+
+    Worker processes and threads that outlive a test on purpose are named by `exempt_child` and `exempt_thread`. What
+    exists before the test's own fixtures run is never counted, so most pools of module or session scope need neither.
+    """
+
+    def __init__(self) -> None:
+        self._exempt_children: set[int] = set()
+        self._exempt_threads: set[threading.Thread] = set()
+
+    def exempt_child(self, pid: int) -> None:
+        """Process `pid`, a child of this one, and the processes below it may stay."""
+        self._exempt_children.add(pid)
+
+    def exempt_thread(self, thread: threading.Thread) -> None:
+        """`thread` may stay."""
+        self._exempt_threads.add(thread)
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            frozenset(threading.enumerate()), frozenset(_children()), frozenset(_sockets()), frozenset(_segments())
+        )
+
+    def leaks(self, before: Snapshot, grace_s: float = GRACE_S) -> list[str]:
+        """What is new since `before` and has not gone after `grace_s`, one line each."""
+        gc.collect(1)  # a dropped task or socket says so when it is freed; the test's own objects are young
+        limit = time.monotonic() + grace_s
+        while found := [line for check in self._checks() for line in check(before)]:
+            if time.monotonic() >= limit:
+                break
+            gc.collect()
+            time.sleep(POLL_S)
+        return found
+
+    def _checks(self) -> tuple[Callable[[Snapshot], Iterator[str]], ...]:
+        return (self._new_threads, self._new_children, self._new_listeners, self._new_segments)
+
+    def _new_threads(self, before: Snapshot) -> Iterator[str]:
+        for thread in threading.enumerate():
+            if thread in before.threads or thread in self._exempt_threads:
+                continue
+            if not thread.daemon or thread.name.startswith("rpcdist"):
+                yield f"thread {thread.name!r} is still running"
+
+    def _new_children(self, before: Snapshot) -> Iterator[str]:
+        for pid in _children() - before.children - self._exempt_children - {_resource_tracker_pid()}:
+            with suppress(FileNotFoundError, ProcessLookupError):
+                name, state = _name_and_state(pid)
+                what = "ended, but nobody waited for it" if state == "Z" else "is still running"
+                yield f"child process {pid} ({name}) {what}"
+
+    def _new_listeners(self, before: Snapshot) -> Iterator[str]:
+        for link, descriptor in _sockets().items():
+            if link not in before.sockets and (address := _listening_address(descriptor)) is not None:
+                yield f"the socket listening on {address} is still open"
+
+    def _new_segments(self, before: Snapshot) -> Iterator[str]:
+        for name in _segments() - before.segments:
+            if not _used_by_strangers(SHARED_MEMORY / name):
+                yield f"the shared memory segment {SHARED_MEMORY / name} still exists"
+
+
+@contextmanager
+def loop_errors() -> Iterator[list[str]]:
+    """Collects what event loops log at level ERROR: lost exceptions, failed callbacks, destroyed pending tasks."""
+    collected: list[str] = []
+
+    class Collector(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            collected.append(self.format(record))
+
+    collector = Collector(level=logging.ERROR)
+    logger = logging.getLogger("asyncio")
+    logger.addHandler(collector)
+    try:
+        yield collected
+    finally:
+        logger.removeHandler(collector)
+
+
+def _children() -> set[int]:
+    """The children of all threads of this process."""
+    found: set[int] = set()
+    with suppress(FileNotFoundError):
+        for thread in os.listdir("/proc/self/task"):
+            with suppress(FileNotFoundError, ProcessLookupError), open(f"/proc/self/task/{thread}/children") as file:
+                found.update(map(int, file.read().split()))
+    return found
+
+
+def _sockets() -> dict[str, int]:
+    """The open sockets of this process: the kernel's name for each, and a descriptor of it."""
+    found: dict[str, int] = {}
+    with suppress(FileNotFoundError):
+        for descriptor in os.listdir("/proc/self/fd"):
+            with suppress(FileNotFoundError):
+                link = os.readlink(f"/proc/self/fd/{descriptor}")
+                if link.startswith("socket:"):
+                    found[link] = int(descriptor)
+    return found
+
+
+def _segments() -> set[str]:
+    with suppress(FileNotFoundError):
+        return set(os.listdir(SHARED_MEMORY))
+    return set()
+
+
+def _resource_tracker_pid() -> int | None:
+    """multiprocessing starts this helper at the first need and keeps it until the interpreter exits."""
+    return getattr(resource_tracker._resource_tracker, "_pid", None)
+
+
+def _name_and_state(pid: int) -> tuple[str, str]:
+    stat = Path(f"/proc/{pid}/stat").read_text()
+    name, _, rest = stat[stat.index("(") + 1 :].rpartition(")")
+    return name, rest.split()[0]
+
+
+def _listening_address(descriptor: int) -> str | None:
+    """The address that the socket listens on; None if it does not listen, or was closed meanwhile."""
+    with suppress(OSError), socket.socket(fileno=os.dup(descriptor)) as copy:
+        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            return str(copy.getsockname())
+    return None
+
+
+def _used_by_strangers(segment: Path) -> bool:
+    """Whether a process that is not below this one has `segment` mapped: other programs use /dev/shm, too."""
+    ours = _descendants()
+    for entry in os.listdir("/proc"):
+        if entry.isdigit() and int(entry) not in ours:
+            with suppress(OSError):
+                if str(segment) in Path(f"/proc/{entry}/maps").read_text():
+                    return True
+    return False
+
+
+def _descendants() -> set[int]:
+    found: set[int] = set()
+    unseen = [os.getpid()]
+    while unseen:
+        pid = unseen.pop()
+        found.add(pid)
+        with suppress(OSError):
+            for task in os.listdir(f"/proc/{pid}/task"):
+                unseen.extend(map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split()))
+    return found

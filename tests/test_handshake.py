@@ -1,0 +1,499 @@
+"""The handshake's state machines, message by message; no socket, no clock."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.ids import Identity
+from rpcdist.transport.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    ClientHandshake,
+    ReplayWindow,
+    ServerHandshake,
+    SessionKeys,
+    identity_from_proto,
+    identity_to_proto,
+    request_proof,
+    verify_request,
+)
+
+TOKEN = b"an excellent token of the job"
+ALICE = Identity("alice", 1, 11)
+BOB = Identity("bob", 0, 22)
+Code = pb.Refusal.Code
+
+
+def client(
+    token: bytes = TOKEN, job: str = "digits", role: str = "rpc", expected: Identity | None = None
+) -> ClientHandshake:
+    return ClientHandshake(token, job, role, ALICE, expected=expected, token_source="a test")
+
+
+def server(
+    token: bytes = TOKEN, job: str = "digits", accept: Callable[[pb.Hello], str | None] | None = None
+) -> ServerHandshake:
+    return ServerHandshake(token, job, BOB, accept, token_source="a test")
+
+
+def wire(message: pb.Handshake | None) -> pb.Handshake:
+    """A message as it arrives at the other side."""
+    assert message is not None
+    return pb.Handshake.FromString(message.SerializeToString())
+
+
+def shake(a: ClientHandshake, b: ServerHandshake) -> list[str]:
+    """Runs both sides to their end, and returns the steps that crossed the wire."""
+    steps: list[str] = []
+    message: pb.Handshake | None = a.start()
+    to_server = True
+    while message is not None:
+        steps.append(message.WhichOneof("step"))
+        message = (b if to_server else a).receive(wire(message))
+        to_server = not to_server
+    return steps
+
+
+def text_of(side: ClientHandshake | ServerHandshake) -> str:
+    with pytest.raises(AuthenticationFailed) as caught:
+        side.check()
+    assert not side.done
+    for hidden in ("peer", "session"):
+        with pytest.raises(AuthenticationFailed):
+            getattr(side, hidden)
+    return str(caught.value)
+
+
+def test_both_sides_prove_the_token_and_hold_the_same_keys() -> None:
+    a, b = client(), server()
+    assert shake(a, b) == ["hello", "challenge", "proof", "welcome"]
+    a.check()
+    b.check()
+    assert (a.done, b.done, a.peer, b.peer, b.role) == (True, True, BOB, ALICE, "rpc")
+    assert a.session == b.session and len(a.session.key) == 32
+    assert a.session.key.hex() not in repr(a.session) and a.session.key.hex() not in repr(a)
+
+
+def test_two_sessions_share_no_key() -> None:
+    keys = set()
+    for _ in range(4):
+        a, b = client(), server()
+        shake(a, b)
+        keys |= {a.session.key, a.session.session_id}
+    assert len(keys) == 8
+
+
+def test_neither_token_nor_key_crosses_the_wire() -> None:
+    a, b = client(), server()
+    hello = a.start()
+    challenge = wire(b.receive(hello))
+    proof = wire(a.receive(challenge))
+    welcome = wire(b.receive(proof))
+    a.receive(welcome)
+    traffic = b"".join(message.SerializeToString() for message in (hello, challenge, proof, welcome))
+    assert TOKEN not in traffic and a.session.key not in traffic
+
+
+def test_a_wrong_token_fails_on_both_sides_and_says_what_to_set() -> None:
+    a, b = client(token=b"another token altogether"), server()
+    assert shake(a, b) == ["hello", "challenge", "refusal"]
+    for side in (a, b):
+        text = text_of(side)
+        assert "RPCDIST_TOKEN" in text and "token file" in text and "This process uses a test." in text
+        assert side.refusal_code == Code.TOKEN
+        assert "another token" not in text and TOKEN.decode() not in text
+
+
+def test_the_server_checks_the_client_also_when_the_client_skips_its_own_check() -> None:
+    a, b = client(), server()
+    challenge = wire(b.receive(a.start()))
+    refusal = wire(b.receive(pb.Handshake(proof=pb.Proof(proof=challenge.challenge.proof))))  # its own proof, reflected
+    assert refusal.refusal.code == Code.TOKEN
+    assert "RPCDIST_TOKEN" in text_of(b)
+
+
+def test_other_versions_are_told_apart_from_wrong_tokens() -> None:
+    b = server(token=b"another token altogether")
+    hello = wire(client().start())
+    hello.hello.version = 9
+    hello.hello.nonce = b"of another shape in that version"[:7]
+    refusal = wire(b.receive(hello))
+    assert refusal.refusal.code == Code.VERSION
+    assert "version 9" in text_of(b) and "same version of rpcdist" in refusal.refusal.reason
+    a = client()
+    a.start()
+    a.receive(refusal)
+    assert "version 9" in text_of(a) and a.refusal_code == Code.VERSION
+
+
+def test_jobs_do_not_mix() -> None:
+    a, b = client(job="digits"), server(job="letters")
+    assert shake(a, b) == ["hello", "refusal"]
+    for side in (a, b):
+        text = text_of(side)
+        assert "'digits'" in text and "'letters'" in text
+        assert side.refusal_code == Code.JOB
+
+
+def test_the_policy_is_asked_about_proven_peers_only() -> None:
+    asked: list[str] = []
+
+    def accept(hello: pb.Hello) -> str | None:
+        asked.append(hello.identity.name)
+        return "worker alice is not welcome"
+
+    shake(client(token=b"another token altogether"), server(accept=accept))
+    assert asked == []
+    a, b = client(), server(accept=accept)
+    assert shake(a, b) == ["hello", "challenge", "proof", "refusal"]
+    assert asked == ["alice"]
+    assert "not welcome" in text_of(a) and "not welcome" in text_of(b)
+    assert a.refusal_code == b.refusal_code == Code.POLICY
+
+
+@pytest.mark.parametrize(
+    ("expected", "matches"),
+    [
+        (BOB, True),
+        (Identity("bob", -1, 0), True),
+        (Identity("", 0, 0), True),
+        (Identity("carol", 0, 22), False),
+        (Identity("bob", 3, 22), False),
+        (Identity("bob", 0, 23), False),
+    ],
+)
+def test_an_address_that_now_belongs_to_somebody_else_is_noticed(expected: Identity, matches: bool) -> None:
+    a, b = client(expected=expected), server()
+    shake(a, b)
+    assert a.done is b.done is matches
+    if not matches:
+        assert "'bob'" in text_of(a) and "refused" in text_of(b)
+        assert a.refusal_code == Code.WRONG_PEER
+
+
+Change = Callable[[pb.Handshake], None]
+
+
+def _other(data: bytes) -> bytes:
+    return bytes([data[0] ^ 1]) + data[1:]
+
+
+def _flip(part: str, name: str) -> Change:
+    def change(message: pb.Handshake) -> None:
+        holder = getattr(message, part)
+        setattr(holder, name, _other(getattr(holder, name)))
+
+    return change
+
+
+def _set(part: str, name: str, value: object) -> Change:
+    return lambda message: setattr(getattr(message, part), name, value)
+
+
+def _identity(part: str, name: str, value: object) -> Change:
+    return lambda message: setattr(getattr(message, part).identity, name, value)
+
+
+TAMPERING: dict[str, tuple[int, Change]] = {
+    "hello.version": (0, _set("hello", "version", 2)),
+    "hello.nonce": (0, _flip("hello", "nonce")),
+    "hello.job": (0, _set("hello", "job", "letters")),
+    "hello.role": (0, _set("hello", "role", "store")),
+    "hello.identity.name": (0, _identity("hello", "name", "mallory")),
+    "hello.identity.id": (0, _identity("hello", "id", 7)),
+    "hello.identity.incarnation": (0, _identity("hello", "incarnation", 7)),
+    "challenge.nonce": (1, _flip("challenge", "nonce")),
+    "challenge.proof": (1, _flip("challenge", "proof")),
+    "challenge.identity.name": (1, _identity("challenge", "name", "mallory")),
+    "challenge.identity.id": (1, _identity("challenge", "id", 7)),
+    "challenge.identity.incarnation": (1, _identity("challenge", "incarnation", 7)),
+    "proof.proof": (2, _flip("proof", "proof")),
+    "welcome.session_id": (3, _flip("welcome", "session_id")),
+    "welcome.proof": (3, _flip("welcome", "proof")),
+}
+
+
+@pytest.mark.parametrize("field", TAMPERING)
+def test_tampering_with_any_field_ends_the_handshake(field: str) -> None:
+    at, change = TAMPERING[field]
+    a, b = client(), server()
+    message: pb.Handshake | None = a.start()
+    for step in range(4):
+        message = wire(message)
+        if step == at:
+            change(message)
+        message = (b, a)[step % 2].receive(message)
+        if a.failure or b.failure:
+            break
+    assert a.failure is not None or b.failure is not None
+    assert not a.done
+
+
+def test_every_field_of_the_messages_is_tampered_with_above() -> None:
+    fields = set()
+    for part in ("hello", "challenge", "proof", "welcome"):
+        for field in pb.Handshake.DESCRIPTOR.fields_by_name[part].message_type.fields:
+            inner = [f".{name.name}" for name in field.message_type.fields] if field.message_type else [""]
+            fields |= {f"{part}.{field.name}{suffix}" for suffix in inner}
+    assert fields == set(TAMPERING)
+
+
+def test_a_recorded_client_cannot_be_replayed() -> None:
+    a, b = client(), server()
+    hello = a.start()
+    proof = wire(a.receive(wire(b.receive(hello))))
+    again = server()
+    again.receive(hello)
+    again.receive(proof)
+    assert "did not prove" in text_of(again)
+
+
+def test_a_server_that_mirrors_the_client_is_refused() -> None:
+    a = client()
+    hello = a.start().hello
+    mirrored = pb.Challenge(nonce=hello.nonce, proof=bytes(32), identity=hello.identity)
+    with pytest.raises(ProtocolViolation, match="own nonce"):
+        a.receive(pb.Handshake(challenge=mirrored))
+    assert not a.done
+
+
+def _samples() -> dict[str, pb.Handshake]:
+    a, b = client(), server()
+    hello = a.start()
+    challenge = wire(b.receive(hello))
+    proof = wire(a.receive(challenge))
+    welcome = wire(b.receive(proof))
+    refusal = pb.Handshake(refusal=pb.Refusal(reason="no"))
+    return {"hello": hello, "challenge": challenge, "proof": proof, "welcome": welcome, "refusal": refusal}
+
+
+def _client_in(state: str) -> ClientHandshake:
+    a, b = client(), server()
+    if state == "start":
+        return a
+    challenge = wire(b.receive(a.start()))
+    if state == "hello sent":
+        return a
+    proof = wire(a.receive(challenge))
+    if state == "done":
+        a.receive(wire(b.receive(proof)))
+    if state == "failed":
+        a.receive(_samples()["refusal"])
+    return a
+
+
+def _server_in(state: str) -> ServerHandshake:
+    a, b = client(), server()
+    if state == "start":
+        return b
+    proof = wire(a.receive(wire(b.receive(a.start()))))
+    if state == "done":
+        b.receive(proof)
+    if state == "failed":
+        b.receive(_samples()["refusal"])
+    return b
+
+
+CLIENT_TAKES = {"hello sent": {"challenge", "refusal"}, "proof sent": {"welcome", "refusal"}}
+SERVER_TAKES = {"start": {"hello"}, "challenge sent": {"proof", "refusal"}}
+
+
+@pytest.mark.parametrize("step", ["hello", "challenge", "proof", "welcome", "refusal"])
+@pytest.mark.parametrize("state", ["start", "hello sent", "proof sent", "done", "failed"])
+def test_a_client_takes_no_message_out_of_order(state: str, step: str) -> None:
+    _check_order(_client_in(state), state, step, CLIENT_TAKES)
+
+
+@pytest.mark.parametrize("step", ["hello", "challenge", "proof", "welcome", "refusal"])
+@pytest.mark.parametrize("state", ["start", "challenge sent", "done", "failed"])
+def test_a_server_takes_no_message_out_of_order(state: str, step: str) -> None:
+    _check_order(_server_in(state), state, step, SERVER_TAKES)
+
+
+def _check_order(side: ClientHandshake | ServerHandshake, state: str, step: str, takes: dict[str, set[str]]) -> None:
+    done_before = side.done
+    if step in takes.get(state, set()):
+        side.receive(_samples()[step])  # of another connection: it may fail, but not as a violation
+    else:
+        with pytest.raises(ProtocolViolation):
+            side.receive(_samples()[step])
+        with pytest.raises(ProtocolViolation):
+            side.receive(_samples()["hello"])  # and it stays closed
+    assert side.done is done_before
+
+
+def test_starting_twice_is_a_violation() -> None:
+    a = client()
+    a.start()
+    with pytest.raises(ProtocolViolation):
+        a.start()
+
+
+MALFORMED: dict[str, pb.Handshake] = {
+    "empty": pb.Handshake(),
+    "nonce of 31": pb.Handshake(
+        hello=pb.Hello(version=1, nonce=bytes(31), role="rpc", identity=identity_to_proto(ALICE))
+    ),
+    "nonce of 33": pb.Handshake(
+        hello=pb.Hello(version=1, nonce=bytes(33), role="rpc", identity=identity_to_proto(ALICE))
+    ),
+    "no role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), identity=identity_to_proto(ALICE))),
+    "long role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="r" * 33)),
+    "odd role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="r\n")),
+    "long job": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", job="j" * 129)),
+    "job with control characters": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", job="a\x1b[2J")),
+    "long name": pb.Handshake(
+        hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(name="n" * 129))
+    ),
+    "no name": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(id=3))),
+    "odd id": pb.Handshake(
+        hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(name="a", id=-2)),
+    ),
+    "too large": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(MAX_HANDSHAKE_BYTES))),
+}
+
+
+@pytest.mark.parametrize("kind", MALFORMED)
+def test_malformed_hellos_are_violations(kind: str) -> None:
+    b = server(job="")
+    with pytest.raises(ProtocolViolation):
+        b.receive(MALFORMED[kind])
+    assert not b.done
+
+
+@pytest.mark.parametrize(("nonce_bytes", "proof_bytes"), [(31, 32), (32, 0), (32, 33)])
+def test_malformed_challenges_are_violations(nonce_bytes: int, proof_bytes: int) -> None:
+    a = client()
+    a.start()
+    challenge = pb.Challenge(nonce=bytes(nonce_bytes), proof=bytes(proof_bytes), identity=identity_to_proto(BOB))
+    with pytest.raises(ProtocolViolation):
+        a.receive(pb.Handshake(challenge=challenge))
+
+
+def test_what_a_peer_says_is_shown_without_control_characters_and_bounded() -> None:
+    a = client()
+    a.start()
+    a.receive(pb.Handshake(refusal=pb.Refusal(reason="bad\x1b[2J\nnews " + "x" * 3000, code=Code.POLICY)))
+    text = text_of(a)
+    assert "bad?[2J?news" in text and len(text) < 700
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: client(role="Bad Role"), lambda: client(job="a\nb"), lambda: client(token=b"")]
+)
+def test_own_mistakes_are_configuration_errors(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()
+
+
+def test_a_tool_needs_no_name_and_identities_survive_the_wire() -> None:
+    for identity in (ALICE, BOB, Identity("", -1, 0), Identity("pid-1.host", -1, 2**63)):
+        assert identity_from_proto(identity_to_proto(identity)) == identity
+
+
+steps = st.sampled_from(["hello", "challenge", "proof", "welcome", "refusal"])
+identities = st.builds(
+    pb.Identity, name=st.text(max_size=140), id=st.integers(-3, 2**40), incarnation=st.integers(0, 2**64 - 1)
+)
+lengths = st.sampled_from([0, 16, 31, 32, 33])
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> pb.Handshake:
+    data = draw(st.binary(min_size=33, max_size=33))[: draw(lengths)]
+    identity = draw(identities)
+    match draw(steps):
+        case "hello":
+            version = draw(st.sampled_from([0, 1, 1, 1, 2]))
+            job = draw(st.sampled_from(["digits", "letters", ""]))
+            role = draw(st.sampled_from(["rpc", "store", "", "A"]))
+            return pb.Handshake(hello=pb.Hello(version=version, nonce=data, job=job, role=role, identity=identity))
+        case "challenge":
+            return pb.Handshake(
+                challenge=pb.Challenge(nonce=data, proof=draw(st.binary(max_size=40)), identity=identity)
+            )
+        case "proof":
+            return pb.Handshake(proof=pb.Proof(proof=data))
+        case "welcome":
+            return pb.Handshake(welcome=pb.Welcome(session_id=data[:16], proof=data))
+        case _:
+            return pb.Handshake(refusal=pb.Refusal(reason=draw(st.text()), code=draw(st.integers(0, 9))))
+
+
+@given(st.lists(messages(), max_size=6), st.booleans())
+def test_nothing_opens_a_session_without_the_token(arriving: list[pb.Handshake], as_client: bool) -> None:
+    side: ClientHandshake | ServerHandshake = client() if as_client else server()
+    if isinstance(side, ClientHandshake):
+        side.start()
+    for message in arriving:
+        try:
+            side.receive(wire(message))
+        except ProtocolViolation:
+            pass
+        assert not side.done
+    with pytest.raises(AuthenticationFailed):
+        _ = side.peer
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_that_parse_do_no_harm(data: bytes) -> None:
+    try:
+        message = pb.Handshake.FromString(data)
+    except Exception:  # not protobuf; the lane reports it
+        return
+    side = server()
+    try:
+        side.receive(message)
+    except ProtocolViolation:
+        pass
+    assert not side.done
+
+
+def test_request_proofs_bind_method_counter_and_session() -> None:
+    key = bytes(range(32))
+    proof = request_proof(key, "/rpcdist.Store/Get", 1)
+    assert verify_request(key, "/rpcdist.Store/Get", 1, proof)
+    for other in [
+        (key, "/rpcdist.Store/Set", 1, proof),
+        (key, "/rpcdist.Store/Get", 2, proof),
+        (bytes(32), "/rpcdist.Store/Get", 1, proof),
+        (key, "/rpcdist.Store/Get", 1, _other(proof)),
+        (key, "/rpcdist.Store/Get", 1, b""),
+        (key, "/rpcdist.Store/Get", 0, request_proof(key, "/rpcdist.Store/Get", 0)),
+        (key, "/rpcdist.Store/Get", -1, proof),
+        (key, "/rpcdist.Store/Get", 2**64, proof),
+    ]:
+        assert not verify_request(*other)
+
+
+def test_a_key_of_a_session_is_not_the_token() -> None:
+    a, b = client(), server()
+    shake(a, b)
+    assert isinstance(a.session, SessionKeys)
+    assert not verify_request(b.session.key, "/x/Y", 1, request_proof(TOKEN, "/x/Y", 1))
+
+
+def test_the_replay_window_takes_each_counter_once() -> None:
+    window = ReplayWindow(size=8)
+    table = [
+        (0, False), (1, True), (1, False), (3, True), (2, True), (2, False), (3, False),
+        (10, True), (3, False), (4, True), (2, False), (10, False),
+        (10**15, True), (10, False), (10**15 - 7, True), (10**15 - 8, False), (-5, False),
+    ]  # fmt: skip
+    assert [(counter, window.accept(counter)) for counter, _ in table] == table
+
+
+@given(st.lists(st.integers(-2, 60), max_size=80), st.integers(1, 16))
+def test_the_replay_window_equals_a_set_and_a_limit(counters: list[int], size: int) -> None:
+    window, seen, highest = ReplayWindow(size), {0}, 0
+    for counter in counters:
+        fresh = counter > 0 and counter not in seen and counter > highest - size
+        assert window.accept(counter) is fresh
+        if fresh:
+            seen.add(counter)
+            highest = max(highest, counter)

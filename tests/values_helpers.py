@@ -1,0 +1,51 @@
+"""What the tests of the value codec share: a trip over the wire, and stand-ins for remote references."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rpcdist._proto import value_pb2
+from rpcdist.rpc._values import Encoded, decode, encode
+
+__all__ = ["Box", "Boxes", "round_trip", "wire"]
+
+
+class Box:
+    """Stands for a remote reference; cannot be pickled."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a box goes through Externals")
+
+
+class Boxes:
+    """An `Externals` for boxes; the receiver's is made from what the sender's sent."""
+
+    def __init__(self, received: list[Box] | None = None) -> None:
+        self.sent: list[Box] = []
+        self._received = received or []
+
+    def is_external(self, obj: object) -> bool:
+        return isinstance(obj, Box)
+
+    def externalize(self, obj: object) -> int:
+        assert isinstance(obj, Box)
+        self.sent.append(obj)
+        return len(self.sent) - 1
+
+    def internalize(self, index: int) -> object:
+        return Box(self._received[index].name)
+
+
+def wire(encoded: Encoded) -> value_pb2.Value:
+    """The message as it arrives."""
+    return value_pb2.Value.FromString(encoded.value.SerializeToString())
+
+
+def round_trip(obj: object, **options: Any) -> tuple[Encoded, Any]:
+    """Encodes, sends and decodes `obj`."""
+    encoded = encode(obj, **options)
+    large = [buffer.copy() for buffer in encoded.large]
+    return encoded, decode(wire(encoded), large, plain_only=options.get("plain_only", False))
