@@ -72,7 +72,7 @@ def measure_remote(rpc: ModuleType, effort: float) -> Metrics:
 
 
 def measure_noop_under_load(rpc: ModuleType, effort: float) -> Metrics:
-    """The latency of a no-op for `LOAD_S` seconds, during which `NUM_LOADING` threads echo 16 MiB each, without a pause."""
+    """A no-op's latency for `LOAD_S` seconds, while `NUM_LOADING` threads echo 16 MiB each without a pause."""
     tensor = torch.rand(16 * MIB // 4)
     ends = time.perf_counter() + LOAD_S * effort
     num_echoes = [0] * NUM_LOADING
@@ -91,7 +91,7 @@ def measure_noop_under_load(rpc: ModuleType, effort: float) -> Metrics:
     started.wait(timeout=60)
     ends = time.perf_counter() + LOAD_S * effort
     began = time.perf_counter()
-    times_s = []
+    times_s: list[float] = []
     while time.perf_counter() < ends:
         times_s += time_calls(lambda: rpc.rpc_sync(CALLEE, noop), 1, num_warm_up=0)
     for thread in threads:
@@ -101,7 +101,7 @@ def measure_noop_under_load(rpc: ModuleType, effort: float) -> Metrics:
 
 
 def churn(rpc: ModuleType, num_calls: int) -> None:
-    """Calls of all kinds, for the growth of memory: in each hundred 40 no-ops, 40 echoes of 1 KiB, 20 remote references."""
+    """Calls of all kinds, for the growth of memory: of 100 are 40 no-ops, 40 echoes of 1 KiB, 20 remote references."""
     tensor = torch.rand(KIB // 4)
     for _ in range(num_calls // 100):
         futures = [rpc.rpc_async(CALLEE, noop) for _ in range(40)]

@@ -11,6 +11,7 @@ import signal
 import socket
 import time
 import traceback
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
@@ -141,6 +142,7 @@ class _Peer:
             self.profiler.install()  # before the library starts its threads
         import torch
 
+        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's RPC uses what torch deprecates
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         self.rpc = importlib.import_module(self.module)

@@ -1,7 +1,7 @@
 """Where the time of a process goes, thread by thread: CPU seconds from the kernel, functions from cProfile.
 
-cProfile sees one thread only. The hook of `threading.setprofile` gives each new Python thread a profiler of its own. That
-makes small functions look slower than they are, so compare profiles with profiles, never with timings.
+cProfile sees one thread only. The hook of `threading.setprofile` gives each new Python thread a profiler of its own.
+That makes small functions look slower than they are, so compare profiles with profiles, never with timings.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ThreadProfiler:
         self._wall_before = time.monotonic()
 
     def install(self) -> None:
-        """Must run before the threads of interest start. Works for CPython 3.11; from 3.12 on one profiler serves all."""
+        """Must run before the threads of interest start. For CPython 3.11: 3.12 allows one profiler at a time."""
         threading.setprofile(self._on_first_event)
         self._enable()
 

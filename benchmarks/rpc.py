@@ -31,7 +31,7 @@ MEMORY_ROWS = tuple(
     for who in ("caller", "callee")
 )
 Line = tuple[str, ...]
-HEAD: Line = ("what", "size", "unit", "ours", "torch", "ours/torch", "budget", "ok")
+HEAD: Line = ("what", "size", "unit", "ours", "torch", "ours/torch", "in single rounds", "budget", "ok")
 
 
 # ---- measuring
@@ -39,15 +39,15 @@ HEAD: Line = ("what", "size", "unit", "ours", "torch", "ours/torch", "budget", "
 
 def measure_case(case: Case, ours: Pair, torch: Pair, rounds: int, effort: float) -> list[Line]:
     """Alternates between the pairs, and returns the case's lines."""
-    samples: dict[str, list[dict[str, float]]] = {ours.module: [], torch.module: []}
+    samples: list[tuple[dict[str, float], dict[str, float]]] = []
     for number in range(rounds):
-        for pair in (ours, torch) if number % 2 == 0 else (torch, ours):
-            samples.setdefault(pair.module, []).append(pair.ask_caller("measure", case.name, effort))
-    medians = [
-        {row.metric: statistics.median(sample[row.metric] for sample in samples[pair.module]) for row in case.rows}
-        for pair in (ours, torch)
-    ]
-    return [make_line(row, medians[0][row.metric], medians[1][row.metric]) for row in case.rows]
+        if number % 2 == 0:
+            our_sample = ours.ask_caller("measure", case.name, effort)
+            samples.append((our_sample, torch.ask_caller("measure", case.name, effort)))
+        else:
+            torch_sample = torch.ask_caller("measure", case.name, effort)
+            samples.append((ours.ask_caller("measure", case.name, effort), torch_sample))
+    return [make_line(row, [(mine[row.metric], peers[row.metric]) for mine, peers in samples]) for row in case.rows]
 
 
 def measure_memory(ours: Pair, torch: Pair, effort: float) -> list[Line]:
@@ -60,15 +60,27 @@ def measure_memory(ours: Pair, torch: Pair, effort: float) -> list[Line]:
         pair.ask_caller("churn", num_calls)
         after = pair.ask_both("resident_bytes")
         growths.append([(new - old) * 10_000 / num_calls for old, new in zip(before, after, strict=True)])
-    return [make_line(row, *values) for row, *values in zip(MEMORY_ROWS, *growths, strict=True)]
+    pairs = zip(*growths, strict=True)
+    return [make_line(row, [pair]) for row, pair in zip(MEMORY_ROWS, pairs, strict=True)]
 
 
-def make_line(row: Row, ours: float, torch: float) -> Line:
-    ratio = ours / torch if torch > 0 else None
-    budget, kept = judge(row, ours * row.scale, ratio)
-    shown_ratio = "" if ratio is None or row.metric in ("caller", "callee") else f"{ratio:.2f}x"
-    verdict = "" if kept is None else "yes" if kept else "NO"
-    return (row.what, row.size, row.unit, show(ours * row.scale), show(torch * row.scale), shown_ratio, budget, verdict)
+def make_line(row: Row, rounds: list[tuple[float, float]]) -> Line:
+    """The table's line for what was measured as (ours, torch) in each round."""
+    ours, torch = (statistics.median(values) * row.scale for values in zip(*rounds, strict=True))
+    ratio = None if row.unit == "MiB" else ours / torch  # growths may be zero or negative
+    budget, kept = judge(row, ours, ratio)
+    ratios = sorted(mine / peers for mine, peers in rounds) if ratio is not None else []
+    return (
+        row.what,
+        row.size,
+        row.unit,
+        show(ours),
+        show(torch),
+        "" if ratio is None else f"{ratio:.2f}x",
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f}" if ratios else "",
+        budget,
+        "" if kept is None else "yes" if kept else "NO",
+    )
 
 
 def judge(row: Row, ours: float, ratio: float | None) -> tuple[str, bool | None]:
@@ -106,7 +118,7 @@ def describe_machine(arguments: argparse.Namespace) -> list[str]:
     pinned = "pinned to one core each" if arguments.pin else "not pinned"
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return [
-        f"- machine: {cpu_name()}, {cores} cores, {platform.system()} {platform.release()}; load before the run: {load}",
+        f"- machine: {cpu_name()}, {cores} cores, {platform.system()} {platform.release()}; load before: {load}",
         f"- versions: Python {platform.python_version()}, {', '.join(packages)}",
         f"- 2 pairs of 2 processes, {pinned}, 1 OpenMP thread each; medians of {arguments.rounds} alternating rounds",
         f"- ours is `{arguments.ours}`, torch is `torch.distributed.rpc`; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
@@ -185,7 +197,7 @@ def profile(arguments: argparse.Namespace) -> int:
 def main() -> int:
     names = [*(case.name for case in CASES), MEMORY]
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
-    parser.add_argument("--quick", action="store_true", help="few calls and rounds: tells whether it runs, not how fast")
+    parser.add_argument("--quick", action="store_true", help="few calls: shows that it runs, not how fast")
     parser.add_argument("--rounds", type=int, help="alternating rounds (default: 7, or 2 with --quick)")
     parser.add_argument("--only", action="append", choices=names, help="this case; may be given several times")
     parser.add_argument("--pin", action="store_true", help="pin each caller to one core and each callee to another")

@@ -332,7 +332,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
         other.close()
         store.close()
     """
-    with Script(code) as script:
+    with Script(code, environment={"GRPC_VERBOSITY": "ERROR"}) as script:
         assert [script.line() for _ in range(3)] == ["ForkedProcess", "0", "v"], script.output
         assert script.end() == 0
 

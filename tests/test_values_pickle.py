@@ -30,6 +30,11 @@ class Holder:
     item: Any
 
 
+def iter_of_nothing() -> Iterator[int]:
+    """A generator, which nothing can send."""
+    yield from ()
+
+
 class Unreadable:
     def __setstate__(self, state: object) -> None:
         raise KeyError("no state today")
@@ -129,7 +134,7 @@ def test_what_cannot_be_pickled_raises_what_pickle_raises() -> None:
 
     cases = [
         (local, AttributeError, "local object"),
-        ((n for n in ()), TypeError, "generator"),
+        (iter_of_nothing(), TypeError, "generator"),
         (sys, TypeError, "module"),
     ]
     for obj, kind, text in cases:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import math
 import struct
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -160,6 +161,11 @@ def test_many_parts_are_refused_where_only_plain_values_may_pass() -> None:
         encode(twice, plain_only=True)
 
 
+def iter_of_nothing() -> Iterator[int]:
+    """A generator, which nothing can send."""
+    yield from ()
+
+
 Point = collections.namedtuple("Point", "x y")
 
 
@@ -211,7 +217,7 @@ def test_encode_into_writes_a_submessage_and_leaves_it_empty_after_an_error() ->
     assert decode(value)[0] == "a"  # type: ignore[index]
     broken = value_pb2.Value()
     with pytest.raises(TypeError):
-        encode_into(broken, (torch.ones(2), b"x" * 100_000, (n for n in ())))
+        encode_into(broken, (torch.ones(2), b"x" * 100_000, iter_of_nothing()))
     assert broken == value_pb2.Value()
 
 
@@ -229,7 +235,7 @@ def test_externals_go_round_in_both_encodings() -> None:
 
 
 def test_no_external_is_sent_when_the_value_cannot_be() -> None:
-    for obj in ((Box("b"), (n for n in ())), (Box("b"), torch.ones(2, device="meta"), {1}, (n for n in ()))):
+    for obj in ((Box("b"), iter_of_nothing()), (Box("b"), torch.ones(2, device="meta"), {1}, iter_of_nothing())):
         sender = Boxes()
         with pytest.raises(TypeError):
             encode(obj, sender)

@@ -1,6 +1,6 @@
 """The file under a `FileStore`: an append-only log of changes that survives the death of a writer at any byte.
 
-Format: 8 bytes of magic, then records. A record is 4 bytes of length, 4 bytes of CRC-32 and a body, all little endian;
+Format: 8 bytes of magic and 8 random ones, which tell a new file of the same name from an old one; then records. A record is 4 bytes of length, 4 bytes of CRC-32 and a body, all little endian;
 a body is one or more changes, each a code byte, two 4-byte lengths, a key and a value. Readers see all changes of a
 record or none.
 
@@ -33,6 +33,7 @@ from rpcdist.errors import DistStoreError
 __all__ = ["Change", "ChangeLog", "Code", "OpenLog"]
 
 MAGIC: Final = b"RPCDSTR1"
+HEADER_BYTES: Final = 16
 MAX_RECORD_BYTES: Final = 1 << 30
 LONGEST_LOCK_PAUSE_S: Final = 0.02
 
@@ -65,18 +66,19 @@ class ChangeLog:
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self._offset = len(MAGIC)
-        self._file_id: tuple[int, int] | None = None
+        self._offset = HEADER_BYTES
+        self._header = b""
 
     def create(self, deadline: Deadline) -> None:
         """Makes the file if it is not there or empty; raises `DistStoreError` if it is something else's."""
         with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
-            start = os.pread(descriptor, len(MAGIC), 0)
-            if not MAGIC.startswith(start):
+            header = os.pread(descriptor, HEADER_BYTES, 0)
+            if not MAGIC.startswith(header[: len(MAGIC)]):
                 raise DistStoreError(f"{self.path} exists and is not the file of a store; use another path")
-            if start != MAGIC:  # new, or its maker was killed
-                _write_all(descriptor, MAGIC, 0)
-            self._file_id = _file_id(descriptor)
+            if len(header) < HEADER_BYTES:  # new, or its maker was killed
+                header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
+                _write_all(descriptor, header, 0)
+            self._header = header
 
     @contextmanager
     def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:
@@ -87,7 +89,8 @@ class ChangeLog:
         """
         mode = fcntl.LOCK_EX if writing else fcntl.LOCK_SH
         with _system_errors(self.path), self._opened(os.O_RDWR, mode, deadline) as descriptor:
-            if _file_id(descriptor) != self._file_id or os.fstat(descriptor).st_size < self._offset:
+            header, size = os.pread(descriptor, HEADER_BYTES, 0), os.fstat(descriptor).st_size
+            if header != self._header or size < self._offset:
                 raise DistStoreError(f"{self.path} was replaced or cut short while a store used it")
             yield OpenLog(self, descriptor)
 
@@ -195,11 +198,6 @@ def _write_all(descriptor: int, data: bytes, offset: int) -> None:
     while view:
         written = os.pwrite(descriptor, view, offset)
         view, offset = view[written:], offset + written
-
-
-def _file_id(descriptor: int) -> tuple[int, int]:
-    status = os.fstat(descriptor)
-    return status.st_dev, status.st_ino
 
 
 @contextmanager

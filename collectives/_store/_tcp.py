@@ -7,7 +7,7 @@ import math
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Sequence
+from collections.abc import Sequence
 from typing import Final, Protocol, TypeVar
 
 from google.protobuf.message import Message
@@ -59,7 +59,11 @@ class _Local:
     def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
         handler = self._methods[method]
         node = self._served.node
-        reply = node.run(_awaited(handler(node.identity, request)), wait_s + GRACE_S)
+
+        async def ask() -> Message:
+            return await handler(node.identity, request)
+
+        reply = node.run(ask(), wait_s + GRACE_S)
         assert isinstance(reply, reply_type)
         return reply
 
@@ -117,10 +121,6 @@ class _Remote:
         except (RpcdistError, RuntimeError):  # the loop is gone, and the link with it
             pass
         self._node.release()
-
-
-async def _awaited(reply: Awaitable[Message]) -> Message:
-    return await reply
 
 
 class TCPStore(Store):

@@ -131,7 +131,7 @@ def init_rpc(
     if backend is None:
         backend = BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
-        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)  # type: ignore[arg-type]
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
     if agent_or_none() is not None:
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
     if not rpc_backend_options.init_method:
@@ -149,6 +149,5 @@ def init_rpc(
         size = found_size if found_size > 0 else None
         _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, rpc_backend_options)
     except BaseException:
-        close_store(store)
+        store.close()
         raise
-    agent_or_none()._base_store = store

@@ -126,7 +126,7 @@ class Agent:
 
     def resolve(self, to: Destination) -> int:
         """The id of a destination. Raises `UnknownWorker`, `TypeError`."""
-        return self.directory.resolve(to, self)
+        return self.directory.resolve(to)
 
     def peer(self, worker_id: int) -> Peer:
         """The connection to another worker; a new one if the worker was replaced or was lost a while ago."""

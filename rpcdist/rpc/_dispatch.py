@@ -29,8 +29,8 @@ from rpcdist.rpc._functions import decode_function
 from rpcdist.rpc._gather import CONTRIBUTE
 from rpcdist.rpc._producers import AsyncProducer, Producer, SyncProducer
 from rpcdist.rpc._streams import DEFAULT_WINDOW
+from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.functions import is_async_execution
-from rpcdist.transport.session import ReceiveBuffer
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent, AnySession
@@ -197,7 +197,7 @@ class Dispatcher:
                 f"but got {type(future)}"
             )
 
-        def completed(done: torch._C.Future) -> None:
+        def completed(done: torch._C.Future[Any]) -> None:
             try:
                 result = done.wait()
             except BaseException as exc:
@@ -273,10 +273,14 @@ class Dispatcher:
         active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        kind = SyncProducer if isinstance(generator, Generator) else AsyncProducer
-        producer = kind(self._agent, active.session, active.call.id, generator, lambda: self._forget(active))
-        active.producer = producer
+        to = (self._agent, active.session, active.call.id)
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, stream=True)))
+        producer: Producer
+        if isinstance(generator, Generator):
+            producer = SyncProducer(*to, generator, lambda: self._forget(active))
+        else:
+            producer = AsyncProducer(*to, generator, lambda: self._forget(active))
+        active.producer = producer
         producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
             producer.cancel()

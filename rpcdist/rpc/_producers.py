@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
 from contextvars import copy_context
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -139,7 +140,7 @@ class AsyncProducer:
         self._sender = _Sender(agent, session, id, ended)
         self._credits = 0
         self._lock = threading.Lock()
-        self._wake: Callable[[], None] | None = None
+        self._wake: Callable[[], object] | None = None
         self._handle = agent.user_loop.submit(self._drive, self._done, deadline=NEVER, context=copy_context())
 
     def credit(self, items: int) -> None:
@@ -172,7 +173,7 @@ class AsyncProducer:
                     self._credits -= 1
                     return
                 event = asyncio.Event()
-                self._wake = lambda: loop.call_soon_threadsafe(event.set) and None
+                self._wake = partial(loop.call_soon_threadsafe, event.set)
             await event.wait()  # ends with a credit, or with the cancellation of the stream
 
     def _done(self, outcome: object, exc: BaseException | None) -> None:

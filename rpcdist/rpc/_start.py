@@ -92,7 +92,7 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     _check_device_maps(me, directory, options)
     agent = Agent(node, directory, options, world_size)
     agent.membership = membership
-    agent.store = store
+    agent.store = getattr(store, "underlying_store", store)  # a prefix store closes nothing
     agent.interrupts = InterruptWatch(node, agent.interrupt)
     agent.interrupts.start()
     agent.start()

@@ -175,13 +175,14 @@ def remote(
     """
     agent = current_agent()
     owner = agent.resolve(to)
+    rref: RRef[T]
     rref, fork = agent.rrefs.create_remote(owner)
     try:
         created = agent.call_remote(owner, fork, func, args, kwargs, timeout)
     except BaseException as exc:
         agent.rrefs.on_creation_failed(fork, exc)
         raise
-    agent.rrefs.watch_creation(rref, fork, created)
+    agent.rrefs.track_creation(rref, fork, created)
     return rref
 
 
@@ -286,6 +287,8 @@ def _finalize_shutdown(agent: Agent, finished: bool) -> None:
         close_agent(agent, flush=finished, ignore_leaks=_ignore_rref_leak or not finished)
     finally:
         set_current_agent(None)
+        if agent.store is not None:
+            agent.store.close()
         agent.node.release()
 
 

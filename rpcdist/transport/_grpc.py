@@ -48,8 +48,8 @@ SERVER_OPTIONS = [
 
 def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
     """Ours for grpc's."""
-    code = exc.code()  # type: ignore[attr-defined]  # every RpcError that a call raises is also a grpc.Call
-    details = exc.details() or code.name  # type: ignore[attr-defined]
+    code = exc.code()
+    details = exc.details() or code.name
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return AuthenticationFailed(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:

@@ -72,7 +72,7 @@ class Server(grpc.GenericRpcHandler):
         self._proven: dict[bytes, _Proven] = {}
         self._unproven = 0
         self._health = health.aio.HealthServicer()
-        self._session_handler = grpc.stream_stream_rpc_method_handler(self._session)
+        self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._session)
         self.port: int | None = None
 
     async def start(self, host: str, port: int) -> int:
@@ -113,7 +113,7 @@ class Server(grpc.GenericRpcHandler):
 
     async def _announce(self) -> None:
         names = [f"{PACKAGE}.Rpc", *self._services, health.SERVICE_NAME, reflection.SERVICE_NAME]
-        collector = _Collector()
+        collector: Any = _Collector()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, collector)
         servicer = reflection.aio.ReflectionServicer(sorted(set(names)))
         reflection_pb2_grpc.add_ServerReflectionServicer_to_server(servicer, collector)

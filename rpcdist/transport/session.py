@@ -20,7 +20,7 @@ from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
 from rpcdist.transport._loop import IoLoop
 from rpcdist.transport._outgoing import LargeBuffer, Outgoing
 
-__all__ = ["ByteStream", "Session", "SessionHandler"]
+__all__ = ["ByteStream", "LargeBuffer", "ReceiveBuffer", "Session", "SessionHandler"]
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,14 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import NotInitialized, OwnerLost, RRefError, UnknownWorker, WorkerLost
+from rpcdist.errors import NotInitialized, OwnerLost, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome
+from rpcdist.rpc._rref.host import RRefHost, Token
 from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import creation_error, describe
@@ -31,39 +32,6 @@ __all__ = ["RRefHost", "RRefManager", "Token"]
 
 GONE = "RPC was shut down in this process, and its remote references with it"
 FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
-
-
-class RRefHost(Protocol):
-    """What the manager needs of its agent."""
-
-    worker_id: int
-    worker_name: str
-    incarnation: int
-
-    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
-        """Delivers at least once, unless the worker dies. Any thread, never blocks."""
-
-    def worker_name_of(self, worker_id: int) -> str: ...
-
-    def incarnation_of(self, worker_id: int) -> int:
-        """Of the process that has this id now. Raises `UnknownWorker`."""
-
-    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
-        """The value, from its owner."""
-
-    def wake(self) -> None:
-        """Asks for a call of `drain` soon."""
-
-
-class Token:
-    """A reference that arrived in a message and was not unpickled yet. `claim` it, or `discard` it."""
-
-    __slots__ = ("handle", "rref", "state")
-
-    def __init__(self, state: HandleState, handle: Handle) -> None:
-        self.state = state
-        self.handle: Handle | None = handle
-        self.rref: object = None
 
 
 class RRefManager:
@@ -108,9 +76,8 @@ class RRefManager:
 
         Raises:
             OwnerLost: the owner is declared dead.
-            UnknownWorker: there is no such worker.
         """
-        node = Node(owner, self._host.incarnation_of(owner))
+        node = self._node(owner, None)
         rref, fork = self._new_id(), self._new_id()
         if self.closed:
             raise NotInitialized
@@ -297,11 +264,7 @@ class RRefManager:
 
     def _living(self, state: HandleState) -> int:
         """The owner's id, if it is still the same process."""
-        try:
-            same = self._host.incarnation_of(state.owner.worker) == state.owner.incarnation
-        except UnknownWorker:
-            same = False
-        if not same:
+        if self._is_replaced(state.owner):
             self._lose(state.owner, self._replaced(state.owner, state.owner_name))
             state.check("")
         return state.owner.worker
@@ -388,10 +351,10 @@ class RRefManager:
         return Node(worker_id, self._host.incarnation_of(worker_id) if incarnation is None else incarnation)
 
     def _name(self, node: Node) -> str:
-        try:
-            return self._host.worker_name_of(node.worker)
-        except UnknownWorker:
-            return f"worker {node.worker}"
+        return self._host.worker_name_of(node.worker)
+
+    def _is_replaced(self, node: Node) -> bool:
+        return self._host.incarnation_of(node.worker) not in (0, node.incarnation)
 
     def _public(self, handle: Handle) -> Any:
         if self._wrap is None:
@@ -460,11 +423,7 @@ class RRefManager:
         effects.append(lambda: self._send_now(action))
 
     def _send_now(self, action: actions.Send) -> None:
-        try:
-            same = self._host.incarnation_of(action.to.worker) == action.to.incarnation
-        except UnknownWorker:
-            same = False
-        if same:
+        if not self._is_replaced(action.to):
             self._host.send_control(action.to.worker, encode_message(action.message))
         elif action.to not in self._losses:
             self._lose(action.to, self._replaced(action.to, self._name(action.to)))

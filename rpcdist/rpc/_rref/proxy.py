@@ -1,0 +1,101 @@
+"""`rref.rpc_sync().method(...)`: calls on the value of a reference, run by its owner."""
+
+from __future__ import annotations
+
+import inspect
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from rpcdist.rpc._rref.handles import copy_outcome
+from rpcdist.rpc.functions import is_async_execution
+from rpcdist.rpc.future import Future
+
+if TYPE_CHECKING:
+    from rpcdist.rpc.rref import PyRRef
+
+__all__ = ["Mode", "RRefProxy"]
+
+Mode = Literal["rpc_sync", "rpc_async", "remote"]
+
+
+class RRefProxy:
+    """Its attributes are functions that call the method of that name at the owner. May be kept and used again."""
+
+    def __init__(self, rref: PyRRef[Any], mode: Mode, timeout: float) -> None:
+        self._rref = rref
+        self._mode: Mode = mode
+        self._timeout = timeout
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
+            raise AttributeError(name)  # copy, pickle and the like ask for these: no question for the owner
+        return partial(_call, self._rref, self._mode, name, self._timeout)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Calls the value itself."""
+        return _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<{self._mode} proxy of {self._rref!r}>"
+
+
+def _call(rref: PyRRef[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    type_future = rref._get_type(timeout=timeout, blocking=False)
+    if mode == "rpc_async" and not type_future.done():
+        return _call_when_known(type_future, rref, method, timeout, args, kwargs)
+    return _call_now(type_future.wait(), rref, mode, method, timeout, args, kwargs)
+
+
+def _call_now(
+    kind: type,
+    rref: PyRRef[Any],
+    mode: Mode,
+    method: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    from rpcdist.rpc import api  # it imports this module
+
+    invoke = _invoker(kind, method)
+    return getattr(api, mode)(rref.owner(), invoke, args=(rref, method, args, kwargs), timeout=timeout)
+
+
+def _call_when_known(
+    type_future: Future[type],
+    rref: PyRRef[Any],
+    method: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Future[Any]:
+    result: Future[Any] = Future()
+
+    def known(future: Future[type]) -> None:
+        try:
+            call = _call_now(future.value(), rref, "rpc_async", method, timeout, args, kwargs)
+        except Exception as exc:
+            result._fail(exc)
+            return
+        result._on_cancel = call.cancel
+        call.is_quiet = True
+        call.add_done_callback(lambda done: copy_outcome(done, result))
+
+    type_future.add_done_callback(known)
+    return result
+
+
+def _invoker(kind: type, method: str) -> Any:
+    """How the owner has to run the method; raises `AttributeError` if the type has none of that name."""
+    from rpcdist.rpc._rref import proxied
+
+    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):  # their methods cannot be asked
+        return proxied._local_invoke
+    function = getattr(kind, method)
+    if is_async_execution(function):
+        return proxied._local_invoke_async_execution
+    if inspect.iscoroutinefunction(function):
+        return proxied._local_invoke_coroutine
+    return proxied._local_invoke

@@ -1,0 +1,233 @@
+"""Remote references: a handle on a value that lives on one worker, for use on any.
+
+    rref = rpc.remote("worker1", torch.zeros, args=(3,))    # returns at once; worker1 owns the tensor
+    rref.to_here()                                          # a copy
+    rref.rpc_sync().sum()                                   # a method, run where the value is
+    rpc.rpc_sync("worker2", use, args=(rref,))              # worker2 holds it now, too
+
+The value lives until nobody holds it; `docs/rref.md` says how that is known.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Generator
+from typing import Any, Generic, NoReturn, TypeVar, cast
+
+import torch
+
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import NotInitialized, RpcdistError, RRefError, WorkerLost
+from rpcdist.rpc._current import agent_or_none, current_agent
+from rpcdist.rpc._rref.handles import Handle
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.proxy import RRefProxy
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = ["PyRRef", "RRef"]
+
+T = TypeVar("T")
+
+NOT_PICKLABLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+USE_AFTER_DELETION = "Cannot call to_here() on it after deletion."
+
+
+class PyRRef(Generic[T]):
+    """A reference to a value on one worker, its owner. Any thread may call any method.
+
+    Made from a value, the reference is an owner: it holds the value itself. Others come from `rpc.remote`, or arrive in
+    arguments and results. Two references to one value are different objects and compare unequal.
+
+    Args:
+        value: anything. It does not move: others get at it through this worker.
+        type_hint: accepted for torch's sake; types are asked of the value.
+
+    Raises:
+        NotInitialized: before `init_rpc`, or after `shutdown`.
+    """
+
+    __slots__ = ("__weakref__", "_creation", "_handle", "_manager", "_type_future")
+
+    def __init__(self, value: T, type_hint: object = None) -> None:
+        if agent_or_none() is None:
+            raise NotInitialized(
+                "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
+            )
+        manager = current_agent().rrefs
+        self._set(manager, manager.own(value))
+
+    @classmethod
+    def _of(cls, manager: RRefManager, handle: Handle) -> PyRRef[Any]:
+        rref = cls.__new__(cls)
+        rref._set(manager, handle)
+        return rref
+
+    def _set(self, manager: RRefManager, handle: Handle) -> None:
+        self._manager = manager
+        self._handle = handle
+        self._creation: Future[Any] | None = None
+        self._type_future: Future[type] | None = None
+
+    # ------------------------------------------------------------ who
+
+    def is_owner(self) -> bool:
+        """Whether the value lives in this process."""
+        return self._handle.state.value is not None
+
+    def owner(self) -> WorkerInfo:
+        """The worker on which the value lives; good as a destination of calls."""
+        state = self._handle.state
+        return WorkerInfo(state.owner_name, state.owner.worker)
+
+    def owner_name(self) -> str:
+        """The owner's name."""
+        return self._handle.state.owner_name
+
+    def confirmed_by_owner(self) -> bool:
+        """Whether the owner counts this reference. For what `remote` returned: whether the value was created."""
+        return self._handle.state.confirmed
+
+    # ------------------------------------------------------------ the value
+
+    def to_here(self, timeout: float = UNSET_RPC_TIMEOUT) -> T:
+        """The value; at the owner the object itself, elsewhere a copy. Waits until the value exists.
+
+        Args:
+            timeout: limit in seconds for creation and transfer together; -1: the default of `init_rpc`, 0: none. At the
+                owner, where nothing travels, the default is to wait as long as the call that is being handled may.
+
+        Raises:
+            DeadlineExceeded: the time is over.
+            OwnerLost: the owner died.
+            LeaseExpired: the owner has not heard of this process for too long.
+            BlockingInLoop: called on an event loop's thread; write `await rref`.
+            Exception: whatever the function of `remote` raised.
+        """
+        if self.is_owner():
+            return self._wait_for_value(timeout)
+        state = self._handle.state
+        state.check(USE_AFTER_DELETION)
+        try:
+            return cast(T, self._manager.fetch(state, timeout).wait())
+        except WorkerLost as exc:
+            raise self._manager.fetch_error(state, exc) from exc
+
+    def __await__(self) -> Generator[Any, None, T]:
+        """`to_here` without blocking. Cancelling the task ends the transfer, and leaves the value alone."""
+        state = self._handle.state
+        state.check(USE_AFTER_DELETION)
+        if state.value is not None:
+            return cast(T, (yield from state.value.derived().__await__()))
+        try:
+            return cast(T, (yield from self._manager.fetch(state, UNSET_RPC_TIMEOUT).__await__()))
+        except WorkerLost as exc:
+            raise self._manager.fetch_error(state, exc) from exc
+
+    def local_value(self) -> T:
+        """The value itself, at the owner. Waits until it exists.
+
+        Raises:
+            RRefError: this process is not the owner.
+        """
+        if not self.is_owner():
+            state = self._handle.state
+            me = WorkerInfo(self._manager.worker_name, self._manager.me.worker)
+            raise RRefError(
+                f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
+                f"(or copy the value with to_here(); {state.owner_name!r} is where it lives)"
+            )
+        return self._wait_for_value(UNSET_RPC_TIMEOUT)
+
+    def _wait_for_value(self, timeout: float) -> T:
+        state = self._handle.state
+        if state.error is not None:
+            raise state.error
+        assert state.value is not None  # the caller has asked is_owner()
+        deadline = current_deadline.get()
+        if timeout > 0:
+            deadline = deadline.earlier(Deadline.after(timeout))
+        return cast(T, state.value.future.wait(deadline.wait_s()))
+
+    # ------------------------------------------------------------ calls on the value
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """`rref.rpc_sync().method(*args)` runs the method at the owner and returns its result."""
+        return RRefProxy(self, "rpc_sync", timeout)
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """`rref.rpc_async().method(*args)` runs the method at the owner and returns a future of its result."""
+        return RRefProxy(self, "rpc_async", timeout)
+
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+        """`rref.remote().method(*args)` runs the method at the owner, and returns a reference to its result."""
+        return RRefProxy(self, "remote", timeout)
+
+    def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
+        """The type of the value: asked of the owner once. With `blocking=False` a future of it."""
+        future = self._type_future
+        if future is None or (future.done() and future.exception() is not None):
+            future = self._type_future = self._ask_type(timeout)
+        return future.wait() if blocking else future
+
+    def _ask_type(self, timeout: float) -> Future[type]:
+        if self.is_owner():
+            future: Future[type] = Future()
+            future.set_result(type(self.local_value()))
+            return future
+        self._handle.state.check(USE_AFTER_DELETION)
+        from rpcdist.rpc import api  # both import this module
+        from rpcdist.rpc._rref import proxied
+
+        asked: Future[type] = api.rpc_async(self.owner(), proxied._rref_typeof_on_owner, (self,), timeout=timeout)
+        asked.is_quiet = True
+        return asked
+
+    def _get_future(self) -> Future[Any]:
+        """The future of the call of `remote` that made this reference; a finished one if none did."""
+        if self._creation is None:
+            self._creation = Future()
+            self._creation.set_result(None)
+        return self._creation
+
+    def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
+        """Runs the backward pass with the value as root.
+
+        Args:
+            dist_autograd_ctx_id: the context of a distributed backward; -1, at the owner only, runs a local one.
+            retain_graph: keep the graph for another backward.
+        """
+        if dist_autograd_ctx_id != -1:
+            raise RpcdistError("RRef.backward in a distributed autograd context needs rpcdist.autograd, not built yet")
+        if not self.is_owner():
+            raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+        value = self.local_value()
+        if not isinstance(value, torch.Tensor):
+            raise RRefError("RRef should contain a tensor for .backward()")
+        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+
+    # ------------------------------------------------------------ as an object
+
+    def __str__(self) -> str:
+        return str(self._handle.state)
+
+    def __repr__(self) -> str:
+        state = self._handle.state
+        if state.value is not None:
+            return f"OwnerRRef({state.rref})"
+        return f"UserRRef(rref_id={state.rref}, fork_id={state.id})"
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise RRefError(NOT_PICKLABLE)
+
+    def __copy__(self) -> PyRRef[T]:
+        return self
+
+    def __deepcopy__(self, memo: object) -> NoReturn:
+        raise RRefError("a remote reference cannot be copied deeply; copy its value: rref.to_here()")
+
+
+class RRef(PyRRef[T]):
+    __slots__ = ()
+    __doc__ = inspect.getdoc(PyRRef)
