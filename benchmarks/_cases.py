@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 
 import torch
@@ -41,8 +42,7 @@ def echo(tensor: Tensor) -> Tensor:
 
 
 def measure_noop(rpc: ModuleType, effort: float) -> Metrics:
-    call = lambda: rpc.rpc_sync(CALLEE, noop)  # noqa: E731
-    return percentiles(time_calls(call, scaled(1000, effort), num_warm_up=50))
+    return percentiles(time_calls(lambda: rpc.rpc_sync(CALLEE, noop), scaled(1000, effort), num_warm_up=50))
 
 
 def measure_in_flight(rpc: ModuleType, effort: float) -> Metrics:
@@ -58,7 +58,7 @@ def measure_in_flight(rpc: ModuleType, effort: float) -> Metrics:
 def measure_echo(size_bytes: int, num_calls: int) -> Callable[[ModuleType, float], Metrics]:
     def measure(rpc: ModuleType, effort: float) -> Metrics:
         tensor = torch.rand(size_bytes // 4)
-        call = lambda: rpc.rpc_sync(CALLEE, echo, args=(tensor,))  # noqa: E731
+        call = partial(rpc.rpc_sync, CALLEE, echo, args=(tensor,))
         if not torch.equal(call(), tensor):
             raise AssertionError(f"an echo of {size_bytes} bytes came back changed")
         return percentiles(time_calls(call, scaled(num_calls, effort), num_warm_up=1))
@@ -67,8 +67,7 @@ def measure_echo(size_bytes: int, num_calls: int) -> Callable[[ModuleType, float
 
 
 def measure_remote(rpc: ModuleType, effort: float) -> Metrics:
-    call = lambda: rpc.remote(CALLEE, noop).to_here()  # noqa: E731
-    return percentiles(time_calls(call, scaled(300, effort), num_warm_up=20))
+    return percentiles(time_calls(lambda: rpc.remote(CALLEE, noop).to_here(), scaled(300, effort), num_warm_up=20))
 
 
 def measure_noop_under_load(rpc: ModuleType, effort: float) -> Metrics:

@@ -162,7 +162,7 @@ class _Peer:
         import psutil
 
         gc.collect()
-        return cast(int, psutil.Process().memory_info().rss)
+        return psutil.Process().memory_info().rss
 
     def profile_reset(self) -> None:
         self.profiler.reset()

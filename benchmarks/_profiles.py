@@ -13,7 +13,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 __all__ = ["ThreadProfiler"]
 
@@ -73,7 +73,7 @@ class ThreadProfiler:
         name, profile = self._profiles[thread]
         text = io.StringIO()
         try:
-            stats = pstats.Stats(_Snapshot(profile), stream=text)
+            stats = pstats.Stats(cast(cProfile.Profile, _Snapshot(profile)), stream=text)
         except TypeError:  # nothing was called
             return f"\n{name}: no calls"
         stats.strip_dirs().sort_stats("tottime").print_stats(NUM_FUNCTIONS)
@@ -85,8 +85,8 @@ class _Snapshot:
     """What `pstats` reads of a profile; unlike `Profile.create_stats` it leaves other threads' profilers running."""
 
     def __init__(self, profile: cProfile.Profile) -> None:
-        profile.snapshot_stats()  # type: ignore[attr-defined]  # not in the stubs
-        self.stats: dict[Any, Any] = profile.stats  # type: ignore[attr-defined]
+        profile.snapshot_stats()
+        self.stats: dict[Any, Any] = profile.stats
 
     def create_stats(self) -> None:
         """`stats` is already there."""

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
-from urllib.parse import SplitResult, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, urlsplit, urlunsplit
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
@@ -76,16 +76,13 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
     """
     parts = urlsplit(url)
     query = _query(parts)
-    given: dict[str, int] = {}
-    if world_size is None:
-        if parts.scheme == "env":
-            rank = _number("RANK", os.environ.get("RANK") or str(rank))
-        size = os.environ.get("WORLD_SIZE") if parts.scheme == "env" else None
-        given["world_size"] = _number("WORLD_SIZE", size) if size else -1
-    elif world_size != -1:
-        given["world_size"] = world_size
-    if rank != -1:
-        given["rank"] = rank
+    size = -1 if world_size is None else world_size
+    if world_size is None and parts.scheme == "env":
+        rank = _number("RANK", os.environ.get("RANK") or str(rank))
+        size = _number("WORLD_SIZE", os.environ.get("WORLD_SIZE") or "-1")
+    given = {"rank": rank} if rank != -1 else {}
+    if size != -1 or world_size is None:
+        given["world_size"] = size
     if given:
         if query.keys() & {"rank", "world_size"}:
             raise ConfigError(f"The url: {url} has node-specific arguments(rank, world_size) already.")
@@ -209,7 +206,7 @@ def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iter
     if not parts.path:
         raise _error("file", "path missing")
     rank, world_size = _rank_and_size("file", _query(parts))
-    store = FileStore(unquote(parts.path), world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
+    store = FileStore(parts.path, world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
     yield store, rank, world_size
     raise _once("file")
 

@@ -26,6 +26,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -87,7 +88,8 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
 def measure_accuracy(model: nn.Module, digits: Digits) -> float:
     """The share of images, in percent, whose label the model finds."""
     images, labels = digits
-    return 100 * (model(images).argmax(dim=1) == labels).double().mean().item()
+    is_right: Tensor = model(images).argmax(dim=1) == labels
+    return 100 * is_right.double().mean().item()
 
 
 # ---- the parameter server: its methods run on the server, called by the trainers through a remote reference
@@ -247,7 +249,7 @@ def make_bars(options: Options) -> list[tqdm[None]]:
 
     total = options.epochs * options.steps_per_epoch
     return [
-        tqdm(total=total, desc=f"trainer {trainer}", unit="step", position=trainer, dynamic_ncols=True)
+        tqdm[None](total=total, desc=f"trainer {trainer}", unit="step", position=trainer, dynamic_ncols=True)
         for trainer in range(options.trainers)
     ]
 
@@ -257,9 +259,10 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
     import matplotlib
 
     matplotlib.use("Agg")  # a file needs no display
-    from matplotlib import pyplot
+    from matplotlib import layout_engine, pyplot
 
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout="constrained")
+    layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout=layout)
     for trainer, history in enumerate(progress.histories):
         look = {"color": f"C{trainer}", "label": f"trainer {trainer}"}
         left.plot(history.losses, color=look["color"], alpha=0.15, linewidth=0.7, zorder=1)
@@ -274,7 +277,6 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
         axes.spines[["top", "right"]].set_visible(False)
     kind = "asynchronous (Hogwild)" if options.mode == "async" else "batch-synchronous"
     figure.suptitle(f"Parameter server, {kind}, {options.trainers} trainers", fontweight="bold")
-    figure.get_layout_engine().set(w_pad=0.15, h_pad=0.1)
     figure.savefig(options.picture, dpi=130)
 
 
@@ -297,7 +299,7 @@ def run_server(options: Options) -> float:
         rpc.rpc_async(f"trainer{i}", train, args=(server_rref, i, share, test_digits, options), timeout=0)  # no limit
         for i, share in enumerate(shares)
     ]
-    torch.futures.wait_all(runs)
+    rpc.wait_all(runs)
     seconds = server.progress.elapsed_s()
     server.progress.close()
     accuracy = measure_accuracy(server.model, test_digits)
@@ -313,6 +315,7 @@ def run_server(options: Options) -> float:
 def run_process(rank: int, options: Options) -> None:
     """The life of one process: rank 0 serves, the others train when they are told to."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
     torch.set_num_threads(1)  # the processes share the cores already
     name = "server" if rank == 0 else f"trainer{rank - 1}"
     rpc.init_rpc(name, rank=rank, world_size=options.trainers + 1)
@@ -324,11 +327,13 @@ def run_process(rank: int, options: Options) -> None:
 
 def spawn_processes(options: Options) -> None:
     """Starts the server and the trainers, and stays their parent: whatever ends one of them ends all."""
-    # Ignored signals are inherited. Ctrl-C during the children's slow imports would print tracebacks otherwise.
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # The children inherit a blocked SIGINT: Ctrl-C during their slow imports would print tracebacks otherwise. The helper
+    # process of multiprocessing unblocks the signal when it starts, so it has to start before.
+    resource_tracker.ensure_running()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     processes = mp.spawn(run_process, args=(options,), nprocs=options.trainers + 1, join=False)
-    signal.signal(signal.SIGINT, handler)
     try:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why

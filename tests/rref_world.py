@@ -1,7 +1,7 @@
 """Three workers and a network in memory, for tests of the reference counting.
 
-A `World` holds one `RRefProtocol` per worker and everything that is under way between them. `moves` lists what can happen
-next; `apply` does one of these. Tests walk over them: exhaustively (`test_rref_explorer.py`), or at random.
+A `World` holds one `RRefProtocol` per worker and everything that is under way between them. `moves` lists what can
+happen next; `apply` does one of these. Tests walk over them: exhaustively (`test_rref_explorer.py`), or at random.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def node(worker: int) -> Node:
 class Step:
     """One line of the program that the workers run.
 
-    `remote`: worker `at` creates `child` on worker `to`. `value`: `at` makes an owner reference `child`. `share`: `at` sends
-    its handle `holder` to `to`, which then has `child`. `fetch`: `at` asks the owner for the value through `holder`.
+    `remote`: worker `at` creates `child` on worker `to`. `value`: `at` makes an owner reference `child`. `share`: `at`
+    sends its handle `holder` to `to`, which then has `child`. `fetch`: `at` asks the owner for the value of `holder`.
     """
 
     kind: str
@@ -46,7 +46,9 @@ class World:
     losses: int = 0  # how many carriers may be lost
     doubts: int = 0  # how many carriers may be reported lost, and arrive all the same
     deaths: tuple[int, ...] = ()  # who may die (one of them)
-    suspicions: tuple[tuple[int, int], ...] = ()  # (who, whom): a living worker may be declared lost, and its lease ended
+    suspicions: tuple[
+        tuple[int, int], ...
+    ] = ()  # (who, whom): a living worker may be declared lost, and its lease ended
     protocols: dict[int, RRefProtocol] = field(default_factory=lambda: {w: RRefProtocol(node(w)) for w in range(3)})
     under_way: tuple[Item, ...] = ()
     done: tuple[int, ...] = ()  # steps of the program that were taken, or cannot be any more

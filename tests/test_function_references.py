@@ -11,6 +11,7 @@ import threading
 import types
 from typing import Any
 
+import cloudpickle  # type: ignore[import-untyped]
 import pytest
 import torch
 from torch import nn
@@ -178,6 +179,16 @@ def test_by_value() -> None:
     data = encode_function(lambda number: number * factor, by_value=True)
     assert isinstance(data, bytes)
     assert decode_function(data)(5) == 15
+    assert encode_function(torch.add, by_value=True) == "torch:add"  # both sides have it
+    assert encode_function(plain, by_value=True) == f"{HERE}:plain"
+    cloudpickle.register_pickle_by_value(sys.modules[HERE])
+    try:
+        data = encode_function(plain, by_value=True)
+    finally:
+        cloudpickle.unregister_pickle_by_value(sys.modules[HERE])
+    assert isinstance(data, bytes)
+    assert decode_function(data) is not plain
+    assert decode_function(data)(1) == ((1,), {})
 
 
 def test_pickled_callables() -> None:

@@ -18,6 +18,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
 from rpcdist.rpc._pool import WorkerPool
 from rpcdist.rpc._waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
@@ -184,22 +185,46 @@ def test_wait_with_a_limit_leaves_the_future_alone() -> None:
     assert future.wait(0) == 1
 
 
-def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: WorkerPool) -> None:
-    future: Future[int] = Future()
+@pytest.fixture
+def press_ctrl_c() -> Iterator[Callable[[], None]]:
+    """Sends SIGINT to the main thread until it is noticed: one that comes just before a system call does not end it."""
+    pressed = threading.Event()
     main = threading.main_thread().ident
     assert main is not None
 
-    def press() -> None:
-        while not future._observers:
-            time.sleep(0)
-        signal.pthread_kill(main, signal.SIGINT)
+    def handler(number: int, frame: object) -> None:
+        if not pressed.is_set():
+            pressed.set()
+            raise KeyboardInterrupt
 
-    pool.submit(press)
-    with pytest.raises(KeyboardInterrupt):
-        future.wait(LIMIT_S)
-    assert not future._observers
-    deliver(pool, future, lambda: 6)
-    assert future.wait(LIMIT_S) == 6
+    def press() -> None:
+        pressed.clear()
+        while not pressed.is_set():
+            signal.pthread_kill(main, signal.SIGINT)
+            pressed.wait(0.05)
+
+    before = signal.signal(signal.SIGINT, handler)
+    pressed.set()
+    yield press
+    pressed.set()
+    signal.signal(signal.SIGINT, before)
+
+
+def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: WorkerPool, press_ctrl_c: Callable[[], None]) -> None:
+    for _ in range(20):
+        future: Future[int] = Future()
+
+        def press_once_it_waits(future: Future[int] = future) -> None:
+            while not future._observers:
+                time.sleep(0)
+            press_ctrl_c()
+
+        pool.submit(press_once_it_waits)
+        with pytest.raises(KeyboardInterrupt):
+            future.wait(LIMIT_S)
+        assert not future._observers
+        deliver(pool, future, partial(int, 6))
+        assert future.wait(LIMIT_S) == 6
 
 
 def test_a_wait_that_times_out_while_it_is_chosen_pays_the_debt() -> None:
@@ -297,7 +322,7 @@ def test_a_runtime_error_of_a_callback_stays_itself() -> None:
 
 @pytest.mark.parametrize("name", ["then", "add_done_callback"])
 def test_callbacks_must_be_callable(name: str) -> None:
-    with pytest.raises(TypeError, match="incompatible function arguments."):
+    with pytest.raises(TypeError, match="incompatible function arguments"):
         getattr(Future(), name)(None)
 
 
@@ -387,12 +412,17 @@ def test_results_go_without_the_garbage_collector() -> None:
         gc.enable()
 
 
+def raises_value_error(function: Callable[..., object], *arguments: object) -> None:
+    with pytest.raises(ValueError):
+        function(*arguments)
+
+
 LOOKS: list[tuple[str, Callable[[Future[int]], object], bool]] = [
     ("nobody", lambda future: None, True),
     ("done() is not enough", lambda future: future.done(), True),
     ("exception()", lambda future: future.exception(), False),
-    ("wait_all of torch", lambda future: pytest.raises(ValueError, torch.futures.wait_all, [future]), False),
-    ("wait()", lambda future: pytest.raises(ValueError, future.wait), False),
+    ("wait_all of torch", lambda future: raises_value_error(torch.futures.wait_all, [future]), False),
+    ("wait()", lambda future: raises_value_error(future.wait), False),
     ("a quiet one", lambda future: setattr(future, "is_quiet", True), False),
 ]
 
@@ -415,7 +445,7 @@ def test_an_error_that_nobody_looked_at_is_logged(
 def test_the_log_of_an_unread_error_says_where_it_was_raised(caplog: pytest.LogCaptureFixture) -> None:
     done_future(1).then(lambda f: 1 // 0)
     gc.collect()
-    assert "division by zero" in caplog.text
+    assert "ZeroDivisionError" in caplog.text and "lambda f: 1 // 0" in caplog.text
     cancelled: Future[int] = Future()
     cancelled.cancel()
     caplog.clear()
@@ -508,7 +538,7 @@ def test_wait_all_and_collect_all(pool: WorkerPool) -> None:
     assert wait_all([plain_done(1), done_future(2)]) == [1, 2]
     assert wait_all([]) == []
     with pytest.raises(TypeError, match="not a future"):
-        collect_all([3])  # type: ignore[list-item]
+        collect_all([3])  # type: ignore[arg-type]
 
 
 def test_the_first_error_ends_wait_all_at_once() -> None:

@@ -237,7 +237,7 @@ def test_tampering_with_any_field_ends_the_handshake(field: str) -> None:
 def test_every_field_of_the_messages_is_tampered_with_above() -> None:
     fields = set()
     for part in ("hello", "challenge", "proof", "welcome"):
-        for field in pb.Handshake.DESCRIPTOR.fields_by_name[part].message_type.fields:
+        for field in getattr(pb.Handshake(), part).DESCRIPTOR.fields:
             inner = [f".{name.name}" for name in field.message_type.fields] if field.message_type else [""]
             fields |= {f"{part}.{field.name}{suffix}" for suffix in inner}
     assert fields == set(TAMPERING)
@@ -422,7 +422,7 @@ def messages(draw: st.DrawFn) -> pb.Handshake:
         case "welcome":
             return pb.Handshake(welcome=pb.Welcome(session_id=data[:16], proof=data))
         case _:
-            return pb.Handshake(refusal=pb.Refusal(reason=draw(st.text()), code=draw(st.integers(0, 9))))
+            return pb.Handshake(refusal=pb.Refusal(reason=draw(st.text()), code=draw(st.sampled_from(Code.keys()))))
 
 
 @given(st.lists(messages(), max_size=6), st.booleans())

@@ -330,7 +330,7 @@ async def test_the_world_forms_or_the_time_ends_but_never_both() -> None:
     first = ask(service, A, timeout_s=0.001)
     await until_waiting(service, 1)
     second = ask(service, B, timeout_s=1.0)
-    time.sleep(0.01)  # noqa: ASYNC251  (holds the loop, so that the last worker and the end of the time come in one round)
+    time.sleep(0.01)  # noqa: ASYNC251  (the loop is late: the last worker and the end of the time come in one round)
     outcomes = await settled(first, second)
     assert outcomes in ([OK, OK], [Outcome.TIMED_OUT, Outcome.TIMED_OUT])
     assert len(service.table.members) == (2 if outcomes == [OK, OK] else 0)
@@ -385,7 +385,7 @@ def test_every_outcome_is_known_to_the_client() -> None:
     for outcome in Outcome.values():
         if outcome != OK:
             with pytest.raises(RendezvousError):
-                members_of(pb.JoinReply(outcome=outcome), A, "here", 0.0)
+                members_of(pb.JoinReply(outcome=Outcome.Name(outcome)), A, "here", 0.0)
 
 
 @pytest.mark.parametrize(("timeout_s", "timeout_ms"), [(-1.0, 0), (0.5, 500), (float("inf"), 604_800_000)])

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
+
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._pool import WorkerPool, blocking
 from rpcdist.rpc._pool_monitor import Load, threads_to_start
@@ -59,7 +60,7 @@ def test_jobs_run_in_order_on_one_named_thread_that_is_used_again(pool: WorkerPo
     seen: list[tuple[int, str]] = []
     for number in range(20):
         done = threading.Event()
-        pool.submit(lambda number=number: seen.append((number, threading.current_thread().name)))  # type: ignore[misc]
+        pool.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
         pool.submit(done.set)
         assert done.wait(LIMIT_S)
     assert [number for number, _ in seen] == list(range(20))
@@ -156,9 +157,9 @@ def test_idle_threads_end() -> None:
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(LIMIT_S)
-    (worker,) = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdist-worker-0")] or [None]
-    if worker is not None:
-        worker.join(LIMIT_S)
+    for thread in threading.enumerate():
+        if thread.name == "rpcdist-worker-0":
+            thread.join(LIMIT_S)
     assert pool.stats().threads == 0
     pool.submit(done.set)  # and it starts again
     assert pool.close(LIMIT_S) == []

@@ -89,7 +89,7 @@ async def test_close_ends_the_waits_and_refuses_calls() -> None:
     service = StoreService()
     peer = Identity("peer", 1, 1)
     get = service.methods()["Get"]
-    call = asyncio.create_task(get(peer, store_pb2.StoreGet(key="k", timeout_ms=LONG_MS)))  # type: ignore[arg-type]
+    call = asyncio.ensure_future(get(peer, store_pb2.StoreGet(key="k", timeout_ms=LONG_MS)))
     await parked(service, 1)
     await service.close()
     await service.close()

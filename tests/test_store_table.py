@@ -194,11 +194,11 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
         elif step == "park_pop" and not queues[key]:
             popping[table.park_pop(key)] = key
         elif step == "forget":
-            number = arguments[0]
-            assert isinstance(number, int)
-            table.forget(number)
-            waiting.pop(number, None)
-            popping.pop(number, None)
+            forgotten = arguments[0]
+            assert isinstance(forgotten, int)
+            table.forget(forgotten)
+            waiting.pop(forgotten, None)
+            popping.pop(forgotten, None)
         expected |= {n for n, (keys, only) in waiting.items() if all(there(k, only) for k in keys)}
         assert {each.waiter for each in woken} == expected
         for number in expected:

@@ -8,6 +8,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 from store_processes import Script, free_port, until
@@ -40,7 +41,7 @@ def test_nobody_there() -> None:
     started = time.monotonic()
     with pytest.raises(ConnectFailed, match=rf"{HOST}:{port} after 0\.4 s"):
         TCPStore(HOST, port, timeout=0.4)
-    assert 0.3 < time.monotonic() - started < 5
+    assert 0.2 < time.monotonic() - started < 5
 
 
 def test_the_master_comes_later() -> None:
@@ -72,7 +73,7 @@ def test_the_port_is_in_use() -> None:
         ({"port": 1, "master_listen_fd": 3}, "master_listen_fd is not supported"),
     ],
 )
-def test_wrong_arguments(arguments: dict[str, int], text: str) -> None:
+def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         TCPStore(HOST, **arguments)
 
@@ -332,7 +333,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
         other.close()
         store.close()
     """
-    with Script(code, environment={"GRPC_VERBOSITY": "ERROR"}) as script:
+    with Script(code) as script:
         assert [script.line() for _ in range(3)] == ["ForkedProcess", "0", "v"], script.output
         assert script.end() == 0
 

@@ -15,14 +15,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
 from rpcdist.rpc import _torch_state
 from rpcdist.rpc._torch_state import StateSlot
 from rpcdist.rpc._user_loop import LoopKind, StatefulCoroutine, UserLoop
 from rpcdist.rpc.future import Future
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 LIMIT_S = 30.0
 KINDS: list[LoopKind] = ["uvloop", "asyncio"] if sys.platform != "win32" else ["asyncio"]
@@ -402,7 +403,7 @@ def torch_state() -> dict[str, object]:
         "grad": torch.is_grad_enabled(),
         "inference": torch.is_inference_mode_enabled(),
         "forward grad": c._is_fwd_grad_enabled(),
-        "multithreading": torch.autograd.is_multithreading_enabled(),  # type: ignore[attr-defined]
+        "multithreading": torch.autograd.is_multithreading_enabled(),
         "autocast": [torch.is_autocast_enabled(device) for device in ("cpu", "cuda")],
         "autocast dtype": [torch.get_autocast_dtype(device) for device in ("cpu", "cuda")],
         "autocast cache": torch.is_autocast_cache_enabled(),
@@ -437,7 +438,7 @@ PAIRS = [("no_grad", "inference"), ("inference", "no_grad"), ("autocast", "no_gr
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")  # autocast for CUDA without CUDA
-@pytest.mark.parametrize("names", [(name,) for name in MODES] + PAIRS, ids="+".join)
+@pytest.mark.parametrize("names", [*[(name,) for name in MODES], *PAIRS], ids="+".join)
 def test_a_slot_takes_the_state_away_and_brings_it_back(names: tuple[str, ...]) -> None:
     initial = torch_state()
     assert _torch_state.is_default()
@@ -620,7 +621,7 @@ def test_gradients_flow_across_awaits(loop: UserLoop) -> None:
         weight = torch.ones(3, requires_grad=True)
         loss = (weight * 2).sum()
         await asyncio.sleep(0.001)
-        (loss * 3).backward()  # type: ignore[no-untyped-call]
+        (loss * 3).backward()
         assert weight.grad is not None
         return weight.grad.sum().item()
 

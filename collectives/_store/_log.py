@@ -1,8 +1,8 @@
 """The file under a `FileStore`: an append-only log of changes that survives the death of a writer at any byte.
 
-Format: 8 bytes of magic and 8 random ones, which tell a new file of the same name from an old one; then records. A record is 4 bytes of length, 4 bytes of CRC-32 and a body, all little endian;
-a body is one or more changes, each a code byte, two 4-byte lengths, a key and a value. Readers see all changes of a
-record or none.
+Format: 8 bytes of magic and 8 random ones, which tell a new file from an old one of the same name; then records. A
+record is 4 bytes of length, 4 bytes of CRC-32 and a body, all little endian; a body is one or more changes, each a code
+byte, two 4-byte lengths, a key and a value. Readers see all changes of a record or none.
 
 Rules: writers hold an exclusive lock on the file, readers a shared one, so nobody reads while somebody writes. The
 kernel drops the lock of a process that dies. What it wrote of its record by then is an incomplete tail: readers stop

@@ -49,12 +49,12 @@ class _TorchStore(Protocol):
 class TorchStoreAdapter(Store):
     """Any store of `torch.distributed`, e.g. the one that `torchrun` serves.
 
-    Errors become this package's. Where torch's store has no `multi_get` and the like (its FileStore), they are done one
-    key at a time; it has no queues at all.
+    Errors become this package's. Where torch's store has no `multi_get` and the like (its FileStore), they are done
+    one key at a time; it has no queues at all.
 
-    Waiting asks again and again, with pauses of a tenth of the time waited so far, a quarter of a second at most: a wait
-    inside torch cannot be interrupted, keeps other threads off the connection, and when it is cut into slices, torch
-    prints a warning for each.
+    Waiting asks again and again, with pauses of a tenth of the time waited so far, a quarter of a second at most: a
+    wait inside torch cannot be interrupted, keeps other threads off the connection, and when it is cut into slices,
+    torch prints a warning for each.
 
     Args:
         store: torch's.

@@ -24,7 +24,7 @@ from rpcdist.rpc._calls import CallTable, Completer, PendingCall
 from rpcdist.rpc._completers import FutureCompleter, Job, SyncCompleter
 from rpcdist.rpc._control import ControlInbox
 from rpcdist.rpc._dispatch import Dispatcher
-from rpcdist.rpc._functions import encode_function
+from rpcdist.rpc._functions import encode_function, unwrap
 from rpcdist.rpc._gather import Gatherings, Leader
 from rpcdist.rpc._gil import GilWait
 from rpcdist.rpc._leases import Leases
@@ -213,13 +213,13 @@ class Agent:
         deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
         message = rpc_pb2.Message()
         call = message.call
+        func, args, kwargs = unwrap(func, tuple(args) if args else (), kwargs or {})
         name = encode_function(func, by_value=self.options.by_value)
         if isinstance(name, str):
             call.function = name
         else:
             call.function_pickle = name
-        arguments = (tuple(args) if args else (), kwargs or {})
-        large, forks = self.encode_for(call.arguments, arguments, to)
+        large, forks = self.encode_for(call.arguments, (args, kwargs), to)
         if result is not None:
             call.result.CopyFrom(result)
 

@@ -16,6 +16,7 @@ from rpcdist.errors import (
     RRefError,
     SerializationError,
 )
+from rpcdist.rpc._functions import FunctionLookupError
 from rpcdist.rpc._values import decode, encode_into
 
 __all__ = ["RemoteTraceback", "exception_of", "failure_of"]
@@ -25,6 +26,7 @@ MAX_TEXT: Final = 64 * 1024  # of a traceback or message; a failing call must no
 
 _KINDS: Final[list[tuple[type[BaseException], rpc_pb2.Failure.Kind]]] = [
     (FunctionNotFound, Kind.NOT_FOUND),
+    (FunctionLookupError, Kind.NOT_FOUND),
     (DeadlineExceeded, Kind.DEADLINE),
     (Cancelled, Kind.CANCELLED),
     (SerializationError, Kind.SERIALIZATION),

@@ -69,16 +69,15 @@ def encode_function(func: Callable[..., Any], *, by_value: bool = False) -> str 
 
     Args:
         func: best the result of `unwrap`; in a pickle, tensors are copied and remote references refused.
-        by_value: with cloudpickle, for lambdas, local functions, and those of a `__main__` that the callee does not
-            have.
+        by_value: with cloudpickle, for lambdas, local functions, those of `__main__`, and those of modules given to
+            `cloudpickle.register_pickle_by_value`; the others keep going by name.
 
     Raises:
         AttributeError, TypeError, pickle.PicklingError: `func` has neither name nor pickle, with a note.
     """
-    if not by_value:
-        name = function_name(func)
-        if name is not None:
-            return name
+    name = function_name(func)
+    if name is not None and not (by_value and _goes_by_value(name)):
+        return name
     try:
         return _dump(func, by_value)
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
@@ -203,6 +202,12 @@ def _resolves_to(name: str, func: object) -> bool:
         return False
     # A class method or a builtin method of a type is a new, equal object at each look-up.
     return found is func or (type(func) in (types.MethodType, types.BuiltinFunctionType) and bool(found == func))
+
+
+def _goes_by_value(name: str) -> bool:
+    module_name = name.partition(":")[0]
+    registered = cloudpickle.list_registry_pickle_by_value()
+    return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
 
 
 class _Unpickler(pickle.Unpickler):

@@ -130,8 +130,10 @@ class MembershipService:
             async with asyncio.timeout(timeout_s):
                 return await decided
         except TimeoutError:
-            if decided.done() and not decided.cancelled():  # in the same round of the loop: the others count on us
-                return decided.result()
+            if self.table.broken is not None:
+                return self.table.broken
+            if self.table.formed:  # between the end of the time and this line: the others count on this worker
+                return Verdict(Outcome.OK)
             verdict = self.table.timed_out
             self._stop_waiting(identity, decided)
             return verdict

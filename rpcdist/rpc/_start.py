@@ -13,7 +13,7 @@ from rpcdist._proto import membership_pb2
 from rpcdist.collectives import Store
 from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
-from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._agent import ROLE, Agent
 from rpcdist.rpc._interrupt import InterruptWatch
 from rpcdist.rpc._members import Directory, Member
 from rpcdist.rpc._membership import MembershipService, join_request, members_of
@@ -55,9 +55,11 @@ def start_agent(
     check_worker_name(name)
     _check_rank(rank, world_size)
     node = acquire_node(node_options(options))
+    node.expect_role(ROLE)
     try:
         return _join(node, store, Identity(name, rank, new_incarnation()), world_size, options)
     except BaseException:
+        node.handle_role(ROLE, None)
         node.release()
         raise
 

@@ -82,16 +82,17 @@ class StatefulCoroutine(Coroutine[Any, Any, T]):
         self.slot.call(self._coroutine.close)  # its `with` blocks are left in the state that they know
 
     def __await__(self) -> Generator[Any, Any, T]:
-        value: Any = None
+        step, argument = self.send, None
         try:
             while True:
+                awaited = step(argument)
                 try:
-                    value = yield self.send(value)
+                    step, argument = self.send, (yield awaited)
                 except GeneratorExit:
                     self.close()
                     raise
                 except BaseException as error:
-                    value = yield self.throw(error)
+                    step, argument = self.throw, error
         except StopIteration as stop:
             result: T = stop.value
             return result
@@ -455,8 +456,16 @@ def _log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) ->
 
 
 def _where(task: asyncio.Task[Any]) -> str:
-    stack = task.get_stack(limit=1)
-    return f"{stack[-1].f_code.co_filename}:{stack[-1].f_lineno}" if stack else "an unknown place"
+    """The innermost line that a task waits at."""
+    place = "an unknown place"
+    awaited: Any = task.get_coro()
+    while (frame := getattr(awaited, "cr_frame", None)) is not None:
+        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        awaited = getattr(awaited, "cr_await", None)
+        inner = getattr(awaited, "cr_frame", None)
+        if inner is not None and inner.f_code.co_filename == asyncio.tasks.__file__:
+            break  # in asyncio.sleep or the like: the line of the user that calls it says more
+    return place
 
 
 def _new_loop(kind: LoopKind) -> asyncio.AbstractEventLoop:

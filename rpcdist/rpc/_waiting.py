@@ -91,9 +91,7 @@ def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
         completions = Completions(members, timeout, "wait_any()")
         completions._wait_for_one()
         completions.close()
-    return AnyDone(
-        [member for member in members if member.done()], [member for member in members if not member.done()]
-    )
+    return AnyDone([member for member in members if member.done()], [member for member in members if not member.done()])
 
 
 def as_completed(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> Completions[T]:

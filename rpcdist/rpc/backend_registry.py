@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol, cast
 
+import torch.distributed
+
+from rpcdist.collectives import Store, TorchStoreAdapter
 from rpcdist.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
@@ -177,7 +180,15 @@ def _start(
     # Late, because the agent is above this module: it reads the options that are built here.
     from rpcdist.rpc._start import start_agent
 
-    return start_agent(store=store, name=name, rank=rank, world_size=world_size, options=rpc_backend_options)
+    return start_agent(store=_as_store(store), name=name, rank=rank, world_size=world_size, options=rpc_backend_options)
+
+
+def _as_store(store: object) -> Store:
+    if isinstance(store, Store):
+        return store
+    if isinstance(store, torch.distributed.Store):
+        return TorchStoreAdapter(store)
+    raise TypeError(f"`store` must be a `rpcdist.collectives.Store` or a `torch.distributed.Store`. {store}")
 
 
 register_backend("TENSORPIPE", _construct_options, _start)

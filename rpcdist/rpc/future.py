@@ -240,18 +240,24 @@ class Future(torch.futures.Future[T]):
         """Waits for one wake-up: True; or until `ends_at`: False."""
         baton = allocate_lock()
         baton.acquire()
-        self._observers.append(baton)
         woken = False
         try:
+            self._observers.append(baton)
             if self._finished or self._debt:
                 return True
             left_s = -1.0 if ends_at is None else min(ends_at - time.monotonic(), threading.TIMEOUT_MAX)
-            woken = left_s > 0 or ends_at is None
-            woken = woken and baton.acquire(True, left_s)
+            if left_s > 0 or ends_at is None:
+                woken = baton.acquire(True, left_s)
             return woken
         finally:
-            if not woken and not self._forget(baton) and self._debt:
-                self._settle()  # this thread was chosen by `_deliver`, even if it came away by Ctrl-C or the limit
+            # A lock that stayed behind would be chosen by `_deliver`, and nobody would come. So this is one call of a
+            # builtin: Ctrl-C cannot come between, as it could at the beginning of a Python function.
+            if not woken:
+                try:
+                    self._observers.remove(baton)
+                except ValueError:  # chosen, even if this thread came away by Ctrl-C or the limit
+                    if self._debt:
+                        self._settle()
 
     # -- completing ----------------------------------------------------------------------------------------------------
 
@@ -464,6 +470,7 @@ def _as_runtime_error(error: BaseException) -> BaseException:
         return error
     wrapped = RpcdistError(f"Got the following error when running the callback: {type(error).__name__}: {error}")
     wrapped.__cause__ = error
+    wrapped.__traceback__ = error.__traceback__  # the log of an unread error shows where it came from
     return wrapped
 
 

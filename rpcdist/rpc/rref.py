@@ -19,7 +19,7 @@ import torch
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import NotInitialized, RpcdistError, RRefError, WorkerLost
 from rpcdist.rpc._current import agent_or_none, current_agent
-from rpcdist.rpc._rref.handles import Handle
+from rpcdist.rpc._rref.handles import Handle, fresh_copy
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxy import RRefProxy
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -31,6 +31,7 @@ __all__ = ["PyRRef", "RRef"]
 T = TypeVar("T")
 
 NOT_PICKLABLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
+TRAVELS_IN_CALLS = "a remote reference travels only in the arguments or the result of a call, which name its receiver"
 USE_AFTER_DELETION = "Cannot call to_here() on it after deletion."
 
 
@@ -133,7 +134,7 @@ class PyRRef(Generic[T]):
         """
         if not self.is_owner():
             state = self._handle.state
-            me = WorkerInfo(self._manager.worker_name, self._manager.me.worker)
+            me = WorkerInfo(self._manager.my_name, self._manager.me.worker)
             raise RRefError(
                 f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
                 f"(or copy the value with to_here(); {state.owner_name!r} is where it lives)"
@@ -143,12 +144,12 @@ class PyRRef(Generic[T]):
     def _wait_for_value(self, timeout: float) -> T:
         state = self._handle.state
         if state.error is not None:
-            raise state.error
+            raise fresh_copy(state.error)
         assert state.value is not None  # the caller has asked is_owner()
         deadline = current_deadline.get()
         if timeout > 0:
             deadline = deadline.earlier(Deadline.after(timeout))
-        return cast(T, state.value.future.wait(deadline.wait_s()))
+        return cast(T, state.value.wait(deadline.wait_s()))
 
     # ------------------------------------------------------------ calls on the value
 
@@ -220,6 +221,15 @@ class PyRRef(Generic[T]):
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise RRefError(NOT_PICKLABLE)
+
+    def _serialize(self) -> NoReturn:
+        """torch's name for pickling by hand. A share needs a receiver, so there is no such thing here."""
+        self._manager.check_sharable(self)
+        raise RRefError(TRAVELS_IN_CALLS)
+
+    @staticmethod
+    def _deserialize(serialized: object) -> NoReturn:
+        raise RRefError(TRAVELS_IN_CALLS)
 
     def __copy__(self) -> PyRRef[T]:
         return self

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import NoReturn
 
-from rpcdist.errors import ConfigError
+from rpcdist.ids import check_worker_name
 
-__all__ = ["MAX_NAME_LENGTH", "WorkerInfo", "check_worker_name"]
+__all__ = ["WorkerInfo"]
 
-MAX_NAME_LENGTH = 128
-_NAME = re.compile(r"[A-Za-z0-9_:-]+")
 # torch stores worker ids in 16 bits; RRef and context ids of both sides rely on that.
 _ID_RANGE = range(-(2**15), 2**15)
-
-
-def check_worker_name(name: str) -> str:
-    """Return the name if a worker may be called so.
-
-    Raises:
-        ConfigError: it is empty, has 128 characters or more, or others than letters, digits, `_`, `:` and `-`.
-    """
-    if not _NAME.fullmatch(name) or len(name) >= MAX_NAME_LENGTH:
-        raise ConfigError(
-            "Worker name must match ^[A-Za-z0-9-_:]*$, "
-            f"and must be non-empty and shorter than {MAX_NAME_LENGTH} chars, but got {name}"
-        )
-    return name
 
 
 class WorkerInfo:

@@ -27,9 +27,6 @@ _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + PIECE_BYTES
 _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE_BYTES),
     ("grpc.max_send_message_length", _LARGEST_MESSAGE_BYTES),
-    ("grpc.http2.lookahead_bytes", 4 << 20),
-    ("grpc.http2.max_frame_size", 1 << 20),
-    ("grpc.http2.write_buffer_size", 4 << 20),
     ("grpc.enable_retries", 0),
 ]
 CHANNEL_OPTIONS = [

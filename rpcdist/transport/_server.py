@@ -199,7 +199,7 @@ class Server(grpc.GenericRpcHandler):
 
     async def _serve(self, stream: ServerStream, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
-        handler = self._node.session_handler(role) or NullHandler()
+        handler = await self._node.session_handler(role) or NullHandler()
         session = Session(
             self._node.io,
             stream,

@@ -84,7 +84,7 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
             reasons.append(f"{host}: {exc.strerror or exc}")
     raise ConfigError(
         f"no network interface of this machine leads to the coordinator {coordinator_host!r} ({'; '.join(reasons)}). "
-        "Check MASTER_ADDR, or name the address to listen on (RpcOptions(bind_host=...))."
+        "Check MASTER_ADDR, or name the address to listen on (RpcOptions(host=...))."
     )
 
 

@@ -32,6 +32,7 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 5.0
+ROLE_LIMIT_S = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +65,7 @@ class Node:
         self.address: str | None = None
         self._server = Server(self)
         self._handlers: dict[str, SessionHandler] = {}
+        self._awaited: dict[str, asyncio.Event] = {}
         self._refusals: dict[str, Callable[[Identity], str | None]] = {}
         self._users = 0
         self._lock = threading.Lock()
@@ -126,6 +128,13 @@ class Node:
             self._handlers[role] = handler
             if refuse is not None:
                 self._refusals[role] = refuse
+        waiters, self._awaited = self._awaited.get(role), {r: e for r, e in self._awaited.items() if r != role}
+        if waiters is not None:
+            self.io.call_soon(waiters.set)
+
+    def expect_role(self, role: str) -> None:
+        """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
+        self._awaited[role] = asyncio.Event()
 
     # ------------------------------------------------------------ I/O loop
 
@@ -143,7 +152,15 @@ class Node:
             self, address, role=role, timeout_s=timeout_s, handler=handler, expected=expected, retry=retry
         )
 
-    def session_handler(self, role: str) -> SessionHandler | None:
+    async def session_handler(self, role: str) -> SessionHandler | None:
+        """Who takes the messages of a role; waits, bounded, for one that was announced by `expect_role`."""
+        awaited = self._awaited.get(role)
+        if awaited is not None:
+            try:
+                async with asyncio.timeout(ROLE_LIMIT_S):
+                    await awaited.wait()
+            except TimeoutError:
+                logger.warning("a peer waited %s s for the role %r", ROLE_LIMIT_S, role)
         return self._handlers.get(role)
 
     def refusal_for(self, hello: handshake_pb2.Hello) -> str | None:

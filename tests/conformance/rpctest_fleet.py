@@ -139,14 +139,15 @@ class Fleet:
         """Wait for the answer of every rank; return the answers, and the workers that gave none."""
         deadline = time.monotonic() + limit_s
         results: dict[int, Result] = {}
-        pending = {worker.connection: worker for worker in self._workers}
+        pending = list(self._workers)
         while pending and (left_s := deadline - time.monotonic()) > 0:
-            for ready in wait(list(pending), left_s):
-                worker = pending.pop(ready)  # type: ignore[arg-type]
+            ready = wait([worker.connection for worker in pending], left_s)
+            for worker in [worker for worker in pending if worker.connection in ready]:
+                pending.remove(worker)
                 results[worker.rank] = result = self._receive(worker)
                 if result.status in ("error", "crashed"):
                     deadline = min(deadline, time.monotonic() + GRACE_S)
-        return results, list(pending.values())
+        return results, pending
 
     def _receive(self, worker: _Worker) -> Result:
         try:

@@ -13,9 +13,9 @@ from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture i
 __all__ = ["RpcTest", "TensorPipeAgentRpcTest"]
 
 
-class RpcTest(rpc_test.RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):  # type: ignore[misc]
+class RpcTest(rpc_test.RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     """What any RPC backend has to do."""
 
 
-class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):  # type: ignore[misc]
+class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     """What torch asks of its default backend: options, timeouts, device maps."""

@@ -15,7 +15,7 @@ import os
 import sys
 import traceback
 import unittest
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -75,7 +75,7 @@ def serve(connection: Connection, rank: int, peer: str) -> None:
             return
         if isinstance(request, Case):
             keep = _State.now()
-            with _recording() if peer == "torch" else contextlib.nullcontext(set()) as used:
+            with _recording(peer) as used:
                 result = _run(suites, request, rank)
             connection.send(Result(result.status, result.text, frozenset(used)))
         elif isinstance(request, Tidy):
@@ -115,42 +115,39 @@ class _State:
 
     environment: dict[str, str]
     backend_type: type
-    modules: dict[str, dict[str, Any]]
+    test_globals: dict[str, Any]
 
     @classmethod
     def now(cls) -> _State:
-        registry = importlib.import_module("torch.distributed.rpc.backend_registry")
-        return cls(dict(os.environ), registry.BackendType, {name: dict(vars(_module(name))) for name in _WITH_GLOBALS})
+        return cls(dict(os.environ), _rpc("backend_registry").BackendType, dict(vars(_tests())))
 
     def restore(self) -> None:
         os.environ.clear()
         os.environ.update(self.environment)
-        registry = importlib.import_module("torch.distributed.rpc.backend_registry")
-        registry.BackendType = self.backend_type
-        for name, before in self.modules.items():
-            module = vars(_module(name))
-            for key in module.keys() - before.keys():
-                del module[key]
-            module.update(before)
+        _rpc("backend_registry").BackendType = self.backend_type
+        tests = _tests()
+        for name in vars(tests).keys() - self.test_globals.keys():
+            delattr(tests, name)
+        vars(tests).update(self.test_globals)
         # These two are completed by the tests that use them, and a future can be completed only once.
-        tests = _module("rpc_test")
         tests.VALUE_FUTURE = concurrent.futures.Future()
         tests.DONE_FUTURE = concurrent.futures.Future()
 
 
-# rpcdist's modules are not in this list: what a test changes there and does not change back is found by the next one.
-_WITH_GLOBALS = ("rpc_test",)
+def _tests() -> Any:
+    return importlib.import_module("torch.testing._internal.distributed.rpc.rpc_test")
 
 
-def _module(name: str) -> Any:
-    return importlib.import_module(f"torch.testing._internal.distributed.rpc.{name}")
+def _rpc(name: str) -> Any:
+    return importlib.import_module(f"torch.distributed.rpc.{name}")
 
 
 def _tidy(keep: _State, peer: str) -> list[str]:
     """Remove what a test left behind, and return what went wrong with that."""
     problems: list[str] = []
-    api = importlib.import_module("torch.distributed.rpc.api")
-    for what, step in (("shutdown", lambda: _shut_down(api)), ("process group", _destroy_groups)):
+    api = _rpc("api")
+    steps: dict[str, Callable[[], None]] = {"shutdown": lambda: _shut_down(api), "process group": _destroy_groups}
+    for what, step in steps.items():
         try:
             step()
         except BaseException:
@@ -174,11 +171,11 @@ def _destroy_groups() -> None:
 
 
 @contextlib.contextmanager
-def _recording() -> Iterator[set[str]]:
-    """Record which optional parts of torch a test uses: distributed autograd, the profiler, TorchScript."""
+def _recording(peer: str) -> Iterator[set[str]]:
+    """Record which optional parts of torch a test uses when torch runs it: autograd, the profiler, TorchScript."""
     used: set[str] = set()
     with contextlib.ExitStack() as stack:
-        for module_name, names, part in _PARTS:
+        for module_name, names, part in _PARTS if peer == "torch" else ():
             module = importlib.import_module(module_name)
             for name in names:
                 stack.enter_context(_patched(module, name, f"{part}: {name}", used))

@@ -6,6 +6,7 @@ manager's tables until the finalizer was noticed there. An `OwnerValue` is the v
 
 from __future__ import annotations
 
+import copy
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -14,7 +15,7 @@ from rpcdist.errors import RpcdistError, RRefError
 from rpcdist.rpc._rref.identifiers import Node, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
-__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue"]
+__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "fresh_copy"]
 
 Dropped = deque[tuple[RRefId, UniqueId]]
 
@@ -38,7 +39,14 @@ class OwnerValue:
             wrapped = RpcdistError(f"the remote function raised {type(exc).__name__}: {exc}")
             wrapped.__cause__ = exc
             exc = wrapped
-        self.future._fail(exc)
+        self.future._fail(fresh_copy(exc))
+
+    def wait(self, timeout_s: float | None) -> Any:
+        """The value; blocks until it is there. [Note: kept errors]"""
+        error = self.future.exception(timeout_s)
+        if error is not None:
+            raise fresh_copy(error)
+        return self.future.value()
 
     def derived(self) -> Future[Any]:
         """A future of the same outcome; cancelling it leaves the value alone."""
@@ -55,9 +63,25 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
     """Completes `target` as `source` was, unless it is complete already."""
     error = source.exception()
     if error is not None:
-        target._fail(error)
+        target._fail(fresh_copy(error))
     else:
         target._complete(source.value())
+
+
+def fresh_copy(error: BaseException) -> BaseException:
+    """The same error to raise again, without a traceback.
+
+    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose use
+    failed. Were it an error that the tables keep, that reference would never be collected, and its value would leak.
+    """
+    try:
+        twin = copy.copy(error)
+    except Exception:  # of a class whose arguments are not those of its constructor
+        twin = type(error).__new__(type(error), *error.args)
+        twin.__dict__.update(error.__dict__)
+    twin.__traceback__ = None
+    twin.__cause__ = error.__cause__
+    return twin
 
 
 class HandleState:
@@ -93,10 +117,10 @@ class HandleState:
 
     def check(self, use: str) -> None:
         """Raises what makes the handle unusable."""
-        if self.error is not None:
-            raise self.error
         if self.deleted:
             raise RRefError(use)
+        if self.error is not None:
+            raise fresh_copy(self.error)
 
     def __str__(self) -> str:
         if self.value is not None:

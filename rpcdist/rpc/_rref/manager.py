@@ -15,13 +15,13 @@ from typing import Any
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import NotInitialized, OwnerLost, RRefError, WorkerLost
+from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost, Token
 from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
-from rpcdist.rpc._rref.problems import creation_error, describe
+from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
 from rpcdist.rpc._rref.wire import decode_message, encode_message, id_from_pb, id_to_pb
@@ -29,9 +29,6 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
 __all__ = ["RRefHost", "RRefManager", "Token"]
-
-GONE = "RPC was shut down in this process, and its remote references with it"
-FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
 
 
 class RRefManager:
@@ -48,12 +45,13 @@ class RRefManager:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.me = Node(host.worker_id, host.incarnation)
+        self.my_name = host.worker_name
         self._protocol = RRefProtocol(self.me)
         self._numbers = itertools.count()
         self._states: dict[UniqueId, HandleState] = {}
         self._values: dict[RRefId, OwnerValue] = {}
         self._fetches: dict[tuple[RRefId, ForkId], list[Future[Any]]] = {}
-        self._losses: dict[Node, WorkerLost] = {}
+        self._losses = Losses()
         self._dropped: deque[tuple[RRefId, UniqueId]] = deque()
         self.closed = False
 
@@ -84,7 +82,7 @@ class RRefManager:
         event = events.CreateRemote(rref, fork, node)
         handle = self._feed_new(event, rref, fork, node, self._host.worker_name_of(owner))
         if handle.state.error is not None:
-            raise handle.state.error
+            raise fresh_copy(handle.state.error)
         return self._public(handle), self._fork_pb(handle.state, fork, None)
 
     def track_creation(self, rref: Any, fork: value_pb2.RRefFork, future: Future[Any]) -> None:
@@ -169,10 +167,7 @@ class RRefManager:
         Raises:
             RRefError: the reference is unusable: deleted, its owner lost, its creation failed.
         """
-        state: HandleState = rref._handle.state
-        state.check(FORK_AFTER_DELETION)
-        if self.closed:
-            raise RRefError(FORK_AFTER_DELETION)
+        state = self.check_sharable(rref)
         child = self._new_id()
         event = events.Share(state.rref, state.id, child, self._node(to, None))
         if (value := state.value) is not None:
@@ -180,6 +175,14 @@ class RRefManager:
         else:
             self._feed(event)
         return self._fork_pb(state, child, None if state.value is not None else state.id)
+
+    def check_sharable(self, rref: Any) -> HandleState:
+        """Raises `RRefError` if the reference cannot be shared."""
+        state: HandleState = rref._handle.state
+        state.check(FORK_AFTER_DELETION)
+        if self.closed:
+            raise RRefError(FORK_AFTER_DELETION)
+        return state
 
     def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:
         """A fork arrived in a message. Cheap; runs on the I/O loop."""
@@ -244,7 +247,7 @@ class RRefManager:
 
     def _lose(self, node: Node, exc: WorkerLost) -> None:
         with self._lock:
-            self._losses.setdefault(node, exc)
+            self._losses.note(node, exc)
         self._feed(events.WorkerLost(node))
 
     # ------------------------------------------------------------ use by a user
@@ -257,15 +260,15 @@ class RRefManager:
         return future
 
     def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
-        """A lost connection to the owner is `OwnerLost`; a value that failed with `WorkerLost` itself is not changed."""
+        """A lost connection to the owner is `OwnerLost`; a `WorkerLost` that is itself the value's error stays."""
         if exc.worker != state.owner_name:
             return exc
-        return self._owner_lost(exc, f"to_here() of {state.rref}")
+        return owner_lost(exc, f"to_here() of {state.rref}")
 
     def _living(self, state: HandleState) -> int:
         """The owner's id, if it is still the same process."""
         if self._is_replaced(state.owner):
-            self._lose(state.owner, self._replaced(state.owner, state.owner_name))
+            self._lose(state.owner, replaced(state.owner_name))
             state.check("")
         return state.owner.worker
 
@@ -426,7 +429,7 @@ class RRefManager:
         if not self._is_replaced(action.to):
             self._host.send_control(action.to.worker, encode_message(action.message))
         elif action.to not in self._losses:
-            self._lose(action.to, self._replaced(action.to, self._name(action.to)))
+            self._lose(action.to, replaced(self._name(action.to)))
 
     def _confirm(self, action: actions.Confirm, effects: list[Callable[[], object]]) -> None:
         state = self._states.get(action.handle)
@@ -440,9 +443,9 @@ class RRefManager:
             effects.extend(self._set_error(state, self._error(action.reason, str(state), state.owner)))
 
     def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
-        """The first error stays."""
+        """The first error stays. [Note: kept errors]"""
         if state.error is None:
-            state.error = error
+            state.error = error if error.__traceback__ is None else fresh_copy(error)
         return state.take_waiters()
 
     def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:
@@ -469,19 +472,7 @@ class RRefManager:
         effects.append(lambda: value)  # dies after the lock: user code may run
 
     def _error(self, reason: Reason, what: str, owner: Node) -> Exception:
-        if reason is Reason.OWNER_LOST and owner in self._losses:
-            return self._owner_lost(self._losses[owner], f"use of {what}")
-        return describe(reason, what, self._name(owner))
-
-    def _owner_lost(self, exc: WorkerLost, what: str) -> OwnerLost:
-        if isinstance(exc, OwnerLost):
-            return exc
-        error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
-        error.__cause__ = exc
-        return error
-
-    def _replaced(self, node: Node, name: str) -> WorkerLost:
-        return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
+        return self._losses.error(reason, what, owner, self._name(owner))
 
 
 _ACTIONS: dict[type[actions.Action], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {

@@ -3,9 +3,47 @@
 from __future__ import annotations
 
 from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.rpc._rref.identifiers import Node
 from rpcdist.rpc._rref.messages import Reason
 
-__all__ = ["creation_error", "describe"]
+__all__ = ["FORK_AFTER_DELETION", "GONE", "Losses", "creation_error", "describe", "owner_lost", "replaced"]
+
+GONE = "RPC was shut down in this process, and its remote references with it"
+FORK_AFTER_DELETION = "Cannot call fork an UserRRef after deletion."
+
+
+class Losses:
+    """Why workers were declared dead; one entry for each process that died during ours."""
+
+    def __init__(self) -> None:
+        self._losses: dict[Node, WorkerLost] = {}
+
+    def __contains__(self, node: Node) -> bool:
+        return node in self._losses
+
+    def note(self, node: Node, exc: WorkerLost) -> None:
+        """The first report stays."""
+        self._losses.setdefault(node, exc)
+
+    def error(self, reason: Reason, what: str, owner: Node, owner_name: str) -> Exception:
+        """What the use of a reference raises that the protocol gave up."""
+        if reason is Reason.OWNER_LOST and owner in self._losses:
+            return owner_lost(self._losses[owner], f"use of {what}")
+        return describe(reason, what, owner_name)
+
+
+def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
+    """The loss of a worker, as those see it who refer to its values."""
+    if isinstance(exc, OwnerLost):
+        return exc
+    error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
+    error.__cause__ = exc
+    return error
+
+
+def replaced(name: str) -> WorkerLost:
+    """For a process that is gone although nobody has declared it dead."""
+    return WorkerLost(name, "a remote reference", 0.0, "the process left, or another one took its place")
 
 
 def describe(reason: Reason, what: str, owner: str) -> Exception:

@@ -1,0 +1,143 @@
+"""A cross-section of torch's own RPC tests, run against rpcdist on four processes that stay alive.
+
+`make conformance` runs all of them and counts; here each one has to pass. See docs/conformance.md.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+from rpctest_catalogue import load
+
+HERE = Path(__file__).parent
+LIMIT_S = 60.0
+
+pytestmark = [pytest.mark.conformance, pytest.mark.multiproc]
+
+# About a third of all counted tests: each feature once, the quicker ones where there was a choice.
+CROSS_SECTION = """
+RpcTest:
+    worker_id get_worker_infos self_add send_to_rank invalid_names worker_info_pickle int_callee add_with_id scalar_add
+    nonzero multi_rpc expected_src non_cont_tensors
+    py_built_in py_user_defined py_class_constructor py_class_instance_method py_class_method py_class_static_method
+    py_multi_async_call py_no_return_result py_tensors_in_container py_nested_pickle
+    py_function_exception py_raise_in_user_func py_raise_in_user_func_escaped_str function_not_on_callee
+    custom_exception_throw_during_reconstruction handle_send_exceptions
+    nested_rpc deadlock stress_light_rpc stress_heavy_rpc
+    builtin_remote_self multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref nested_rref_stress
+    rref_forward_chain rpc_return_rref local_rref_no_fork return_local_rrefs owner_equality pass_local_rrefs
+    call_method_on_rref rref_leak rref_str rref_context_debug_info rref_proxy_class rref_proxy_non_exist
+    rref_type_owner_blocking local_value_not_on_owner remote_throw rref_py_pickle_not_supported use_rref_after_shutdown
+    user_rrefs_confirmed debug_info use_rpc_pickler
+    wait_all wait_all_timeout wait_all_with_exception rpc_barrier_multithreaded all_gather
+    wait_all_workers_twice_dense graceful_shutdown_with_uneven_workload shutdown_errors shutdown_followed_by_rpc
+    callback_chain callback_with_error future_nested_callback mark_future_twice pickle_future
+    async_function_simple async_function_chained_remote async_function_multi_fanout async_function_raise
+    async_function_wrong_return_type async_class_rref_proxy return_future
+    set_and_get_default_rpc_timeout duplicate_name duplicate_name_2 reinit init_rpc_twice init_pg_then_rpc
+    register_rpc_backend_and_set_and_start_rpc_backend wrong_types cannot_infer_backend_from_options
+    world_size_one my_parameter_server
+TensorPipeAgentRpcTest:
+    mismatched_type_for_options infer_backend_from_options set_and_get_num_worker_threads
+    tensorpipe_options_throw_on_timedelta_timeout op_with_invalid_args send_to_rank_sparse nested_rref_sparse
+    dynamic_rpc_init_rpc_without_rank dynamic_rpc_existing_rank_can_communicate_with_new_rank
+    dynamic_and_static_init_rpc_together
+"""
+
+
+def cross_section() -> Iterator[str]:
+    suite = ""
+    for word in CROSS_SECTION.split():
+        if word.endswith(":"):
+            suite = word.removesuffix(":")
+        else:
+            yield f"{suite}.test_{word}"
+
+
+class Runner:
+    """The conformance runner as a child process: it forks the workers, which a test process with threads must not."""
+
+    def __init__(self) -> None:
+        command = [sys.executable, str(HERE / "run_conformance.py"), "--serve", "--limit", str(LIMIT_S)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def run(self, name: str) -> dict[str, str]:
+        """Run one test; returns its verdict."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(f"{name}\n")
+        self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        assert line, f"the conformance runner ended with exit code {self._process.wait(10)}"
+        verdict: dict[str, str] = json.loads(line)
+        return verdict
+
+    def close(self) -> None:
+        """End the runner, which kills its workers."""
+        with self._process:
+            self._process.terminate()
+            self._process.wait(20)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[Runner]:
+    runner = Runner()
+    yield runner
+    runner.close()
+
+
+# The first test of a group of workers pays for their start.
+@pytest.mark.timeout(LIMIT_S + 180)
+@pytest.mark.parametrize("name", cross_section())
+def test_cross_section(runner: Runner, name: str) -> None:
+    verdict = runner.run(name)
+    assert verdict["status"] == "passed", verdict["details"]
+
+
+def test_the_cross_section_is_counted() -> None:
+    names = list(cross_section())
+    counted = {entry.name for entry in load() if entry.category == "plain"}
+    assert len(names) == len(set(names))
+    assert set(names) <= counted, set(names) - counted
+
+
+# Names of torch's TorchScript support and of its profiler's server side, which only optional tests use.
+OPTIONAL_NAMES = {"rpc._server_process_global_profile"}
+
+
+def test_no_name_is_missing() -> None:
+    """Every name below `torch.distributed.rpc` that the test files mention exists in `rpcdist.rpc`."""
+    missing = {name for name in _names_used() if not _exists(name)} - OPTIONAL_NAMES
+    assert not missing
+
+
+def _names_used() -> Iterator[str]:
+    spec = find_spec("torch.testing._internal")
+    assert spec is not None and spec.submodule_search_locations is not None
+    folder = Path(spec.submodule_search_locations[0])
+    for file in (folder / "dist_utils.py", folder / "distributed" / "rpc" / "rpc_test.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Attribute):
+                dotted = ast.unparse(node).removeprefix("torch.distributed.")
+                if dotted.startswith("rpc.") and "(" not in dotted:
+                    yield dotted
+            elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.rpc"):
+                for alias in node.names:
+                    yield f"{(node.module or '').removeprefix('torch.distributed.')}.{alias.name}"
+
+
+def _exists(dotted: str) -> bool:
+    found: object = importlib.import_module("rpcdist.rpc")
+    for part in dotted.split(".")[1:]:
+        try:
+            found = getattr(found, part)
+        except AttributeError:
+            return False
+    return True

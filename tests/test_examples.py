@@ -1,0 +1,219 @@
+"""The examples do what their first lines say, in the ways in which users start and stop them."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from socket import socket
+from typing import IO
+
+import psutil
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
+LIMIT_S = 60.0  # of a whole run; importing torch in every process takes most of it on a busy machine
+STOP_LIMIT_S = 3.0  # between Ctrl-C and the end
+SHORT = ("--epochs", "8")
+SHORT_ACCURACY = 90.0  # what 8 epochs reach with room to spare; a full run reaches 97
+
+
+def environment() -> dict[str, str]:
+    """Ours, without what a launcher may have left there."""
+    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+    return {name: value for name, value in os.environ.items() if name not in launcher}
+
+
+def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """Runs a command to its end, in a session of its own; kills the session when that takes too long."""
+    with start(*command, cwd=cwd) as process:
+        out, errors = process.communicate(timeout=LIMIT_S)
+        assert_no_process_left(process.pid)
+    return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, errors)
+
+
+@contextmanager
+def start(*command: str | Path, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        list(map(str, command)),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        env=environment(),
+        cwd=cwd,
+    )
+    try:
+        yield process
+    finally:
+        for member in session_members(process.pid):
+            member.kill()
+        process.communicate()
+
+
+def session_members(session: int) -> list[psutil.Process]:
+    """The living processes of a session: children stay in it also when their parent is gone."""
+    members = []
+    for process in psutil.process_iter():
+        try:
+            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
+                members.append(process)
+        except (ProcessLookupError, psutil.NoSuchProcess):
+            continue
+    return members
+
+
+def assert_no_process_left(session: int, limit_s: float = STOP_LIMIT_S) -> None:
+    _, alive = psutil.wait_procs(session_members(session), timeout=limit_s)
+    assert not alive, f"still running: {alive}"
+
+
+def read_until(stream: IO[str], text: str) -> str:
+    """Lines up to the first that contains `text`."""
+    lines = []
+    for line in stream:
+        lines.append(line)
+        if text in line:
+            return "".join(lines)
+    raise AssertionError(f"the output ended without {text!r}:\n{''.join(lines)}")
+
+
+def free_port() -> int:
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def last_accuracy(result: subprocess.CompletedProcess[str]) -> float:
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = re.fullmatch(r"test accuracy (\d+\.\d) % \(.*\), picture: .*", result.stdout.splitlines()[-1])
+    assert found, result.stdout
+    return float(found[1])
+
+
+@pytest.mark.multiproc
+def test_hello_prints_what_its_docstring_says(tmp_path: Path) -> None:
+    source = (EXAMPLES / "hello_rpc.py").read_text()
+    expected = source.split('"""')[1].partition("\n")[2]
+    copy = tmp_path / "hello_rpc.py"
+    copy.write_text(source.replace("29500", str(free_port())))
+    result = run(sys.executable, copy)
+    assert (result.stdout, result.stderr, result.returncode) == (expected, "", 0)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("mode", "trainers"), [("async", 2), ("sync", 2), ("sync", 1)])
+def test_parameter_server_learns(mode: str, trainers: int, tmp_path: Path) -> None:
+    picture = tmp_path / "made" / "picture.png"
+    command = (sys.executable, PARAMETER_SERVER, "--mode", mode, "--trainers", str(trainers), "--picture", picture)
+    result = run(*command, *SHORT)
+    assert last_accuracy(result) >= SHORT_ACCURACY
+    assert result.stderr == ""
+    lines = result.stdout.splitlines()
+    assert [sum(f"trainer {trainer}: epoch" in line for line in lines) for trainer in range(trainers)] == [8] * trainers
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.multiproc
+def test_parameter_server_runs_under_torchrun(tmp_path: Path) -> None:
+    torchrun = (
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "3",
+        "--master-port",
+        str(free_port()),
+    )
+    result = run(*torchrun, PARAMETER_SERVER, "--mode", "sync", *SHORT, cwd=tmp_path)
+    assert last_accuracy(result) >= SHORT_ACCURACY
+    assert (tmp_path / "out" / "parameter_server.png").exists()
+
+
+@pytest.mark.multiproc
+def test_parameter_server_fails_below_min_accuracy(tmp_path: Path) -> None:
+    result = run(sys.executable, PARAMETER_SERVER, "--epochs", "1", "--min-accuracy", "100", cwd=tmp_path)
+    assert result.returncode == 1
+    assert re.fullmatch(r"test accuracy \d+\.\d % is below --min-accuracy 100\n", result.stderr)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "parent-only"])
+def test_ctrl_c_ends_everything(mode: str, whole_group: bool, tmp_path: Path) -> None:
+    with start(sys.executable, PARAMETER_SERVER, "--mode", mode, "--epochs", "100000", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        read_until(process.stdout, "epoch 1/")
+        assert len(session_members(process.pid)) >= 4  # the parent, the server, two trainers
+        interrupted = time.monotonic()
+        (os.killpg if whole_group else os.kill)(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert_no_process_left(process.pid, STOP_LIMIT_S)
+        assert time.monotonic() - interrupted < STOP_LIMIT_S
+    assert (process.returncode, errors.strip()) == (130, "interrupted")
+
+
+@pytest.mark.multiproc
+def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
+    with start(sys.executable, PARAMETER_SERVER, "--epochs", "100000", cwd=tmp_path) as process:
+        deadline = time.monotonic() + LIMIT_S
+        while len(session_members(process.pid)) < 4:  # there is no output to wait for: the children import torch
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        interrupted = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        out, errors = process.communicate(timeout=LIMIT_S)
+        assert time.monotonic() - interrupted < STOP_LIMIT_S
+        assert_no_process_left(process.pid)
+    assert (process.returncode, out, errors.strip()) == (130, "", "interrupted")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--trainers", "0"), "--trainers: '0' is not a positive whole number"),
+        (("--batch-size", "1000"), "each of the 2 trainers has 718 images, fewer than a batch of 1000"),
+        (("--picture", "curves.txt"), "the name must end in .png, .pdf or .svg"),
+        (("--port", "70000"), "--port 70000: must be between 0 and 65535"),
+        (("--lr", "nan"), "--lr: 'nan' is not a positive number"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(PARAMETER_SERVER), *arguments])
+    import parameter_server
+
+    with pytest.raises(SystemExit) as caught:
+        parameter_server.main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_port_in_use_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        test_bad_arguments_are_explained(
+            ("--port", str(port)), f"--port {port}: Address already in use", tmp_path, monkeypatch, capsys
+        )

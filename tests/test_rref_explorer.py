@@ -1,0 +1,72 @@
+"""Every interleaving, duplicate, loss and death of small scenarios: the guarantees hold always, nothing leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from rref_world import Step, World, explore
+
+REMOTE = Step("remote", 0, "a", 1)
+VALUE = Step("value", 1, "a")
+
+SCENARIOS: dict[str, tuple[Step, ...]] = {
+    "remote": (REMOTE,),
+    "user to user": (REMOTE, Step("share", 0, "b", 2, "a")),
+    "user to owner": (REMOTE, Step("share", 0, "b", 1, "a")),
+    "user to itself": (REMOTE, Step("share", 0, "b", 0, "a")),
+    "owner to user": (VALUE, Step("share", 1, "b", 2, "a")),
+    "owner to itself": (VALUE, Step("share", 1, "b", 1, "a"), Step("share", 1, "c", 2, "b")),
+    "owner to user to user": (VALUE, Step("share", 1, "b", 2, "a"), Step("share", 2, "c", 0, "b")),
+    "round trip": (VALUE, Step("share", 1, "b", 0, "a"), Step("share", 0, "c", 1, "b")),
+    "remote to oneself": (Step("remote", 1, "a", 1), Step("share", 1, "b", 1, "a"), Step("share", 1, "c", 0, "b")),
+    "fetch by a child": (REMOTE, Step("share", 0, "b", 2, "a"), Step("fetch", 2, holder="b")),
+}
+CHAIN = (REMOTE, Step("share", 0, "b", 2, "a"), Step("share", 2, "c", 0, "b"))
+
+FAULTS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "two duplicates": {"duplicates": 2},
+    "a loss and a duplicate": {"losses": 1, "duplicates": 1},
+    "a false report of loss": {"doubts": 1},
+    "worker 0 dies": {"deaths": (0,)},
+    "worker 1 dies": {"deaths": (1,)},
+    "worker 2 dies": {"deaths": (2,)},
+    "owner suspects child": {"suspicions": ((1, 2),)},
+    "owner suspects creator": {"suspicions": ((1, 0),)},
+    "creator suspects owner": {"suspicions": ((0, 1),)},
+    "creator suspects child": {"suspicions": ((0, 2),)},
+    "child suspects owner": {"suspicions": ((2, 1),)},
+}
+HARD: dict[str, dict[str, Any]] = {
+    "a false report and a duplicate": {"doubts": 1, "duplicates": 1},
+    "a death and a duplicate": {"deaths": (0, 1, 2), "duplicates": 1},
+    "a suspicion and a duplicate": {"suspicions": ((1, 2),), "duplicates": 1},
+    "both suspect each other": {"suspicions": ((1, 2), (2, 1))},
+}
+
+
+@pytest.mark.parametrize("faults", FAULTS, ids=str)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_every_state(scenario: str, faults: str) -> None:
+    assert explore(World(SCENARIOS[scenario], **FAULTS[faults])) > 5
+
+
+@pytest.mark.parametrize("faults", ["none", "worker 0 dies", "worker 1 dies", "worker 2 dies", "owner suspects child"])
+def test_chain_of_users(faults: str) -> None:
+    assert explore(World(CHAIN, **FAULTS[faults])) > 1000
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("faults", {**FAULTS, **HARD}, ids=str)
+def test_chain_of_users_with_all_faults(faults: str) -> None:
+    assert explore(World(CHAIN, **{**FAULTS, **HARD}[faults]), limit=5_000_000) > 1000
+
+
+@pytest.mark.stress
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("faults", HARD, ids=str)
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
+def test_two_kinds_of_faults(scenario: str, faults: str) -> None:
+    assert explore(World(SCENARIOS[scenario], **HARD[faults]), limit=5_000_000) > 5
