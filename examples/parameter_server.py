@@ -28,7 +28,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Never
 
 import torch
 import torch.multiprocessing as mp
@@ -212,7 +212,7 @@ class Progress:
     def __init__(self, options: Options) -> None:
         self.options = options
         self.histories = [History() for _ in range(options.trainers)]
-        self.bars: list[tqdm[None]] = []
+        self.bars: list[tqdm[Never]] = []
 
     def start(self) -> None:
         self.started = time.monotonic()
@@ -241,7 +241,7 @@ class Progress:
             bar.close()
 
 
-def make_bars(options: Options) -> list[tqdm[None]]:
+def make_bars(options: Options) -> list[tqdm[Never]]:
     """No bars where nobody would see them move: in a pipe, a file, or a log."""
     if not sys.stderr.isatty():
         return []
@@ -249,7 +249,7 @@ def make_bars(options: Options) -> list[tqdm[None]]:
 
     total = options.epochs * options.steps_per_epoch
     return [
-        tqdm[None](total=total, desc=f"trainer {trainer}", unit="step", position=trainer, dynamic_ncols=True)
+        tqdm(total=total, desc=f"trainer {trainer}", unit="step", position=trainer, dynamic_ncols=True)
         for trainer in range(options.trainers)
     ]
 

@@ -48,13 +48,14 @@ from rpcdist.transport import Node, Session
 if TYPE_CHECKING:
     from rpcdist.collectives import Store
     from rpcdist.rpc._interrupt import InterruptWatch
-    from rpcdist.rpc._start import Coordinator
+    from rpcdist.rpc._coordinator import Coordinator
 
 __all__ = ["ROLE", "Agent", "AnySession", "Destination"]
 
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
+RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 LEASE_IN_PEER_TIMEOUTS = 3
@@ -113,6 +114,7 @@ class Agent:
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
+        self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
         self.node.handle_role(ROLE, self)
         self.node.io.call_soon(self._tick)
 
@@ -144,6 +146,17 @@ class Agent:
             peer = Peer(self.node, member.identity, member.address, self, self.options.peer_timeout)
             self._peers[worker_id] = peer
             return peer
+
+    def _living_peer(self, worker_id: int) -> Peer:
+        """As `peer`; asks the coordinator whether a worker that is lost has been replaced. May block, bounded."""
+        peer = self.peer(worker_id)
+        if peer.state is PeerState.LOST and asyncio._get_running_loop() is None:
+            try:
+                self.directory.refresh()
+            except RpcdistError as exc:
+                logger.debug("the coordinator did not say who is in the job: %s", exc)
+            peer = self.peer(worker_id)
+        return peer
 
     def _may_try_again(self, peer: Peer) -> bool:
         return time.monotonic() - peer.lost_at > self.options.peer_timeout
@@ -256,7 +269,7 @@ class Agent:
                 call.session = self._loopback
                 self._loopback.send(message, large)
             else:
-                self.peer(to).send(message, large, call)
+                self._living_peer(to).send(message, large, call)
         except TransportError as exc:
             self.end_call(call, WorkerLost(self.worker_name_of(to), what(), self._silence_s(to), str(exc)))
         except BaseException:
@@ -413,12 +426,38 @@ class Agent:
             self.rrefs.on_message(peer.id, peer.incarnation, message.rref)
         return inbox.applied
 
+    async def _deliver_rref(self, peer: Identity, message: rref_pb2.RRefMessage) -> rref_pb2.RRefDelivered:
+        """The service method; the same handler as for messages in envelopes, which repeats do no harm to."""
+        if self.closed:
+            raise RpcdistError(f"worker {self.worker_name!r} has shut down RPC")
+        self.rrefs.on_message(peer.id, peer.incarnation, message)
+        return rref_pb2.RRefDelivered()
+
     def on_opened(self, session: Session) -> None:
         """A worker connected to us."""
         self._sessions.add(session)
         self._leases.seen(session.peer)
-        if self.directory.note(session.peer):
-            logger.info("worker %s (%s) connected", session.peer.name, session.peer.id)
+        if self.directory.is_news(session.peer):
+            self.node.io.spawn(self._learn(), "rpcdist learn who connected")
+
+    async def _learn(self) -> None:
+        """Asks the coordinator who a stranger, or a known worker in a new incarnation, is."""
+        assert self.membership is not None  # set before anybody can connect
+        try:
+            self.directory.update(await self.membership.members_async())
+        except RpcdistError as exc:
+            logger.warning("the coordinator did not say who is in the job: %s", exc)
+
+    def on_replaced(self, identity: Identity) -> None:
+        """Another process has the place of a worker; any thread."""
+        self.node.io.call_soon(self._forget_incarnation, identity)
+
+    def _forget_incarnation(self, identity: Identity) -> None:
+        reason = "another process took its place"
+        peer = self._peers.get(identity.id)
+        if peer is not None and peer.identity == identity:
+            peer.declare_lost(reason)
+        self.rrefs.worker_lost(identity.id, WorkerLost(identity.name, "a connection", 0.0, reason), identity.incarnation)
 
     def on_closed(self, session: Session, reason: str) -> None:
         """A worker's connection to us ended; it may come back, and its lease says until when."""

@@ -51,6 +51,7 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, int] = {}
+        self.on_replaced: Callable[[Identity], None] | None = None
         self.update(members)
 
     def __repr__(self) -> str:
@@ -58,16 +59,24 @@ class Directory:
 
     def update(self, members: Iterable[Member]) -> None:
         """Takes over what the coordinator says; workers that left stay known, so that errors can name them."""
+        replaced = []
         with self._lock:
             for member in members:
+                old = self._by_id.get(member.identity.id)
+                if old is not None and old.identity != member.identity:
+                    replaced.append(old.identity)
+                    self._by_name.pop(old.identity.name, None)
                 self._by_id[member.identity.id] = member
                 self._by_name[member.identity.name] = member.identity.id
+        if self.on_replaced is not None:
+            for identity in replaced:
+                self.on_replaced(identity)
 
     def refresh(self) -> None:
         """Asks the coordinator; blocks."""
         self.update(self._fetch())
 
-    def note(self, identity: Identity) -> bool:
+    def is_news(self, identity: Identity) -> bool:
         """Whether a worker that connected is new, or a new incarnation of a known one."""
         known = self._by_id.get(identity.id)
         return known is None or known.identity != identity

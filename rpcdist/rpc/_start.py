@@ -9,14 +9,14 @@ from urllib.parse import urlsplit
 
 import torch
 
-from rpcdist._proto import membership_pb2
 from rpcdist.collectives import Store
 from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent
+from rpcdist.rpc._coordinator import Coordinator, ProbingService, serve_membership
 from rpcdist.rpc._interrupt import InterruptWatch
 from rpcdist.rpc._members import Directory, Member
-from rpcdist.rpc._membership import MembershipService, join_request, members_of
+from rpcdist.rpc._membership import members_of
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport import Node, NodeOptions, acquire_node
 from rpcdist.transport.interfaces import is_loopback, pick_bind_host, split_address, warn_if_plaintext
@@ -26,8 +26,6 @@ __all__ = ["node_options", "start_agent"]
 logger = logging.getLogger(__name__)
 
 COORDINATOR_KEY = "rpc_coordinator"
-SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
-EXTRA_S = 5.0  # what a reply may need beyond the time that the coordinator waits
 
 
 def node_options(options: RpcOptions) -> NodeOptions:
@@ -77,11 +75,10 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     address = node.address or node.serve(_bind_host(options), options.port)
     _warn_if_exposed(address)
     node.identity = me
-    service: MembershipService | None = None
+    service: ProbingService | None = None
     started = time.monotonic()
     if me.id == 0:
-        service = MembershipService()
-        node.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
+        service = serve_membership(node)
         store.set(COORDINATOR_KEY, address)
         coordinator = address
     else:
@@ -93,6 +90,7 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     directory = Directory(me, members, options, membership.members, elastic=True)
     _check_device_maps(me, directory, options)
     agent = Agent(node, directory, options, world_size)
+    directory.on_replaced = agent.on_replaced
     agent.membership = membership
     agent.store = getattr(store, "underlying_store", store)  # a prefix store closes nothing
     agent.interrupts = InterruptWatch(node, agent.interrupt)
@@ -138,61 +136,3 @@ def _check_device_maps(me: Identity, directory: Directory, options: RpcOptions) 
                     f"Node {me.name} has unexpected source devices in its device map for {target}: {device}, but "
                     f"{me.name} has {torch.cuda.device_count()} CUDA devices"
                 )
-
-
-class Coordinator:
-    """The membership service as this worker reaches it: in this process, or over the network."""
-
-    def __init__(self, node: Node, address: str, me: Identity, service: MembershipService | None) -> None:
-        self.address = address
-        self.service = service
-        self._node = node
-        self._me = me
-
-    def join(self, my_address: str, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
-        request = join_request(self._me, my_address, world_size, timeout_s)
-        limit_s = None if timeout_s == float("inf") else timeout_s + EXTRA_S
-        if self.service is not None:
-            return self._node.run(self.service.join(self._me, request), limit_s)
-        return self._node.run(self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + EXTRA_S)
-
-    def members(self) -> list[Member]:
-        """Everybody who is in the job now; blocks."""
-        request = membership_pb2.MembersRequest()
-        if self.service is not None:
-            reply = self._node.run(self.service.members(self._me, request), EXTRA_S)
-        else:
-            reply = self._node.run(self._ask("Members", request, EXTRA_S, EXTRA_S), 2 * EXTRA_S)
-        records = members_of(reply, self._me, self.address, 0.0)
-        return [Member(record.identity, record.address) for record in records]
-
-    def leave(self) -> None:
-        """Says goodbye; blocks. A coordinator that is gone by now is nobody's error."""
-        from rpcdist._proto import handshake_pb2
-
-        identity = handshake_pb2.Identity(name=self._me.name, id=self._me.id, incarnation=self._me.incarnation)
-        request = membership_pb2.LeaveRequest(identity=identity)
-        if self.service is not None:
-            self._node.run(self.service.leave(self._me, request), EXTRA_S)
-        else:
-            self._node.run(self._ask_leave(request), 2 * EXTRA_S)
-
-    async def _ask(
-        self,
-        method: str,
-        request: membership_pb2.JoinRequest | membership_pb2.MembersRequest,
-        connect_s: float,
-        limit_s: float | None,
-    ) -> membership_pb2.JoinReply:
-        link = await self._node.connect(self.address, "membership", min(connect_s, 3600.0))
-        try:
-            return await link.unary("Membership", method, request, membership_pb2.JoinReply, limit_s)
-        finally:
-            await link.close()
-
-    async def _ask_leave(self, request: membership_pb2.LeaveRequest) -> None:
-        link = await self._node.connect(self.address, "membership", 1.0, retry=False)
-        try:
-            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, EXTRA_S)
-        finally:
-            await link.close()

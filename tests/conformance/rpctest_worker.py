@@ -93,6 +93,7 @@ def _run(suites: ModuleType, case: Case, rank: int) -> Result:
     test.rank = rank
     test.file_name = case.file_name
     common_utils.set_rng_seed()
+    common_utils.PRINT_REPRO_ON_FAILURE = False
     try:
         getattr(test, case.test)()
     except unittest.SkipTest as exc:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from rpcdist.errors import RpcdistError, RRefError
 from rpcdist.rpc._rref.identifiers import Node, RRefId, UniqueId
@@ -17,6 +17,7 @@ from rpcdist.rpc.future import Future
 
 __all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "fresh_copy"]
 
+E = TypeVar("E", bound=BaseException)
 Dropped = deque[tuple[RRefId, UniqueId]]
 
 
@@ -68,11 +69,11 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
         target._complete(source.value())
 
 
-def fresh_copy(error: BaseException) -> BaseException:
+def fresh_copy(error: E) -> E:
     """The same error to raise again, without a traceback.
 
-    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose use
-    failed. Were it an error that the tables keep, that reference would never be collected, and its value would leak.
+    [Note: kept errors] Raising an exception stores the frames that it passes in it, and with them the reference whose
+    use failed. Were it an error that the tables keep, that reference would never be collected: its value would leak.
     """
     try:
         twin = copy.copy(error)

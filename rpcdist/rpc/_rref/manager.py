@@ -445,7 +445,7 @@ class RRefManager:
     def _set_error(self, state: HandleState, error: Exception) -> list[Callable[[], object]]:
         """The first error stays. [Note: kept errors]"""
         if state.error is None:
-            state.error = error if error.__traceback__ is None else fresh_copy(error)
+            state.error = fresh_copy(error)
         return state.take_waiters()
 
     def _fail_value(self, action: actions.FailValue, effects: list[Callable[[], object]]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.rpc._rref.handles import fresh_copy
 from rpcdist.rpc._rref.identifiers import Node
 from rpcdist.rpc._rref.messages import Reason
 
@@ -37,7 +38,7 @@ def owner_lost(exc: WorkerLost, what: str) -> OwnerLost:
     if isinstance(exc, OwnerLost):
         return exc
     error = OwnerLost(exc.worker, what, exc.last_seen_s, exc.reason)
-    error.__cause__ = exc
+    error.__cause__ = fresh_copy(exc)
     return error
 
 
@@ -84,5 +85,5 @@ def creation_error(exc: BaseException, owner: str) -> Exception:
         error = RRefError(f"RRef creation via rpc.remote() on {owner!r} failed: {exc}")
     else:
         return exc
-    error.__cause__ = exc
+    error.__cause__ = fresh_copy(exc)
     return error
