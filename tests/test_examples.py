@@ -19,8 +19,10 @@ import pytest
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
-LIMIT_S = 60.0  # of a whole run; importing torch in every process takes most of it on a busy machine
-STOP_LIMIT_S = 3.0  # between Ctrl-C and the end
+# A machine with more work than cores is slower by about this factor; the limits grow with it.
+SLOWDOWN = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
+LIMIT_S = min(100.0, 40.0 * SLOWDOWN)  # of a whole run, most of which is importing torch in every process
+STOP_LIMIT_S = 3.0 * SLOWDOWN  # between Ctrl-C and the end
 SHORT = ("--epochs", "8")
 SHORT_ACCURACY = 90.0  # what 8 epochs reach with room to spare; a full run reaches 97
 
@@ -111,7 +113,7 @@ def test_hello_prints_what_its_docstring_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("mode", "trainers"), [("async", 2), ("sync", 2), ("sync", 1)])
+@pytest.mark.parametrize(("mode", "trainers"), [("async", 2), ("sync", 3)])
 def test_parameter_server_learns(mode: str, trainers: int, tmp_path: Path) -> None:
     picture = tmp_path / "made" / "picture.png"
     command = (sys.executable, PARAMETER_SERVER, "--mode", mode, "--trainers", str(trainers), "--picture", picture)
@@ -141,14 +143,15 @@ def test_parameter_server_runs_under_torchrun(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 def test_parameter_server_fails_below_min_accuracy(tmp_path: Path) -> None:
-    result = run(sys.executable, PARAMETER_SERVER, "--epochs", "1", "--min-accuracy", "100", cwd=tmp_path)
+    result = run(
+        sys.executable, PARAMETER_SERVER, "--trainers", "1", "--epochs", "1", "--min-accuracy", "100", cwd=tmp_path
+    )
     assert result.returncode == 1
     assert re.fullmatch(r"test accuracy \d+\.\d % is below --min-accuracy 100\n", result.stderr)
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("mode", ["async", "sync"])
-@pytest.mark.parametrize("whole_group", [True, False], ids=["terminal", "parent-only"])
+@pytest.mark.parametrize(("mode", "whole_group"), [("async", True), ("sync", False)], ids=["terminal", "parent-only"])
 def test_ctrl_c_ends_everything(mode: str, whole_group: bool, tmp_path: Path) -> None:
     with start(sys.executable, PARAMETER_SERVER, "--mode", mode, "--epochs", "100000", cwd=tmp_path) as process:
         assert process.stdout is not None

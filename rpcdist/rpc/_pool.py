@@ -187,7 +187,7 @@ class WorkerPool:
             return
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self._start_one()
-        if self._monitor_parked or self._monitor is None:
+        elif self._monitor_parked or self._monitor is None:
             self._wake_monitor()
 
     def stats(self) -> PoolStats:
@@ -281,6 +281,8 @@ class WorkerPool:
                     continue
                 return
             worker.job = function
+            if queue and (self._monitor_parked or self._monitor is None):
+                self._wake_monitor()  # more than one job came for the one thread that was woken
             try:
                 Context().run(function, *arguments)
             except BaseException as error:

@@ -25,6 +25,7 @@ __all__ = ["node_options", "start_agent"]
 
 logger = logging.getLogger(__name__)
 
+LATE_COMERS_S = 5.0
 COORDINATOR_KEY = "rpc_coordinator"
 
 
@@ -85,6 +86,9 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
         coordinator = _find_coordinator(store, timeout_s)
     membership = Coordinator(node, coordinator, me, service)
     reply = membership.join(address, world_size, timeout_s)
+    if service is not None and service.table.broken is not None:
+        # The others learn from this process what is wrong, so it stays until they have been told.
+        node.run(service.all_answered(LATE_COMERS_S), 2 * LATE_COMERS_S)
     records = members_of(reply, me, coordinator, time.monotonic() - started)
     members = [Member(record.identity, record.address) for record in records]
     directory = Directory(me, members, options, membership.members, elastic=True)

@@ -1,5 +1,10 @@
 """The I/O loop, the one gRPC server, authenticated links and sessions. The only layer that knows gRPC."""
 
+import os
+
+# gRPC's own fork handlers do nothing for a process that uses asyncio, and say so at every fork; ours are in `fork`.
+os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
+
 from rpcdist.transport.link import Link
 from rpcdist.transport.node import Node, NodeOptions, acquire_node
 from rpcdist.transport.session import Session, SessionHandler

@@ -71,6 +71,16 @@ def mapped_errors(address: str) -> Iterator[None]:
         raise TransportError(f"the connection with {address} is closed: {exc}") from exc
 
 
+# The streams handle errors in line: a context manager costs 3 us, and a call passes here four times.
+_GRPC_ERRORS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
+
+
+def _stream_error(exc: Exception, address: str) -> RpcdistError:
+    if isinstance(exc, grpc.RpcError):
+        return error_of(exc, address)
+    return TransportError(f"the connection with {address} is closed: {exc}")
+
+
 class ClientStream:
     """The calling end of `Rpc.Session`."""
 
@@ -79,30 +89,33 @@ class ClientStream:
         self._address = address
 
     async def read(self) -> bytes | None:
-        with mapped_errors(self._address):
-            try:
-                data = await self._call.read()
-            except asyncio.CancelledError:
-                self._raise_if_aborted()
-                raise
+        try:
+            data = await self._call.read()
             if data is not grpc.aio.EOF:
-                return bytes(data)
-            code = await self._call.code()
-            if code is grpc.StatusCode.OK:
-                return None
-            if code is grpc.StatusCode.UNAUTHENTICATED:
-                raise AuthenticationFailed(await self._call.details())
+                return data  # type: ignore[no-any-return]  # the stream has no deserializer
+            await self._raise_status()
+        except asyncio.CancelledError:
+            self._raise_if_aborted()
+            raise
+        except _GRPC_ERRORS as exc:
+            raise _stream_error(exc, self._address) from exc
+        return None
+
+    async def _raise_status(self) -> None:
+        code = await self._call.code()
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            raise AuthenticationFailed(await self._call.details())
+        if code is not grpc.StatusCode.OK:
             raise TransportError(f"{code.name}: {await self._call.details()}")
 
     async def write(self, data: bytes) -> None:
-        with mapped_errors(self._address):
-            try:
-                await self._call.write(data)
-            except asyncio.CancelledError:
-                self._raise_if_aborted()
-                raise
-            except asyncio.InvalidStateError as exc:
-                raise TransportError(f"the connection with {self._address} is closed") from exc
+        try:
+            await self._call.write(data)
+        except asyncio.CancelledError:
+            self._raise_if_aborted()
+            raise
+        except _GRPC_ERRORS as exc:
+            raise _stream_error(exc, self._address) from exc
 
     def _raise_if_aborted(self) -> None:
         # grpc.aio reports a cancelled call as a cancelled task; only one of the two is the caller's doing.
@@ -115,7 +128,7 @@ class ClientStream:
 
 
 class ServerStream:
-    """The serving end of `Rpc.Session`."""
+    """The serving end of `Rpc.Session`; made in the handler's task, which reads."""
 
     def __init__(self, context: Any, address: str) -> None:
         self._context = context
@@ -126,19 +139,22 @@ class ServerStream:
     async def read(self) -> bytes | None:
         if self._aborted is not None:
             return None
-        with mapped_errors(self._address):
-            try:
-                data = await self._context.read()
-            except asyncio.CancelledError:
-                self._raise_if_aborted()
-                raise
-        return None if data is grpc.aio.EOF else bytes(data)
+        try:
+            data = await self._context.read()
+        except asyncio.CancelledError:
+            self._raise_if_aborted()
+            raise
+        except _GRPC_ERRORS as exc:
+            raise _stream_error(exc, self._address) from exc
+        return None if data is grpc.aio.EOF else data
 
     async def write(self, data: bytes) -> None:
         if self._aborted is not None:
             raise TransportError(self._aborted)
-        with mapped_errors(self._address):
+        try:
             await self._context.write(data)
+        except _GRPC_ERRORS as exc:
+            raise _stream_error(exc, self._address) from exc
 
     def _raise_if_aborted(self) -> None:
         if self._aborted is not None and self._task is not None:

@@ -169,7 +169,8 @@ class Node:
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
 
     def note_peer_address(self, address: str) -> None:
-        fork.note_peer_port(split_address(address)[1])
+        host, port = split_address(address)
+        fork.note_peer_port(port, host)
 
     # ------------------------------------------------------------ life
 
