@@ -8,7 +8,16 @@ from typing import NamedTuple, NewType
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["ForkId", "Identity", "Incarnation", "RRefId", "UniqueId", "WorkerId", "check_worker_name", "new_incarnation"]
+__all__ = [
+    "ForkId",
+    "Identity",
+    "Incarnation",
+    "RRefId",
+    "UniqueId",
+    "WorkerId",
+    "check_worker_name",
+    "new_incarnation",
+]
 
 WorkerId = NewType("WorkerId", int)
 Incarnation = NewType("Incarnation", int)

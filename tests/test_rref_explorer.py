@@ -46,6 +46,13 @@ HARD: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.fixture
+def only_on_demand(request: pytest.FixtureRequest) -> None:
+    """For what takes minutes, and is not needed in every run."""
+    if "stress" not in request.config.getoption("markexpr"):
+        pytest.skip("runs with -m stress")
+
+
 @pytest.mark.parametrize("faults", FAULTS, ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_every_state(scenario: str, faults: str) -> None:
@@ -59,6 +66,7 @@ def test_chain_of_users(faults: str) -> None:
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("only_on_demand")
 @pytest.mark.parametrize("faults", {**FAULTS, **HARD}, ids=str)
 def test_chain_of_users_with_all_faults(faults: str) -> None:
     assert explore(World(CHAIN, **{**FAULTS, **HARD}[faults]), limit=5_000_000) > 1000
@@ -66,6 +74,7 @@ def test_chain_of_users_with_all_faults(faults: str) -> None:
 
 @pytest.mark.stress
 @pytest.mark.timeout(1800)
+@pytest.mark.usefixtures("only_on_demand")
 @pytest.mark.parametrize("faults", HARD, ids=str)
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=str)
 def test_two_kinds_of_faults(scenario: str, faults: str) -> None:

@@ -16,6 +16,7 @@ from store_processes import Script, free_port, until
 from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
 from rpcdist.collectives._store import _served
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
+from rpcdist.transport import acquire_node
 
 HOST = "127.0.0.1"
 LIMIT_S = 20.0
@@ -53,6 +54,23 @@ def test_the_master_comes_later() -> None:
             with client.result(LIMIT_S) as store:
                 store.set("k", "v")
             assert master.get("k") == b"v"
+
+
+def test_a_process_that_listens_and_serves_no_store_yet() -> None:
+    node = acquire_node()
+    try:
+        port = int(node.serve(HOST, 0).rpartition(":")[2])
+        with pytest.raises(ConnectFailed, match=r"serves no store"):
+            TCPStore(HOST, port, timeout=0.3)
+        with ThreadPoolExecutor(1) as pool:
+            client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
+            time.sleep(0.1)
+            assert not client.done()
+            with TCPStore(HOST, port, is_master=True) as master, client.result(LIMIT_S) as store:
+                store.set("k", "v")
+                assert master.get("k") == b"v"
+    finally:
+        node.release()
 
 
 def test_the_port_is_in_use() -> None:
@@ -305,8 +323,8 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         started = time.monotonic()
         script.signal(signal.SIGINT)
         assert script.line() == "interrupted"
-        assert script.end() == 0, script.output
         assert time.monotonic() - started < 3
+        assert script.end() == 0, script.output
         if kind == "client":
             until(lambda: num_waiters() == 0, "the waiter is gone")
 

@@ -19,11 +19,9 @@ STOP_LIMIT_S = 5.0
 class ServedStore:
     """One share of the served table; `close` each share once. The last one ends the service."""
 
-    def __init__(self, node: Node, host: str, port: int, address: str) -> None:
+    def __init__(self, node: Node, service: StoreService, address: str) -> None:
         self.node = node
-        self.service = StoreService()
-        self.host = host
-        self.asked_port = port
+        self.service = service
         self.address = address
         self.num_users = 1
 
@@ -65,12 +63,16 @@ def serve_store(host: str, port: int, share: bool, timeout_s: float) -> ServedSt
         if _served is not None:
             return _share(_served, host, port, share)
         node = acquire_node()
+        service = StoreService()
         try:
-            address = node.serve(host, port, timeout_s)
-            served = ServedStore(node, host, port, address)
-            node.add_service(DESCRIPTOR, served.service.methods(), timeout_s)
+            # First the service and then the port, so that nobody who gets through finds no store.
+            node.add_service(DESCRIPTOR, service.methods(), timeout_s)
+            served = ServedStore(node, service, node.serve(host, port, timeout_s))
         except BaseException as exc:
-            node.release()
+            try:
+                node.run(service.close(), STOP_LIMIT_S)
+            finally:
+                node.release()
             if isinstance(exc, TransportError | DeadlineExceeded):
                 raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
             raise

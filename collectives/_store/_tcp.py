@@ -16,6 +16,7 @@ from rpcdist._proto import store_pb2
 from rpcdist.collectives._store._abandoned import abandon, clean_up
 from rpcdist.collectives._store._base import DEFAULT_TIMEOUT, Store, Timeout, seconds, timed_out
 from rpcdist.collectives._store._served import ServedStore, serve_store
+from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     AuthenticationFailed,
     ConfigError,
@@ -35,6 +36,8 @@ __all__ = ["TCPStore"]
 Reply = TypeVar("Reply", bound=Message)
 
 GRACE_S: Final = 10.0  # what an answer may take beyond the wait that was asked for, on a busy machine
+SHORTEST_PAUSE_S: Final = 0.05  # between attempts to find a store where a process listens
+LONGEST_PAUSE_S: Final = 0.5
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
 
@@ -87,20 +90,40 @@ class _Remote:
         self._num_users = 1
         self._lock = threading.Lock()
         try:
-            self._node.run(self._connected(), timeout_s + GRACE_S)
+            self._node.run(self._find(), timeout_s + GRACE_S)
         except BaseException:
             self._node.release()
             raise
 
-    async def _connected(self) -> Link:
+    async def _find(self) -> None:
+        """Connects, and makes sure that there is a store: a process may listen before it serves one."""
+        deadline = Deadline.after(self._timeout_s)
+        pause_s = SHORTEST_PAUSE_S
+        while True:
+            try:
+                link = await self._connected(max(deadline.remaining_s(), SHORTEST_PAUSE_S))
+                await link.unary("Store", "Count", store_pb2.StorePrefix(), store_pb2.StoreNumber, GRACE_S)
+                return
+            except AuthenticationFailed:
+                raise
+            except TransportError as exc:
+                if deadline.expired():
+                    if isinstance(exc, ConnectFailed):
+                        raise ConnectFailed(self.address, exc.reason, self._timeout_s) from exc
+                    reason = f"a process answers there, but it serves no store ({exc})"
+                    raise ConnectFailed(self.address, reason, self._timeout_s) from exc
+            await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    async def _connected(self, timeout_s: float) -> Link:
         async with self._connecting:  # used on the I/O loop only
             if self._link is None or self._link.session.closed_reason is not None:
-                self._link = await self._node.connect(self.address, role="store", timeout_s=self._timeout_s)
+                self._link = await self._node.connect(self.address, role="store", timeout_s=timeout_s)
             return self._link
 
     def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
         async def ask() -> Reply:
-            link = await self._connected()
+            link = await self._connected(self._timeout_s)
             return await link.unary("Store", method, request, reply_type, wait_s + GRACE_S)
 
         return self._node.run(ask(), wait_s + self._timeout_s + 2 * GRACE_S)

@@ -48,7 +48,9 @@ class Arrived:
         try:
             if self._tokens is None:
                 return decode(self._value, self._buffers, None, plain_only=self.plain_only)
-            return decode(self._value, self._buffers, _IncomingRRefs(self._manager, self._tokens), plain_only=self.plain_only)
+            return decode(
+                self._value, self._buffers, _IncomingRRefs(self._manager, self._tokens), plain_only=self.plain_only
+            )
         finally:
             self.discard()
 

@@ -88,7 +88,7 @@ class PendingCall:
         self.transfer = transfer
         if session.closed_reason is not None:
             silence_s = time.monotonic() - session.last_received
-            self._agent.end_call(self, WorkerLost(session.peer.name, self.what(), silence_s, session.closed_reason))
+            self._agent.caller.end(self, WorkerLost(session.peer.name, self.what(), silence_s, session.closed_reason))
 
     def deadline_error(self) -> DeadlineExceeded:
         milliseconds = round(self.timeout_s * 1000)

@@ -58,10 +58,10 @@ class SyncCompleter:
         try:
             ended = self._lock.acquire(timeout=-1 if (left := call.deadline.wait_s()) is None else left)
         except BaseException:  # Ctrl-C in the main thread
-            agent.cancel_call(call, Cancelled(f"{call.what()} was interrupted"))
+            agent.caller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
-            if agent.cancel_call(call, None):
+            if agent.caller.cancel(call, None):
                 raise call.deadline_error()
             self._lock.acquire(timeout=1.0)  # the outcome arrived in this very moment
         if self._error is not None:

@@ -79,7 +79,9 @@ class Coordinator:
         limit_s = None if timeout_s == float("inf") else timeout_s + EXTRA_S
         if self.service is not None:
             return self._node.run(self.service.join(self._me, request), limit_s)
-        return self._node.run(self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + EXTRA_S)
+        return self._node.run(
+            self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + EXTRA_S
+        )
 
     def members(self) -> list[Member]:
         """Everybody who is in the job now; blocks."""

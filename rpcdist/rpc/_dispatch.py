@@ -21,7 +21,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import Cancelled, CallRefused, DeadlineExceeded, RpcdistError
+from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._arrived import Arrived
 from rpcdist.rpc._calls import Job
 from rpcdist.rpc._failures import failure_of

@@ -45,7 +45,7 @@ class Leader:
         self._agent = agent
         self._rounds: dict[str, _Round] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
-        agent.loss_listeners.append(self._on_lost)
+        agent.connections.loss_listeners.append(self._on_lost)
 
     def _on_lost(self, identity: Identity, exc: WorkerLost) -> None:  # on the I/O loop
         if self._loop is not None:
@@ -82,7 +82,7 @@ class Leader:
         agent = self._agent
         for name in names:
             if name != agent.worker_name:
-                agent.peer(agent.resolve(name)).connect()
+                agent.connections.peer(agent.directory.resolve(name)).connect()
 
     def missing(self, key: str) -> list[str]:
         round_ = self._rounds.get(key)
@@ -138,12 +138,14 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
     """
     chosen = sorted(agent.directory.names() if names is None else set(names))
     if agent.worker_name not in chosen:
-        raise ConfigError(f"worker {agent.worker_name!r} is not expected in a gathering of {chosen}; add it to the names")
+        raise ConfigError(
+            f"worker {agent.worker_name!r} is not expected in a gathering of {chosen}; add it to the names"
+        )
     key = agent.gatherings.next_key(chosen)
     leader = chosen[0]
     limit = 0 if timeout_s == float("inf") else timeout_s
     try:
-        result = agent.call_sync(leader, _contribute, (key, chosen, agent.worker_name, obj), None, limit)
+        result = agent.caller.sync(leader, _contribute, (key, chosen, agent.worker_name, obj), None, limit)
     except DeadlineExceeded as exc:
         who = _who_is_missing(agent, leader, key)
         if leader != agent.worker_name:
@@ -155,7 +157,7 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
 def _who_is_missing(agent: Agent, leader: str, key: str) -> str:
     agent.gatherings.num_calls += 1
     try:
-        missing = agent.call_sync(leader, _missing, (key,), None, 2.0)
+        missing = agent.caller.sync(leader, _missing, (key,), None, 2.0)
     except RpcdistError as exc:
         return f"The leader {leader!r} did not say who is missing: {exc}"
     return f"These workers did not arrive at {leader!r} in time: {missing}"

@@ -42,7 +42,7 @@ def join(agent: Agent, timeout_s: float) -> None:
     seen = -1
     while True:
         _wait_idle(agent, deadline)
-        made = agent.calls.total - agent.gatherings.num_calls
+        made = agent.caller.calls.total - agent.gatherings.num_calls
         busy, seen = made != seen, made
         # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
         if not any(all_gather(agent, busy, None, deadline.remaining_s()).values()):
@@ -53,9 +53,9 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
     reported = time.monotonic()
     while True:
         step_s = min(1.0, deadline.remaining_s())
-        if agent.calls.wait_empty(step_s) and agent.dispatcher.wait_idle(step_s) and not len(agent.calls):
+        if agent.caller.calls.wait_empty(step_s) and agent.dispatcher.wait_idle(step_s) and not len(agent.caller.calls):
             return
-        left = [repr(call) for call in agent.calls][:5] + agent.dispatcher.describe()[:5]
+        left = [repr(call) for call in agent.caller.calls][:5] + agent.dispatcher.describe()[:5]
         if deadline.expired():
             raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {agent.worker_name!r}: {left}")
         if time.monotonic() - reported >= REPORT_EVERY_S:

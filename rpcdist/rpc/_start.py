@@ -35,9 +35,7 @@ def node_options(options: RpcOptions) -> NodeOptions:
     return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
 
 
-def start_agent(
-    *, store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions
-) -> Agent:
+def start_agent(*, store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions) -> Agent:
     """Joins the job and returns the running agent; blocks until the world is complete.
 
     Args:
@@ -94,10 +92,10 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     directory = Directory(me, members, options, membership.members, elastic=True)
     _check_device_maps(me, directory, options)
     agent = Agent(node, directory, options, world_size)
-    directory.on_replaced = agent.on_replaced
+    directory.on_replaced = agent.connections.on_replaced
     agent.membership = membership
     agent.store = getattr(store, "underlying_store", store)  # a prefix store closes nothing
-    agent.interrupts = InterruptWatch(node, agent.interrupt)
+    agent.interrupts = InterruptWatch(node, agent.caller.interrupt)
     agent.interrupts.start()
     agent.start()
     return agent

@@ -236,11 +236,13 @@ class StreamTable:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
 
         def grant(items: int) -> None:
-            self._agent.send_to(peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items)))
+            self._agent.connections.send_to(
+                peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items))
+            )
 
         def cancel() -> None:
             self._streams.pop(id, None)
-            self._agent.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
+            self._agent.connections.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
         state = StreamState(id, what, DEFAULT_WINDOW, grant, cancel)
         self._streams[id] = (state, peer, session)
@@ -268,5 +270,3 @@ class StreamTable:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""
         while self._dropped:
             self._dropped.popleft().cancel()
-
-

@@ -12,7 +12,8 @@ import torch
 
 from rpcdist.errors import AlreadyInitialized, ConfigError, NotInitialized
 from rpcdist.rpc import backend_registry
-from rpcdist.rpc._agent import Agent, Destination
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._caller import Destination
 from rpcdist.rpc._current import agent_or_none, current_agent, set_current_agent
 from rpcdist.rpc._gather import all_gather
 from rpcdist.rpc._shutdown import close_agent, join
@@ -119,7 +120,7 @@ def rpc_sync(
         UnknownWorker: nobody is called so.
         Exception: what the function raised, with the remote traceback as `__cause__`.
     """
-    result: T = current_agent().call_sync(to, func, args, kwargs, timeout)
+    result: T = current_agent().caller.sync(to, func, args, kwargs, timeout)
     return result
 
 
@@ -135,7 +136,7 @@ def rpc_async(
     Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
     wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); everything else comes through the future.
     """
-    future: Future[T] = current_agent().call_async(to, func, args, kwargs, timeout)
+    future: Future[T] = current_agent().caller.start(to, func, args, kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
         _thread_local_var.future_list.append(future)
     return future
@@ -155,7 +156,7 @@ def rpc_stream(
     Raises:
         TypeError: the function is no generator function.
     """
-    result = current_agent().call_sync(to, func, args, kwargs, timeout)
+    result = current_agent().caller.sync(to, func, args, kwargs, timeout)
     if not isinstance(result, Stream):
         raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
     return result
@@ -174,11 +175,11 @@ def remote(
     reference is used.
     """
     agent = current_agent()
-    owner = agent.resolve(to)
+    owner = agent.directory.resolve(to)
     rref: RRef[T]
     rref, fork = agent.rrefs.create_remote(owner)
     try:
-        created = agent.call_remote(owner, fork, func, args, kwargs, timeout)
+        created = agent.caller.remote(owner, fork, func, args, kwargs, timeout)
     except BaseException as exc:
         agent.rrefs.on_creation_failed(fork, exc)
         raise
@@ -189,19 +190,17 @@ def remote(
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of a worker, by default of this one. Raises `UnknownWorker`."""
     agent = current_agent()
-    worker_id = agent.worker_id if worker_name is None else agent.resolve(worker_name)
+    worker_id = agent.worker_id if worker_name is None else agent.directory.resolve(worker_name)
     return WorkerInfo(agent.worker_name_of(worker_id), worker_id)
 
 
 # ---------------------------------------------------------------- together
 
 
-def _all_gather(
-    obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT
-) -> dict[str, T]:
+def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, T]:
     """Exchanges one object per worker; see `rpcdist.rpc._gather.all_gather`."""
     agent = current_agent()
-    return all_gather(agent, obj, worker_names, agent.timeout_of(timeout))
+    return all_gather(agent, obj, worker_names, agent.caller.timeout_of(timeout))
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
@@ -215,7 +214,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Returns when every worker of the job has called it. 0 waits as long as the others live."""
     agent = current_agent()
-    all_gather(agent, None, None, agent.timeout_of(timeout))
+    all_gather(agent, None, None, agent.caller.timeout_of(timeout))
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = 10.0) -> None:
@@ -301,12 +300,12 @@ def _join(agent: Agent, timeout_s: float) -> None:
 
 def get_rpc_timeout() -> float:
     """The default timeout of calls, in seconds; 0 for none."""
-    return current_agent().rpc_timeout_s
+    return current_agent().caller.rpc_timeout_s
 
 
 def _set_rpc_timeout(timeout_s: float) -> None:
     """Changes the default timeout of calls."""
-    current_agent().rpc_timeout_s = float(timeout_s)
+    current_agent().caller.rpc_timeout_s = float(timeout_s)
 
 
 def enable_gil_profiling(flag: bool) -> None:
@@ -330,5 +329,3 @@ def _rref_context_get_debug_info() -> dict[str, str]:
 
 def _get_debug_info() -> dict[str, str]:
     return current_agent().get_debug_info()
-
-

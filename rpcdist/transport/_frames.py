@@ -14,7 +14,16 @@ from google.protobuf.message import DecodeError
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["MAX_ENVELOPE_BYTES", "MAX_FRAME_BYTES", "PIECE_BYTES", "Piece", "frame", "parse", "piece_envelope", "varint"]
+__all__ = [
+    "MAX_ENVELOPE_BYTES",
+    "MAX_FRAME_BYTES",
+    "PIECE_BYTES",
+    "Piece",
+    "frame",
+    "parse",
+    "piece_envelope",
+    "varint",
+]
 
 PIECE_BYTES = 1 << 20
 """Payload of one piece. Measured on gRPC: one 64 MiB message 0.4 GB/s, 1 MiB pieces 1.4 GB/s."""

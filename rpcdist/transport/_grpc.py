@@ -172,5 +172,3 @@ class ServerStream:
 async def refuse(context: Any, reason: str) -> None:
     """Ends a call of a peer that has not proven the token."""
     await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
-
-

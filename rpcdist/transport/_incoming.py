@@ -59,7 +59,9 @@ class Incoming:
         self._transfers: dict[int, _Transfer] = {}
 
     def __repr__(self) -> str:
-        return f"<Incoming {len(self._transfers)} transfers, {sum(t.missing for t in self._transfers.values())} B missing>"
+        return (
+            f"<Incoming {len(self._transfers)} transfers, {sum(t.missing for t in self._transfers.values())} B missing>"
+        )
 
     def announce(self, message: rpc_pb2.Message) -> Delivery | None:
         """Takes a message; returns it with its buffers when nothing is missing.

@@ -89,7 +89,9 @@ class Outgoing:
     def _wrap(self, message: rpc_pb2.Message, number: int, inner: _Transfer | None) -> tuple[bytes, _Transfer]:
         body = memoryview(message.SerializeToString())
         # The same number is free again when the inner message is announced.
-        return frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True)), _Transfer(number, [body], inner)
+        return frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True)), _Transfer(
+            number, [body], inner
+        )
 
     def next_number(self) -> int:
         """A transfer number that this session has not used; any thread may ask."""

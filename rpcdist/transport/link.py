@@ -41,7 +41,9 @@ class Link:
         session: the stream of envelopes.
     """
 
-    def __init__(self, node: Node, address: str, channel: grpc.aio.Channel, session: Session, keys: SessionKeys) -> None:
+    def __init__(
+        self, node: Node, address: str, channel: grpc.aio.Channel, session: Session, keys: SessionKeys
+    ) -> None:
         self.address = address
         self.session = session
         self._node = node
@@ -150,7 +152,9 @@ async def open_link(
             break
         except TimeoutError as exc:
             await channel.close()
-            raise ConnectFailed(address, "nobody answered there; does the process run, is the port open?", timeout_s) from exc
+            raise ConnectFailed(
+                address, "nobody answered there; does the process run, is the port open?", timeout_s
+            ) from exc
         except ConnectFailed as exc:
             await channel.close()
             if not retry:

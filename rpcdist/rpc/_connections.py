@@ -1,0 +1,196 @@
+"""The connections of an agent: its own to other workers, theirs to it, and what their ends mean."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import RpcdistError, TransportError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._control import ControlInbox
+from rpcdist.rpc._leases import Leases
+from rpcdist.rpc._peer import Peer, PeerState
+from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.transport import Session
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent, AnySession
+
+__all__ = ["Connections"]
+
+logger = logging.getLogger(__name__)
+
+LEASE_IN_PEER_TIMEOUTS = 3
+REPLACED = "another process took its place"
+
+
+class Connections:
+    """One per agent; the taker of all its sessions. `on_*` run on the I/O loop, the rest on any thread."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._peers: dict[int, Peer] = {}
+        self._lock = threading.Lock()
+        self._sessions: set[Session] = set()
+        self._inboxes: dict[tuple[int, int], ControlInbox] = {}
+        self._leases = Leases(LEASE_IN_PEER_TIMEOUTS * agent.options.peer_timeout)
+        self.loss_listeners: list[Callable[[Identity, WorkerLost], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<Connections [{len(self._peers)} out, {len(self._sessions)} in]>"
+
+    # ------------------------------------------------------------ out
+
+    def peer(self, worker_id: int) -> Peer:
+        """The connection to another worker; a new one if the worker was replaced or was lost a while ago."""
+        peer = self._peers.get(worker_id)
+        member = self._agent.directory.member(worker_id)
+        if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
+            return peer
+        with self._lock:
+            peer = self._peers.get(worker_id)
+            if peer is not None and peer.identity == member.identity:
+                if peer.state is not PeerState.LOST or not self._may_try_again(peer):
+                    return peer
+            elif peer is not None:
+                self._agent.node.io.call_soon(peer.declare_lost, REPLACED)
+            peer = Peer(self._agent.node, member.identity, member.address, self, self._agent.options.peer_timeout)
+            self._peers[worker_id] = peer
+            return peer
+
+    def living_peer(self, worker_id: int) -> Peer:
+        """As `peer`; asks the coordinator whether a worker that is lost has been replaced. May block, bounded."""
+        peer = self.peer(worker_id)
+        if peer.state is PeerState.LOST and asyncio._get_running_loop() is None:
+            try:
+                self._agent.directory.refresh()
+            except RpcdistError as exc:
+                logger.debug("the coordinator did not say who is in the job: %s", exc)
+            peer = self.peer(worker_id)
+        return peer
+
+    def _may_try_again(self, peer: Peer) -> bool:
+        return time.monotonic() - peer.lost_at > self._agent.options.peer_timeout
+
+    def silence_s(self, worker_id: int) -> float:
+        """Seconds since the connection to a worker was last known to be good."""
+        peer = self._peers.get(worker_id)
+        return time.monotonic() - peer.last_up if peer is not None else 0.0
+
+    def send_to(self, worker_id: int, message: rpc_pb2.Message) -> None:
+        """Sends a message about a call that was made from here; dropped when the worker is gone."""
+        try:
+            if worker_id == self._agent.worker_id:
+                self._agent.loopback.send(message)
+            else:
+                self.peer(worker_id).send(message)
+        except TransportError as exc:
+            logger.debug("not sent to worker %s: %s", worker_id, exc)
+
+    # ------------------------------------------------------------ sessions (I/O loop)
+
+    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+        return ReceiveBuffer.allocate(size_bytes)
+
+    def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+        self._agent.on_messages(session, messages)
+
+    def take_control(self, session: AnySession, message: rpc_pb2.Message) -> int:
+        peer = session.peer
+        inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
+        if inbox.accept(message.control_seq):
+            self._agent.rrefs.on_message(peer.id, peer.incarnation, message.rref)
+        return inbox.applied
+
+    def on_opened(self, session: Session) -> None:
+        """A worker connected to us."""
+        self._sessions.add(session)
+        self._leases.seen(session.peer)
+        if self._agent.directory.is_news(session.peer):
+            self._agent.node.io.spawn(self._learn(), "rpcdist learn who connected")
+
+    async def _learn(self) -> None:
+        """Asks the coordinator who a stranger, or a known worker in a new incarnation, is."""
+        assert self._agent.membership is not None  # set before anybody can connect
+        try:
+            self._agent.directory.update(await self._agent.membership.members_async())
+        except RpcdistError as exc:
+            logger.warning("the coordinator did not say who is in the job: %s", exc)
+
+    def on_replaced(self, identity: Identity) -> None:
+        """Another process has the place of a worker; any thread."""
+        self._agent.node.io.call_soon(self._forget_incarnation, identity)
+
+    def _forget_incarnation(self, identity: Identity) -> None:
+        peer = self._peers.get(identity.id)
+        if peer is not None and peer.identity == identity:
+            peer.declare_lost(REPLACED)
+        lost = WorkerLost(identity.name, "a connection", 0.0, REPLACED)
+        self._agent.rrefs.worker_lost(identity.id, lost, identity.incarnation)
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        """A worker's connection to us ended; it may come back, and its lease says until when."""
+        self._sessions.discard(session)
+        self._leases.seen(session.peer)
+        self._agent.dispatcher.session_ended(session)
+        self._shares_uncertain(session.peer)
+
+    def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
+        """Our connection to a worker ended: what was sent on it will not be answered."""
+
+        def lost(what: str) -> WorkerLost:
+            return WorkerLost(peer.identity.name, what, time.monotonic() - session.last_received, reason)
+
+        for call in self._agent.caller.calls.take_where(lambda call: call.session is session):
+            self._agent.give_back(call.forks, call.peer)
+            call.completer.failed(lost(call.what()))
+        self._agent.streams.fail_where(lambda _, on: on is session, lost)
+        self._shares_uncertain(peer.identity)
+
+    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+        """A worker is declared dead."""
+        silence = time.monotonic() - peer.last_up
+        for call in self._agent.caller.calls.take_where(
+            lambda call: call.peer == peer.identity.id and call.session is None
+        ):
+            call.completer.failed(WorkerLost(peer.identity.name, call.what(), silence, reason))
+        exc = WorkerLost(peer.identity.name, "a connection", silence, reason)
+        self._agent.rrefs.worker_lost(peer.identity.id, exc, peer.identity.incarnation)
+        for listener in list(self.loss_listeners):
+            listener(peer.identity, exc)
+
+    def _shares_uncertain(self, identity: Identity) -> None:
+        if not self._agent.closed and self._agent.directory.knows(identity.id):
+            self._agent.rrefs.connection_broken(identity.id)
+
+    def renew_leases(self) -> None:
+        for session in self._sessions:
+            self._leases.seen(session.peer, session.last_received)
+        for peer in list(self._peers.values()):
+            if peer.session is not None:
+                self._leases.seen(peer.identity, peer.session.last_received)
+        for identity in self._leases.take_ended():
+            logger.info("the lease of worker %s ended", identity.name)
+            self._agent.rrefs.lease_ended(identity.id, identity.incarnation)
+
+    # ------------------------------------------------------------ the end (I/O loop)
+
+    async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
+        """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
+        async with asyncio.timeout(timeout_s):
+            peers = [peer.session for peer in self._peers.values() if peer.session is not None]
+            await asyncio.gather(*(session.drain(timeout_s) for session in [*peers, *self._sessions]))
+            if wait_for_others:
+                await asyncio.gather(*(session.ended(timeout_s) for session in list(self._sessions)))
+
+    def close(self, reason: str) -> None:
+        """Ends all of them at once."""
+        for peer in self._peers.values():
+            peer.close(reason)
+        for session in list(self._sessions):
+            session.close(reason)
