@@ -13,6 +13,8 @@ import hypothesis
 import pytest
 import pytest_asyncio
 from leak_guard import GRACE_S, LeakGuard, loop_errors
+from rpc_cluster import cluster as cluster  # fixtures, for every test
+from rpc_cluster import running_cluster as running_cluster
 
 hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)

@@ -14,7 +14,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
@@ -48,6 +48,7 @@ class LeakGuard:
     def __init__(self) -> None:
         self._exempt_children: set[int] = set()
         self._exempt_threads: set[threading.Thread] = set()
+        self._thread_owners: list[Callable[[], Collection[threading.Thread]]] = []
 
     def exempt_child(self, pid: int) -> None:
         """Process `pid`, a child of this one, and the processes below it may stay."""
@@ -56,6 +57,10 @@ class LeakGuard:
     def exempt_thread(self, thread: threading.Thread) -> None:
         """`thread` may stay."""
         self._exempt_threads.add(thread)
+
+    def exempt_threads(self, owned: Callable[[], Collection[threading.Thread]]) -> None:
+        """The threads that `owned()` returns when the guard looks may stay: those of a pool that starts them on demand."""
+        self._thread_owners.append(owned)
 
     def snapshot(self) -> Snapshot:
         return Snapshot(
@@ -77,8 +82,9 @@ class LeakGuard:
         return (self._new_threads, self._new_children, self._new_listeners, self._new_segments)
 
     def _new_threads(self, before: Snapshot) -> Iterator[str]:
+        exempt = self._exempt_threads.union(*(owned() for owned in self._thread_owners))
         for thread in threading.enumerate():
-            if thread in before.threads or thread in self._exempt_threads:
+            if thread in before.threads or thread in exempt:
                 continue
             if not thread.daemon or thread.name.startswith("rpcdist"):
                 yield f"thread {thread.name!r} is still running"

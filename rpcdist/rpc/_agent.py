@@ -235,10 +235,18 @@ class Agent:
         self.streams.fail_where(lambda peer, session: True, lambda what: stopped)
         self.dispatcher.cancel_all()
         self.rrefs.close()
+        if self.world_size is None and self.membership is not None:
+            self._say_goodbye(self.membership)
         self.node.handle_role(ROLE, None)
         self.node.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
+
+    def _say_goodbye(self, membership: Coordinator) -> None:
+        try:
+            membership.leave()
+        except RpcdistError as exc:
+            logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
 
     async def _close_connections(self) -> None:
         self.caller.stop_timer()

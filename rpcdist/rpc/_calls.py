@@ -82,6 +82,10 @@ class PendingCall:
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
 
+    @property
+    def ended(self) -> bool:
+        return self.id not in self._agent.caller.calls
+
     def on_sent(self, session: Session, transfer: int) -> None:
         """The message was given to a session; fails the call if that session has ended meanwhile."""
         self.session = session
@@ -111,6 +115,9 @@ class CallTable:
 
     def __len__(self) -> int:
         return len(self._calls)
+
+    def __contains__(self, id: object) -> bool:
+        return id in self._calls
 
     def __repr__(self) -> str:
         return f"<CallTable [{len(self._calls)} in flight]>"

@@ -77,6 +77,12 @@ class Connections:
     def _may_try_again(self, peer: Peer) -> bool:
         return time.monotonic() - peer.lost_at > self._agent.options.peer_timeout
 
+    def watch(self, identity: Identity) -> None:
+        """Connects to a worker, so that its death is noticed here."""
+        if self._agent.directory.is_news(identity):
+            self._agent.directory.refresh()
+        self.peer(identity.id).connect()
+
     def silence_s(self, worker_id: int) -> float:
         """Seconds since the connection to a worker was last known to be good."""
         peer = self._peers.get(worker_id)
@@ -161,6 +167,9 @@ class Connections:
             call.completer.failed(WorkerLost(peer.identity.name, call.what(), silence, reason))
         exc = WorkerLost(peer.identity.name, "a connection", silence, reason)
         self._agent.rrefs.worker_lost(peer.identity.id, exc, peer.identity.incarnation)
+        membership = self._agent.membership
+        if membership is not None and membership.service is not None:
+            membership.service.lost(peer.identity)
         for listener in list(self.loss_listeners):
             listener(peer.identity, exc)
 

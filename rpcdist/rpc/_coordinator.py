@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
 from rpcdist._proto import membership_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._members import Member
-from rpcdist.rpc._membership import MembershipService, join_request, members_of
+from rpcdist.rpc._membership import MemberRecord, MembershipService, join_request, members_of
 from rpcdist.transport import Node
 from rpcdist.transport.handshake import identity_to_proto
 
@@ -31,6 +32,7 @@ class ProbingService(MembershipService):
     def __init__(self, node: Node) -> None:
         super().__init__()
         self._node = node
+        self._changed = asyncio.Event()
 
     async def join(self, peer: Identity, request: membership_pb2.JoinRequest) -> membership_pb2.JoinReply:
         reply = await super().join(peer, request)
@@ -45,6 +47,30 @@ class ProbingService(MembershipService):
                 logger.info("worker %s does not answer any more; its place is free", old.name)
                 lost = self.lost(old) or lost
         return await super().join(peer, request) if lost else reply
+
+    async def leave(self, peer: Identity, request: membership_pb2.LeaveRequest) -> membership_pb2.LeaveReply:
+        reply = await super().leave(peer, request)
+        self._changed.set()
+        return reply
+
+    def lost(self, identity: Identity) -> bool:
+        self._changed.set()
+        return super().lost(identity)
+
+    def others(self) -> list[MemberRecord]:
+        """The members beside this process."""
+        return [record for record in self.table.members if record.identity != self._node.identity]
+
+    async def alone(self, timeout_s: float) -> bool:
+        """Waits until all others have left or are lost; False when the time is over."""
+        try:
+            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
+                while self.others():
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def _answers(self, identity: Identity, address: str) -> bool:
         if identity == self._node.identity:
@@ -68,7 +94,7 @@ def serve_membership(node: Node) -> ProbingService:
 class Coordinator:
     """The membership service as this worker reaches it: in this process, or over the network."""
 
-    def __init__(self, node: Node, address: str, me: Identity, service: MembershipService | None) -> None:
+    def __init__(self, node: Node, address: str, me: Identity, service: ProbingService | None) -> None:
         self.address = address
         self.service = service
         self._node = node

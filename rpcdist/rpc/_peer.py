@@ -188,6 +188,8 @@ class Peer:
                 session.send(message)
             waiting, self._waiting = self._waiting, []
             for message, buffers, sent in waiting:
+                if sent is not None and sent.ended:
+                    continue  # cancelled, or its deadline passed, before the connection stood
                 number = session.send(message, buffers)
                 if sent is not None:
                     sent.on_sent(session, number)
@@ -239,6 +241,9 @@ class Peer:
 
 
 class _Sent(Protocol):
+    @property
+    def ended(self) -> bool: ...
+
     def on_sent(self, session: Session, transfer: int) -> None: ...
 
 

@@ -38,6 +38,7 @@ def join(agent: Agent, timeout_s: float) -> None:
     deadline = Deadline.after(timeout_s)
     if agent.world_size is None:
         _wait_idle(agent, deadline)
+        _leave_elastic(agent, deadline)
         return
     seen = -1
     while True:
@@ -47,6 +48,19 @@ def join(agent: Agent, timeout_s: float) -> None:
         # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
         if not any(all_gather(agent, busy, None, deadline.remaining_s()).values()):
             return
+
+
+def _leave_elastic(agent: Agent, deadline: Deadline) -> None:
+    """Says goodbye. The coordinator stays until the others have left, for they find each other through it."""
+    membership = agent.membership
+    if membership is None or membership.service is None:
+        return
+    service = membership.service
+    for record in service.others():
+        agent.connections.watch(record.identity)
+    if not agent.node.run(service.alone(deadline.remaining_s()), None):
+        left = [record.identity.name for record in service.others()]
+        raise DeadlineExceeded(f"shutdown of the coordinator {agent.worker_name!r} timed out; still there: {left}")
 
 
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:

@@ -12,7 +12,6 @@ __all__ = [
     "DEFAULT_PROCESS_GROUP_TIMEOUT",
     "DEFAULT_RPC_TIMEOUT_SEC",
     "DEFAULT_SHUTDOWN_TIMEOUT",
-    "DEFAULT_SHUTDOWN_TIMEOUT_SEC",
     "UNSET_RPC_TIMEOUT",
 ]
 
@@ -35,6 +34,3 @@ UNSET_RPC_TIMEOUT: float = -1.0
 
 # A peer that has been silent for this long is declared lost.
 DEFAULT_PEER_TIMEOUT_SEC: float = 10.0
-
-# `shutdown` gives up waiting for outstanding work after this long, and says who is missing.
-DEFAULT_SHUTDOWN_TIMEOUT_SEC: float = 60.0

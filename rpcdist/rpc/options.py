@@ -25,7 +25,6 @@ from rpcdist.rpc.constants import (
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_PEER_TIMEOUT_SEC,
     DEFAULT_RPC_TIMEOUT_SEC,
-    DEFAULT_SHUTDOWN_TIMEOUT_SEC,
 )
 
 __all__ = [
@@ -126,7 +125,8 @@ class RpcOptions(RpcBackendOptions):
         device_maps: per callee, which of its devices receives the tensors of which of ours.
         devices: the local CUDA devices that calls may use; by default those of the device maps.
         peer_timeout: seconds without a sign of life after which a peer is declared lost.
-        shutdown_timeout: seconds that `shutdown` waits for outstanding work when it is given no timeout.
+        shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long as
+            they live, since a server calls it at once and its trainers hours later.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
@@ -155,7 +155,7 @@ class RpcOptions(RpcBackendOptions):
         device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
         devices: Iterable[DeviceType] | None = None,
         peer_timeout: float = DEFAULT_PEER_TIMEOUT_SEC,
-        shutdown_timeout: float = DEFAULT_SHUTDOWN_TIMEOUT_SEC,
+        shutdown_timeout: float | None = None,
         host: str | None = None,
         port: int = 0,
         token: str | bytes | None = None,
@@ -172,7 +172,9 @@ class RpcOptions(RpcBackendOptions):
         self._device_maps = {name: _to_device_map(map_) for name, map_ in (device_maps or {}).items()}
         self._devices = _to_device_list(devices or ())
         self.peer_timeout = _more_than_zero("peer_timeout", peer_timeout)
-        self.shutdown_timeout = _more_than_zero("shutdown_timeout", shutdown_timeout)
+        self.shutdown_timeout = (
+            None if shutdown_timeout is None else _more_than_zero("shutdown_timeout", shutdown_timeout)
+        )
         self.host = host
         self.port = _port(port)
         self.token = _token(token)

@@ -179,6 +179,10 @@ class Session:
         except asyncio.CancelledError:
             reason = "connection closed at this end"
             raise
+        except Exception as exc:
+            # The handler choked on a message: what came after it would be handled out of order.
+            logger.exception("a message from %s could not be handled", self.peer.name)
+            reason = f"a message could not be handled: {exc!r}"
         finally:
             self._finish(writer, self.closed_reason or reason)
 

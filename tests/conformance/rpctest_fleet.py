@@ -43,6 +43,11 @@ class Outcome:
     details: str = ""
     used: set[str] = field(default_factory=set)
 
+    @property
+    def failed(self) -> bool:
+        """Whether it neither passed nor was skipped."""
+        return self.status not in ("passed", "skipped")
+
 
 @dataclass(slots=True)
 class _Worker:

@@ -12,11 +12,12 @@ The exit code is 0 if at least 95 % of the plain tests of this run passed.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import signal
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import rpctest_catalogue as catalogue
@@ -78,14 +79,16 @@ def serve(fleet: Fleet, limit_s: float) -> int:
 
 
 def run(fleet: Fleet, options: argparse.Namespace) -> int:
+    """Run the selected tests, print a line for each, and then what the run is for."""
     entries = list(selected(options))
     outcomes: list[tuple[Entry, Outcome]] = []
-    for number, entry in enumerate(entries, 1):
-        outcome = repeated(fleet, entry, options)
-        outcomes.append((entry, outcome))
-        print(f"{number:4}/{len(entries)}  {outcome.status:8} {outcome.seconds:6.1f} s  {entry.name}", flush=True)
-    if options.details:
-        options.details.write_text("\n\n".join(f"##### {o.name}: {o.status}\n{o.details}" for o in failures(outcomes)))
+    with options.details.open("w") if options.details else contextlib.nullcontext() as details:
+        for number, entry in enumerate(entries, 1):
+            outcome = repeated(fleet, entry, options)
+            outcomes.append((entry, outcome))
+            print(f"{number:4}/{len(entries)}  {outcome.status:8} {outcome.seconds:6.1f} s  {entry.name}", flush=True)
+            if details and outcome.failed:
+                print(f"##### {outcome.name}: {outcome.status}\n{outcome.details}\n", file=details, flush=True)
     if options.peer == "torch":
         return baseline(outcomes, write=options.write)
     print(report.table(outcomes, fleet.num_starts))
@@ -115,13 +118,9 @@ def repeated(fleet: Fleet, entry: Entry, options: argparse.Namespace) -> Outcome
     """Run a test as often as asked for, and stop at the first failure."""
     for _ in range(options.repeat):
         outcome = fleet.run(entry.suite, entry.test, options.limit)
-        if outcome.status not in ("passed", "skipped"):
+        if outcome.failed:
             break
     return outcome
-
-
-def failures(outcomes: Iterable[tuple[Entry, Outcome]]) -> list[Outcome]:
-    return [outcome for _, outcome in outcomes if outcome.status not in ("passed", "skipped")]
 
 
 def baseline(outcomes: list[tuple[Entry, Outcome]], *, write: bool) -> int:
@@ -134,10 +133,11 @@ def baseline(outcomes: list[tuple[Entry, Outcome]], *, write: bool) -> int:
     skipped = {outcome.name: outcome.details for _, outcome in outcomes if outcome.status == "skipped"}
     for category in catalogue.CATEGORIES:
         print(f"{sum(entry.category == category for entry in passed):4} {category}")
-    print(f"{len(passed):4} passed, {len(skipped)} skipped, {len(failures(outcomes))} failed")
+    num_failed = sum(outcome.failed for _, outcome in outcomes)
+    print(f"{len(passed):4} passed, {len(skipped)} skipped, {num_failed} failed")
     if write:
         catalogue.save(passed, torch.__version__, skipped)
-    return 1 if failures(outcomes) else 0
+    return 1 if num_failed else 0
 
 
 if __name__ == "__main__":
