@@ -327,8 +327,8 @@ def run_process(rank: int, options: Options) -> None:
 
 def spawn_processes(options: Options) -> None:
     """Starts the server and the trainers, and stays their parent: whatever ends one of them ends all."""
-    # The children inherit a blocked SIGINT: Ctrl-C during their slow imports would print tracebacks otherwise. The helper
-    # process of multiprocessing unblocks the signal when it starts, so it has to start before.
+    # The children inherit a blocked SIGINT: Ctrl-C during their slow imports would print tracebacks otherwise. The
+    # helper process of multiprocessing unblocks the signal when it starts, so it has to start before.
     resource_tracker.ensure_running()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     processes = mp.spawn(run_process, args=(options,), nprocs=options.trainers + 1, join=False)

@@ -7,9 +7,11 @@ process; `rpc_sync(worker, board_wait, (key,))` looks at the worker's.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import sys
 import threading
+import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
@@ -102,6 +104,10 @@ def add(a: Any, b: Any) -> Any:
 
 def echo(value: Any) -> Any:
     return value
+
+
+def call(function: Callable[[], Any]) -> Any:
+    return function()
 
 
 def nothing() -> None:
@@ -291,10 +297,6 @@ def leave() -> None:
 
 def make_lock() -> Any:
     return threading.Lock()
-
-
-def only_on(worker: str) -> None:
-    """Deletes `vanishing` everywhere but there."""
 
 
 def vanishing() -> str:
@@ -504,6 +506,14 @@ async def sum_stream_of_async(worker: str, num: int) -> int:
 # ---------------------------------------------------------------- values
 
 
+@dataclasses.dataclass
+class Box:
+    """An object that is pickled, with tensors inside."""
+
+    data: torch.Tensor
+    more: dict[str, list[torch.Tensor]]
+
+
 def describe(tensor: torch.Tensor) -> tuple[list[int], list[int], str, bool, int]:
     return (
         list(tensor.shape),
@@ -530,8 +540,6 @@ def two_views() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def checksum(data: Any) -> tuple[str, int, int]:
-    import zlib
-
     return type(data).__name__, len(data), zlib.crc32(data)
 
 

@@ -94,7 +94,7 @@ class Victim:
         self.name = name
         self._connection, theirs = _context.Pipe()
         self._process = _context.Process(
-            target=_serve, args=(theirs, environment, str(log)), name=f"victim {name}", daemon=True
+            target=_serve, args=(theirs, environment, str(log)), name=f"victim {name}"
         )
         self._process.start()
         theirs.close()
@@ -197,7 +197,8 @@ class Victims:
             name: for messages, and of its worker.
             environment: variables to set; None removes one.
         """
-        victim = Victim(name, environment or {}, self.folder / f"{len(self._all)}-{name}.log")
+        environment = {"RPCDIST_TOKEN": os.environ.get("RPCDIST_TOKEN"), **(environment or {})}
+        victim = Victim(name, environment, self.folder / f"{len(self._all)}-{name}.log")
         self._all.append(victim)
         return victim
 

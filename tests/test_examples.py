@@ -1,7 +1,8 @@
-"""The examples do what their first lines say, in the ways in which users start and stop them."""
+"""The examples do what their first lines say, in the ways in which users start and stop them; the benchmark runs."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import re
 import signal
@@ -17,7 +18,8 @@ from typing import IO
 import psutil
 import pytest
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
 # A machine with more work than cores is slower by about this factor; the limits grow with it.
 SLOWDOWN = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
@@ -202,8 +204,7 @@ def test_bad_arguments_are_explained(
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(sys, "argv", [str(PARAMETER_SERVER), *arguments])
-    import parameter_server
-
+    parameter_server = importlib.import_module("parameter_server")
     with pytest.raises(SystemExit) as caught:
         parameter_server.main()
     assert caught.value.code == 2
@@ -220,3 +221,15 @@ def test_a_port_in_use_is_explained(
         test_bad_arguments_are_explained(
             ("--port", str(port)), f"--port {port}: Address already in use", tmp_path, monkeypatch, capsys
         )
+
+
+@pytest.mark.multiproc
+def test_the_rpc_benchmark_compares_with_torch(tmp_path: Path) -> None:
+    cases = ("noop", "echo-1KiB", "remote")
+    only = [word for case in cases for word in ("--only", case)]
+    result = run(sys.executable, ROOT / "benchmarks" / "rpc.py", "--quick", "--rounds", "1", *only, cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    table = [line.strip("| ").split("|") for line in result.stdout.splitlines() if line.startswith("|")][2:]
+    assert len(table) == 4  # the no-op has two rows
+    for _what, _size, _unit, ours, torch, ratio, *_ in table:
+        assert float(ours.replace(",", "")) > 0 and float(torch.replace(",", "")) > 0 and ratio.strip().endswith("x")

@@ -152,7 +152,7 @@ def test_lambdas_and_closures_go_by_value_on_request(cluster: Cluster, by_value:
     torch.testing.assert_close(rpc.rpc_sync("worker1", lambda x: x + offset, (torch.zeros(2),)), offset)
     assert rpc.rpc_sync("worker1", later, (4,)) == 5
     assert list(rpc.rpc_stream("worker1", items, (4,))) == [0, 1, 4, 9]
-    assert rpc.rpc_sync("worker1", remote_side.echo, (lambda: 7,))() == 7
+    assert rpc.rpc_sync("worker1", remote_side.call, (lambda: 7,)) == 7
 
 
 def test_a_lambda_is_refused_with_advice_by_default(cluster: Cluster) -> None:
@@ -328,11 +328,11 @@ def test_echoes_of_16_mib_while_other_calls_go_on(cluster: Cluster) -> None:
 
 async def test_threads_call_while_a_loop_awaits(cluster: Cluster) -> None:
     loop_calls = [rpc.rpc_async("worker1", remote_side.add_async, (index, 1)) for index in range(50)]
-    threads = asyncio.get_running_loop().run_in_executor(
-        None, lambda: in_threads(4, lambda n: [rpc.rpc_sync("worker2", remote_side.add, (n, i)) for i in range(25)])
-    )
-    assert [await call for call in loop_calls] == [index + 1 for index in range(50)]
-    assert await threads == [[number + index for index in range(25)] for number in range(4)]
+    with ThreadPoolExecutor(4) as threads:
+        loop = asyncio.get_running_loop()
+        blocked = [loop.run_in_executor(threads, rpc.rpc_sync, "worker2", remote_side.add, (n, 2)) for n in range(50)]
+        assert [await call for call in loop_calls] == [index + 1 for index in range(50)]
+        assert [await call for call in blocked] == [number + 2 for number in range(50)]
 
 
 async def test_blocking_calls_are_refused_on_a_loop(cluster: Cluster) -> None:

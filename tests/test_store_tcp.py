@@ -253,6 +253,21 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None
 
 
 @pytest.mark.multiproc
+@pytest.mark.parametrize("closing", ["store.close()", "pass", "del store"])
+def test_the_reply_to_the_last_client_leaves_before_the_server_ends(closing: str) -> None:
+    code = f"""
+        from rpcdist.collectives import TCPStore
+        store = TCPStore("127.0.0.1", 0, is_master=True)
+        print(store.port)
+        store.get("last")
+        {closing}
+    """
+    with Script(code) as server, TCPStore(HOST, int(server.line()), timeout=LIMIT_S) as client:
+        client.set("last", "")
+        assert server.end() == 0, server.output
+
+
+@pytest.mark.multiproc
 def test_another_token() -> None:
     code = """
         import sys

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 
 from rpcdist._proto import store_pb2
@@ -78,6 +79,18 @@ def serve_store(host: str, port: int, share: bool, timeout_s: float) -> ServedSt
             raise
         _served = served
         return served
+
+
+def _close_at_exit() -> None:
+    """Scripts written for torch do not close stores. The transport, which stops after this, would cut off replies."""
+    if _served is not None and not in_forked_child():
+        try:
+            _served.node.run(_served.service.close(), STOP_LIMIT_S)
+        except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
+            pass
+
+
+atexit.register(_close_at_exit)  # the transport has registered before, and so it comes later
 
 
 def _share(served: ServedStore, host: str, port: int, share: bool) -> ServedStore:

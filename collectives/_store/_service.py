@@ -22,6 +22,9 @@ __all__ = ["MAX_WAIT_S", "StoreService"]
 
 MAX_WAIT_S: Final = 7 * 24 * 3600.0  # no client may park a waiter for longer than this
 
+LINGER_S: Final = 0.1
+
+Handler = Callable[[Any], Awaitable[Message]]
 Method = Callable[[Identity, Any], Awaitable[Message]]
 
 
@@ -32,13 +35,18 @@ class StoreService:
         self.table = StoreTable()
         self._futures: dict[int, asyncio.Future[tuple[bytes, ...]]] = {}
         self._closed = False
+        self._replied_at = float("-inf")
 
     def __repr__(self) -> str:
         return f"<StoreService {self.table!r}{' closed' if self._closed else ''}>"
 
     def methods(self) -> Mapping[str, Method]:
         """The handlers by method name, as `Node.add_service` takes them."""
-        handlers: dict[str, Callable[[Any], Awaitable[Message]]] = {
+        return {name: self._for_peers(handler) for name, handler in self.handlers().items()}
+
+    def handlers(self) -> Mapping[str, Handler]:
+        """The same for callers in this process; see `call`."""
+        return {
             "Set": self.set,
             "Get": self.get,
             "Add": self.add,
@@ -55,22 +63,35 @@ class StoreService:
             "QueuePop": self.queue_pop,
             "QueueLength": self.queue_length,
         }
-        return {name: self._for_peers(handler) for name, handler in handlers.items()}
 
-    def _for_peers(self, handler: Callable[[Any], Awaitable[Message]]) -> Method:
+    def _for_peers(self, handler: Handler) -> Method:
         async def handle(peer: Identity, request: Any) -> Message:
-            if self._closed:
-                raise DistStoreError("the store that was served here has been closed")
-            return await handler(request)
+            try:
+                return await self.call(handler, request)
+            finally:
+                self._replied_at = asyncio.get_running_loop().time()
 
         return handle
 
+    async def call(self, handler: Handler, request: Any) -> Message:
+        """Calls one of `handlers`, unless the store is closed."""
+        if self._closed:
+            raise DistStoreError("the store that was served here has been closed")
+        return await handler(request)
+
     async def close(self) -> None:
-        """Refuses further calls and ends those that wait; their callers get an error. Idempotent."""
+        """Refuses further calls and ends those that wait; their callers get an error. Idempotent.
+
+        Often the serving process ends as soon as it sees the key that the last of its clients has set, which is before
+        the reply to that client has left. So replies of the last moment get `LINGER_S` to leave.
+        """
         self._closed = True
+        loop = asyncio.get_running_loop()
         for future in self._futures.values():
             if not future.done():
                 future.set_exception(DistStoreError("the store was closed by the process that serves it"))
+                self._replied_at = loop.time()
+        await asyncio.sleep(max(0.0, self._replied_at + LINGER_S - loop.time()))
 
     # ------------------------------------------------------------ waiting
 

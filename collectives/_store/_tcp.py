@@ -57,16 +57,11 @@ class _Local:
     def __init__(self, served: ServedStore) -> None:
         self.address = served.address
         self._served = served
-        self._methods = served.service.methods()
+        self._handlers = served.service.handlers()
 
     def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
-        handler = self._methods[method]
-        node = self._served.node
-
-        async def ask() -> Message:
-            return await handler(node.identity, request)
-
-        reply = node.run(ask(), wait_s + GRACE_S)
+        asked = self._served.service.call(self._handlers[method], request)
+        reply = self._served.node.run(asked, wait_s + GRACE_S)
         assert isinstance(reply, reply_type)
         return reply
 

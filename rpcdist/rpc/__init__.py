@@ -1,6 +1,7 @@
 """Remote procedure calls and remote references between the processes of a training job.
 
-The names are those of `torch.distributed.rpc`; `Future`, `Stream`, `rpc_stream`, `wait_any` and `as_completed` are ours.
+The names are those of `torch.distributed.rpc`; `Future`, `Stream`, `rpc_stream`, `wait_any` and `as_completed` are
+ours.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.rpc._streams import Stream
 from rpcdist.rpc._waiting import as_completed, collect_all, wait_all, wait_any
-from rpcdist.rpc.api import (
+from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
     _all_gather,
     _barrier,
     _delete_all_user_and_unforked_owner_rrefs,
@@ -53,6 +54,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.transport.fork import check_not_forked
 
 __all__ = [
     "BackendType",
@@ -112,8 +114,8 @@ def init_rpc(
         backend: a member of `BackendType`; found from the options if it is left out.
         rank: unique, 0 to world_size - 1; -1 takes RANK from the environment. Rank 0 coordinates.
         world_size: how many workers there are; None for a world in which workers come and go.
-        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the workers
-            find each other, and `rpc_timeout` also limits the wait for all of them.
+        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the
+            workers find each other, and `rpc_timeout` also limits the wait for all of them.
 
     Raises:
         AlreadyInitialized: without `shutdown` before.
@@ -121,6 +123,7 @@ def init_rpc(
         DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or somebody did not come; the
             text says who.
         AuthenticationFailed: the job token of the coordinator is another one.
+        ForkedProcess: this process was forked from a worker.
     """
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
@@ -132,6 +135,7 @@ def init_rpc(
         backend = BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    check_not_forked()
     if agent_or_none() is not None:
         raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
     if not rpc_backend_options.init_method:

@@ -1,7 +1,7 @@
 """The agent: one per process, it owns everything that RPC uses, and routes what arrives.
 
-Threads: public functions run on the caller's thread; `on_*` run on the I/O loop and never run user code there; user code
-runs in the pool and on the user loop.
+Threads: public functions run on the caller's thread; `on_*` run on the I/O loop and never run user code there; user
+code runs in the pool and on the user loop.
 """
 
 from __future__ import annotations
@@ -92,7 +92,8 @@ class Agent:
         self._tick_handle: asyncio.TimerHandle | None = None
 
     def __repr__(self) -> str:
-        return f"<Agent {self.worker_name} ({self.worker_id}) [{len(self.caller.calls)} calls out, {len(self.dispatcher)} in]>"
+        calls = f"{len(self.caller.calls)} calls out, {len(self.dispatcher)} in"
+        return f"<Agent {self.worker_name} ({self.worker_id}) [{calls}]>"
 
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""

@@ -4,8 +4,8 @@
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
-Whatever happens to a call (an exception, `sys.exit`, a result that cannot be encoded, its deadline), its caller gets one
-reply, unless the caller cancelled it or is gone.
+Whatever happens to a call (an exception, `sys.exit`, a result that cannot be encoded, its deadline), its caller gets
+one reply, unless the caller cancelled it or is gone.
 """
 
 from __future__ import annotations

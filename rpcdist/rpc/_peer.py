@@ -78,7 +78,8 @@ class Peer:
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
-        return f"<Peer {self.identity.name} ({self.identity.id}) at {self.address} [{self.state.value}], {self._control!r}>"
+        name, id, _ = self.identity
+        return f"<Peer {name} ({id}) at {self.address} [{self.state.value}], {self._control!r}>"
 
     # ------------------------------------------------------------ any thread
 

@@ -56,11 +56,12 @@ class PoolStats(NamedTuple):
 class _Worker:
     """One thread of the pool; its baton is a lock that is free for a moment when the thread shall wake up."""
 
-    __slots__ = ("baton", "blocked", "clock", "job", "pool", "thread")
+    __slots__ = ("baton", "blocked", "clock", "ended", "job", "pool", "thread")
 
     def __init__(self, pool: WorkerPool, number: int) -> None:
         self.pool = pool
         self.baton = _new_baton()
+        self.ended = _new_baton()
         self.clock: int | None = None
         self.job: Function | None = None
         self.blocked = 0
@@ -221,7 +222,7 @@ class WorkerPool:
         while workers := [worker for worker in list(self._workers) if worker.thread is not me]:
             if deadline.expired():
                 break
-            workers[0].thread.join(deadline.remaining_s())
+            self._join(workers[0], deadline)
         jobs = [worker.job for worker in list(self._workers) if worker.thread is not me]
         left = [repr(job) for job in jobs if job is not None]
         never_ran = [f"{job[0]!r} (never started)" for job in self._drop_queue()]
@@ -233,6 +234,13 @@ class WorkerPool:
         if self._monitor is not None and self._monitor is not me:
             self._monitor.join(deadline.remaining_s() + 1.0)  # it ends within a tick, now that the queue is empty
         return left + never_ran
+
+    def _join(self, worker: _Worker, deadline: Deadline) -> None:
+        """Waits for the end of a thread, which another thread may just be starting: that cannot be joined yet."""
+        if worker.ended.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
+            worker.ended.release()
+            if worker.thread.ident is not None:
+                worker.thread.join(deadline.remaining_s() + 1.0)
 
     # -- starting and parking ------------------------------------------------------------------------------------------
 
@@ -252,12 +260,14 @@ class WorkerPool:
         self._workers.add(worker)
         if len(self._workers) > self.max_threads:
             self._workers.discard(worker)
+            worker.ended.release()
             self._wake_monitor()
             return False
         try:
             worker.thread.start()
         except RuntimeError:  # the system's limit; the monitor tries again
             self._workers.discard(worker)
+            worker.ended.release()
             if not self._is_start_failure_logged:
                 self._is_start_failure_logged = True
                 logger.exception(
@@ -322,6 +332,7 @@ class WorkerPool:
         if self._queue:  # it came while this thread still counted as running (rule 5)
             self._workers.add(worker)
             return False
+        worker.ended.release()
         return True
 
     def _enter_blocking(self, worker: _Worker) -> None:
@@ -343,8 +354,8 @@ class WorkerPool:
         except IndexError:
             if self._monitor is None and self._monitor_started.acquire(False):
                 monitor = threading.Thread(target=self._watch, name=f"{self.name}-monitor", daemon=True)
-                self._monitor = monitor
                 monitor.start()
+                self._monitor = monitor  # not before: `close` joins it
         else:
             baton.release()
 

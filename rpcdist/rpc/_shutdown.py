@@ -1,8 +1,8 @@
 """How a worker leaves.
 
-Graceful, with a static world: everybody waits for everybody's outstanding work, in rounds, until a round in which nobody
-had any. The wait has no clock by default, since a parameter server calls `shutdown` at once and its trainers hours later;
-it ends with an error when a worker that is waited for dies.
+Graceful, with a static world: everybody waits for everybody's outstanding work, in rounds, until a round in which
+nobody had any. The wait has no clock by default, since a parameter server calls `shutdown` at once and its trainers
+hours later; it ends with an error when a worker that is waited for dies.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Results that are streams: a generator at the callee, an iterator at the caller, credits between them.
 
-The producer sends an item only for a credit. The consumer grants `window` credits at once and returns them as items are
-taken, in halves of the window, so that a slow consumer holds back its producer and a fast one never waits for a round trip
-per item.
+The producer sends an item only for a credit. The consumer grants `window` credits at once and returns them as items
+are taken, in halves of the window, so that a slow consumer holds back its producer and a fast one never waits for a
+round trip per item.
 """
 
 from __future__ import annotations

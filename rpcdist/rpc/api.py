@@ -105,8 +105,8 @@ def rpc_sync(
 
     Args:
         to: a worker's name, rank or `WorkerInfo`; it may be this worker.
-        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function runs
-            on the callee's event loop; the result of a generator function is a `Stream`.
+        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function
+            runs on the callee's event loop; the result of a generator function is a `Stream`.
         args: positional arguments. Tensors are not copied before they are sent.
         kwargs: keyword arguments.
         timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
@@ -134,7 +134,7 @@ def rpc_async(
     """Starts a call and returns its future: wait for it, await it, or cancel it.
 
     Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
-    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); everything else comes through the future.
+    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
     """
     future: Future[T] = current_agent().caller.start(to, func, args, kwargs, timeout)
     if hasattr(_thread_local_var, "future_list"):
@@ -171,8 +171,8 @@ def remote(
 ) -> RRef[T]:
     """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
 
-    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when the
-    reference is used.
+    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
+    the reference is used.
     """
     agent = current_agent()
     owner = agent.directory.resolve(to)
@@ -309,7 +309,7 @@ def _set_rpc_timeout(timeout_s: float) -> None:
 
 
 def enable_gil_profiling(flag: bool) -> None:
-    """Adds `agent.gil_average_wait_time_us` to the debug information: how long handlers waited for the interpreter lock."""
+    """Adds `agent.gil_average_wait_time_us`, how long handlers waited for the interpreter lock, to the debug info."""
     current_agent().gil_profiling = bool(flag)
 
 

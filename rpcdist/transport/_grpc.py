@@ -75,10 +75,14 @@ def mapped_errors(address: str) -> Iterator[None]:
 _GRPC_ERRORS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
 
 
-def _stream_error(exc: Exception, address: str) -> RpcdistError:
-    if isinstance(exc, grpc.RpcError):
-        return error_of(exc, address)
-    return TransportError(f"the connection with {address} is closed: {exc}")
+def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistError:
+    """Ours for what a stream raised; `stood` says whether the peer had answered before."""
+    if not isinstance(exc, grpc.RpcError):
+        return TransportError(f"the connection with {address} is closed: {exc}")
+    error = error_of(exc, address)
+    if stood and isinstance(error, ConnectFailed):
+        return TransportError(f"the connection with {address} broke: {error.reason}")
+    return error
 
 
 class ClientStream:
@@ -87,18 +91,20 @@ class ClientStream:
     def __init__(self, call: Any, address: str) -> None:
         self._call = call
         self._address = address
+        self._stands = False  # the peer has answered
 
     async def read(self) -> bytes | None:
         try:
             data = await self._call.read()
             if data is not grpc.aio.EOF:
+                self._stands = True
                 return data  # type: ignore[no-any-return]  # the stream has no deserializer
             await self._raise_status()
         except asyncio.CancelledError:
             self._raise_if_aborted()
             raise
         except _GRPC_ERRORS as exc:
-            raise _stream_error(exc, self._address) from exc
+            raise _stream_error(exc, self._address, self._stands) from exc
         return None
 
     async def _raise_status(self) -> None:
@@ -115,7 +121,7 @@ class ClientStream:
             self._raise_if_aborted()
             raise
         except _GRPC_ERRORS as exc:
-            raise _stream_error(exc, self._address) from exc
+            raise _stream_error(exc, self._address, self._stands) from exc
 
     def _raise_if_aborted(self) -> None:
         # grpc.aio reports a cancelled call as a cancelled task; only one of the two is the caller's doing.

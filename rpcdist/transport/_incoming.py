@@ -103,7 +103,7 @@ class Incoming:
         at = transfer.filled[piece.buffer]
         if piece.offset != at or at + size > len(view):
             raise ProtocolViolation(
-                f"a piece of {size} bytes at {piece.offset}, expected at {at} of a buffer of {len(view)} announced bytes"
+                f"a piece of {size} bytes at {piece.offset} came, expected at {at} of {len(view)} announced bytes"
             )
         view[at : at + size] = piece.data
         transfer.filled[piece.buffer] = at + size

@@ -85,7 +85,7 @@ class Server(grpc.GenericRpcHandler):
         except RuntimeError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
-                f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end the process that holds it."
+                f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end its holder."
             ) from exc
         await self._server.start()
         self.port = bound

@@ -71,7 +71,8 @@ class Node:
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
-        return f"<Node {self.identity.name} at {self.address}, {len(self.links)} links out, {len(self.sessions)} sessions in>"
+        counts = f"{len(self.links)} links out, {len(self.sessions)} sessions in"
+        return f"<Node {self.identity.name} at {self.address} [{counts}]>"
 
     # ------------------------------------------------------------ any thread
 

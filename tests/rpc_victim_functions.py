@@ -1,0 +1,253 @@
+"""What victims are told to do, and what they do to each other. Driver and victims import this module by the same name."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+
+from rpcdist import rpc
+from rpcdist.errors import RpcdistError
+
+LIMIT_S = 60.0
+
+held: list[Any] = []
+"""What this process holds on purpose."""
+_never = threading.Event()
+
+
+# ---------------------------------------------------------------- handlers
+
+
+def add(a: Any, b: Any) -> Any:
+    return a + b
+
+
+def pid() -> int:
+    return os.getpid()
+
+
+def announce_and_wait(path: str) -> None:
+    """Says that it runs, and does not return."""
+    Path(path).touch()
+    _never.wait(LIMIT_S)
+
+
+async def announce_and_wait_async(path: str) -> None:
+    Path(path).touch()
+    await asyncio.sleep(LIMIT_S)
+
+
+def stream_and_wait(path: str) -> Iterator[int]:
+    yield 1
+    Path(path).touch()
+    _never.wait(LIMIT_S)
+
+
+async def stream_and_wait_async(path: str) -> AsyncIterator[int]:
+    yield 1
+    Path(path).touch()
+    await asyncio.sleep(LIMIT_S)
+
+
+def make_slowly(path: str) -> torch.Tensor:
+    announce_and_wait(path)
+    return torch.ones(2)
+
+
+def make(value: Any = 7) -> Any:
+    return value
+
+
+def exit_at_once(how: str) -> None:
+    """Ends the process, or tries to."""
+    match how:
+        case "os._exit":
+            os._exit(3)
+        case "abort":
+            os.abort()
+        case "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+            _never.wait(LIMIT_S)  # it does not survive this
+        case "sys.exit":
+            sys.exit(3)
+        case "KeyboardInterrupt":
+            raise KeyboardInterrupt("a handler")
+
+
+def hold(*values: Any) -> None:
+    held.extend(values)
+
+
+def drop() -> None:
+    held.clear()
+
+
+# ---------------------------------------------------------------- orders
+
+
+def call(how: str, to: str, path: str) -> Any:
+    """Makes one call that does not return by itself, in one of the ways that there are."""
+    match how:
+        case "rpc_sync":
+            return rpc.rpc_sync(to, announce_and_wait, (path,))
+        case "rpc_sync of a coroutine":
+            return rpc.rpc_sync(to, announce_and_wait_async, (path,))
+        case "rpc_async":
+            return rpc.rpc_async(to, announce_and_wait, (path,)).wait()
+        case "wait_all":
+            return torch.futures.wait_all([rpc.rpc_async(to, announce_and_wait, (path,)) for _ in range(3)])
+        case "await":
+
+            async def awaiting() -> Any:
+                return await rpc.rpc_async(to, announce_and_wait, (path,))
+
+            return asyncio.run(awaiting())
+        case "stream":
+            return list(rpc.rpc_stream(to, stream_and_wait, (path,)))
+        case "async stream":
+            return list(rpc.rpc_stream(to, stream_and_wait_async, (path,)))
+        case "to_here":
+            return rpc.remote(to, make_slowly, (path,)).to_here()
+        case "rref.rpc_sync":
+            return rpc.remote(to, Slow).rpc_sync().work(path)
+        case "large":  # 256 MiB: the callee is killed while they come
+            big = torch.zeros(64 << 20)
+            rpc.rpc_sync(to, pid)  # the connection stands
+            Path(path).touch()
+            return rpc.rpc_sync(to, torch.Tensor.clone, (big,))
+    raise ValueError(how)
+
+
+class Slow:
+    def work(self, path: str) -> None:
+        announce_and_wait(path)
+
+
+def fork_data_loader_workers() -> list[int]:
+    """Starts `DataLoader` workers by fork, which live as long as this process; their process ids."""
+    loader = DataLoader(
+        TensorDataset(torch.arange(1000.0)), batch_size=1, num_workers=2, multiprocessing_context="fork"
+    )
+    batches: Any = iter(loader)
+    next(batches)
+    held.append(batches)
+    return [worker.pid for worker in batches._workers]
+
+
+def hold_remote(owner: str, count: int = 1) -> None:
+    """Makes references to values at `owner`, and holds them."""
+    made = [rpc.remote(owner, make, (number,)) for number in range(count)]
+    for rref in made:
+        rref.to_here()
+    held.extend(made)
+
+
+def use_held(index: int = 0) -> Any:
+    return held[index].to_here()
+
+
+def fork_held_to(worker: str) -> None:
+    """Gives another worker a share of everything that is held here."""
+    rpc.rpc_sync(worker, hold, tuple(held))
+
+
+def sees() -> dict[str, str]:
+    """The counters of this worker that must be zero when nothing is left."""
+    info = rpc.debug_info()
+    keys = ("num_owner_rrefs", "num_pending_users", "num_forks", "num_pending_futures", "agent.client_active_calls")
+    return {key: info[key] for key in keys if info[key] != "0"}
+
+
+def is_empty() -> bool:
+    return not rpc.debug_rrefs() and not sees()
+
+
+def tables() -> str:
+    return f"{list(map(str, rpc.debug_rrefs()))} {sees()}"
+
+
+def wait_until_empty(limit_s: float = 20.0) -> str:
+    """Waits until no reference is left in this worker's tables; what is left when the time is over."""
+    limit = time.monotonic() + limit_s
+    while not is_empty():
+        if time.monotonic() > limit:
+            return tables()
+        time.sleep(0.01)
+    return ""
+
+
+def error_of(function: Any, *args: Any) -> tuple[str, str, float]:
+    """Calls it, and tells type and text of its error, and after how many seconds it came."""
+    started = time.monotonic()
+    try:
+        value = function(*args)
+    except BaseException as exc:
+        return type(exc).__name__, str(exc), time.monotonic() - started
+    raise AssertionError(f"no error, but {value!r}")
+
+
+def outcome_of(function: Any, *args: Any) -> object:
+    """Its result, or its error as text."""
+    try:
+        return function(*args)
+    except Exception as exc:
+        return repr(exc)
+
+
+def in_forked_child(what: str, to: str) -> tuple[str, int]:
+    """Forks, uses RPC in the child, and tells what that raised and how the child ended."""
+    rref = rpc.remote(to, make)
+    rref.to_here()
+    future = rpc.rpc_async(to, make)
+    future.wait()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            _use_in_child(what, to, rref)
+            os.write(writing, b"nothing")
+        except RpcdistError as exc:
+            os.write(writing, f"{type(exc).__name__}: {exc}".encode())
+        except BaseException as exc:
+            os.write(writing, f"unexpected {exc!r}".encode())
+        finally:
+            os._exit(5)
+    os.close(writing)
+    with open(reading) as report:
+        text = report.read()
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert rref.to_here() == 7  # the parent goes on
+    return text, status
+
+
+def _use_in_child(what: str, to: str, rref: Any) -> Any:
+    signal.alarm(20)  # a child that hangs is killed
+    match what:
+        case "rpc_sync":
+            return rpc.rpc_sync(to, make)
+        case "rpc_async":
+            return rpc.rpc_async(to, make)
+        case "remote":
+            return rpc.remote(to, make)
+        case "RRef":
+            return rpc.RRef(1)
+        case "to_here":
+            return rref.to_here()
+        case "shutdown":
+            return rpc.shutdown()
+        case "init_rpc":
+            return rpc.init_rpc("child", rank=0, world_size=1)
+        case "drop":  # allowed: a fork drops what the parent holds
+            del rref
+            raise RpcdistError("dropped")
+    raise ValueError(what)

@@ -1,0 +1,162 @@
+"""How often the bytes of a payload are copied between two tensors; docs/architecture.md has the sums.
+
+What is counted is new memory on Python's heap: a copy needs a place, and each step below makes one at most.
+"""
+
+from __future__ import annotations
+
+import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import pytest
+import torch
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
+from rpcdist.transport import Session
+from rpcdist.transport._frames import PIECE_BYTES, Piece, parse
+from rpcdist.transport._incoming import Delivery, Incoming
+from rpcdist.transport._outgoing import Outgoing
+from rpcdist.transport.node import Node, acquire_node
+
+T = TypeVar("T")
+MIB = 1 << 20
+SIZE_BYTES = 64 * MIB
+SMALL = 64 * 1024  # objects around the payload: headers, views, protobuf messages
+LIMIT_S = 60.0
+
+
+@pytest.fixture
+def heap() -> Iterator[None]:
+    tracemalloc.start()
+    yield
+    tracemalloc.stop()
+
+
+def heap_growth(step: Callable[[], T]) -> tuple[T, int]:
+    """What the step returns, and how many bytes it took from the heap at its peak."""
+    before, _ = tracemalloc.get_traced_memory()
+    tracemalloc.reset_peak()
+    result = step()
+    return result, tracemalloc.get_traced_memory()[1] - before
+
+
+def tensor() -> torch.Tensor:
+    return torch.arange(SIZE_BYTES // 4, dtype=torch.int32)
+
+
+def message_of(value: torch.Tensor) -> tuple[rpc_pb2.Message, list[LargeBuffer]]:
+    message = rpc_pb2.Message()
+    message.reply.id = 1
+    return message, encode_into(message.reply.value, value)
+
+
+@pytest.mark.usefixtures("heap")
+def test_sender_copies_once() -> None:
+    """Encoding copies nothing; a piece is copied when it is written, into the bytes that gRPC is given."""
+    payload, outgoing = tensor(), Outgoing()
+
+    def queue() -> None:
+        message, large = message_of(payload)
+        outgoing.add(message, large, outgoing.next_number())
+
+    _, grown = heap_growth(queue)
+    assert grown < SMALL
+    envelope, _ = heap_growth(outgoing.next_envelope)
+    assert envelope is not None and len(envelope) < SMALL, "the message goes first, without its payload"
+    num_pieces = 0
+    while outgoing:
+        envelope, grown = heap_growth(outgoing.next_envelope)
+        assert envelope is not None
+        assert PIECE_BYTES <= len(envelope) < PIECE_BYTES + SMALL
+        assert grown < PIECE_BYTES + SMALL, "one piece, one copy"
+        num_pieces += 1
+    assert num_pieces == SIZE_BYTES // PIECE_BYTES
+
+
+@pytest.mark.usefixtures("heap")
+def test_receiver_copies_once() -> None:
+    """A piece is read in place, and written to the memory that the tensor will have."""
+    outgoing, incoming = Outgoing(), Incoming(ReceiveBuffer.allocate)
+    message, large = message_of(tensor())
+    outgoing.add(message, large, outgoing.next_number())
+    first = outgoing.next_envelope()
+    assert first is not None
+    announcement = parse(first)
+    assert isinstance(announcement, rpc_pb2.Envelope)
+    delivery = incoming.announce(announcement.messages[0])
+    while outgoing:
+        envelope = outgoing.next_envelope()
+        assert envelope is not None and delivery is None
+        delivery, grown = heap_growth(lambda data=envelope: receive(incoming, data))  # type: ignore[misc]
+        assert grown < SMALL, "no new memory: the one copy goes to the buffer"
+    assert delivery is not None
+    received, buffers = delivery
+    result, grown = heap_growth(lambda: decode(received.reply.value, buffers))  # type: ignore[arg-type]
+    assert grown < SMALL
+    assert isinstance(result, torch.Tensor) and isinstance(buffers[0], ReceiveBuffer)
+    assert result.data_ptr() == buffers[0].memory.data_ptr()
+    assert torch.equal(result, tensor())
+
+
+def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
+    piece = parse(envelope)
+    assert isinstance(piece, Piece)
+    assert piece.data.obj is envelope, "the piece is a view of what gRPC returned"
+    return incoming.piece(piece)
+
+
+class Echo:
+    """Both ends of a session of a process with itself: the serving end sends each value back."""
+
+    def __init__(self) -> None:
+        self.done = threading.Event()
+        self.result: object = None
+
+    def on_opened(self, session: Session) -> None:
+        assert not session.opened_by_me
+
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+        [(message, buffers)] = messages
+        value = decode(message.reply.value, buffers)
+        if session.opened_by_me:
+            self.result = value
+            self.done.set()
+        else:
+            assert isinstance(value, torch.Tensor)
+            session.send(*message_of(value))
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        self.done.set()
+
+    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+        return ReceiveBuffer.allocate(size_bytes)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = acquire_node()
+    yield node
+    node.release()
+
+
+@pytest.mark.usefixtures("heap")
+def test_echo_over_grpc_holds_a_few_pieces(node: Node) -> None:
+    """64 MiB there and back through gRPC, in one process: the heap never holds more than some pieces of it."""
+    echo = Echo()
+    node.handle_role("echo", echo)
+    address = node.serve("127.0.0.1", 0)
+    link = node.run(node.connect(address, "echo", LIMIT_S, handler=echo), LIMIT_S)
+    payload = tensor()
+
+    def there_and_back() -> bool:
+        link.session.send(*message_of(payload))
+        return echo.done.wait(LIMIT_S)
+
+    done, grown = heap_growth(there_and_back)
+    assert done and isinstance(echo.result, torch.Tensor), link.session.closed_reason
+    assert torch.equal(echo.result, payload)
+    assert echo.result.data_ptr() != payload.data_ptr()
+    assert grown < 8 * PIECE_BYTES

@@ -1,0 +1,211 @@
+"""Workers that die, hang or end themselves while others wait for them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import rpc_victim_functions as functions
+from leak_guard import LeakGuard
+from rpc_victims import LIMIT_S, UNIT_S, Victims, forkserver_pid, until
+
+from rpcdist import rpc
+from rpcdist.errors import OwnerLost, RemoteError, WorkerLost
+
+pytestmark = pytest.mark.multiproc
+
+PROMPT_S = 3 * UNIT_S  # a closed connection is noticed at once; the rest is for a busy machine
+CALLS = [
+    ("rpc_sync", WorkerLost, "announce_and_wait"),
+    ("rpc_sync of a coroutine", WorkerLost, "announce_and_wait_async"),
+    ("rpc_async", WorkerLost, "announce_and_wait"),
+    ("wait_all", WorkerLost, "announce_and_wait"),
+    ("await", WorkerLost, "announce_and_wait"),
+    ("stream", WorkerLost, "stream_and_wait"),
+    ("async stream", WorkerLost, "stream_and_wait_async"),
+    ("to_here", OwnerLost, "to_here"),
+    ("rref.rpc_sync", WorkerLost, "_invoke"),
+    ("large", WorkerLost, "clone"),
+]
+
+
+@pytest.fixture
+def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        yield victims
+
+
+@pytest.mark.parametrize(("how", "kind", "call"), CALLS, ids=[how for how, _, _ in CALLS])
+def test_calls_to_a_killed_worker_fail_and_name_it(
+    victims: Victims, tmp_path: Path, how: str, kind: type[WorkerLost], call: str
+) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    running = tmp_path / "running"
+    pending = world["a"].begin(functions.call, how, "b", str(running))
+    until(running.exists, "the call runs")
+    killed = time.monotonic()
+    world["b"].kill()
+    error = pending.error(WorkerLost)
+    assert time.monotonic() - killed < PROMPT_S
+    assert type(error) is kind and error.worker == "b" and call in error.what
+    assert 0 <= error.last_seen_s < PROMPT_S
+    assert "could not connect" not in error.reason
+    # Those who live go on, and later calls to the dead one fail at once or soon.
+    assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
+    name, text, waited_s = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
+
+
+@pytest.mark.parametrize("forked", [False, True], ids=["alone", "with forked DataLoader workers"])
+def test_a_death_is_noticed_at_once_although_forked_children_live(victims: Victims, tmp_path: Path, forked: bool) -> None:
+    """A long peer timeout: only the end of the connection tells, and forked children must not hold it open."""
+    world = victims.world("a", "b", peer_timeout=60.0)
+    world["a"].run(rpc.rpc_sync, "b", functions.pid)
+    children = world["b"].run(functions.fork_data_loader_workers) if forked else []
+    running = tmp_path / "running"
+    pending = world["a"].begin(functions.call, "rpc_sync", "b", str(running))
+    until(running.exists, "the call runs")
+    killed = time.monotonic()
+    world["b"].kill()
+    try:
+        error = pending.error(WorkerLost)
+        assert time.monotonic() - killed < PROMPT_S
+        assert error.worker == "b"
+    finally:
+        for child in children:
+            with suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize("how", ["rpc_sync", "stream", "to_here"])
+def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(victims: Victims, tmp_path: Path, how: str) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    running = tmp_path / "running"
+    pending = world["a"].begin(functions.call, how, "b", str(running))
+    until(running.exists, "the call runs")
+    stopped = time.monotonic()
+    world["b"].stop()
+    error = pending.error(WorkerLost)
+    assert time.monotonic() - stopped < PROMPT_S
+    assert error.worker == "b" and "no sign of life" in error.reason and error.last_seen_s >= UNIT_S
+    assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
+    name, text, waited_s = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
+    # When it comes back, calls reach it again.
+    world["b"].resume()
+    until(lambda: _answers(world["a"].run(functions.outcome_of, rpc.rpc_sync, "b", functions.pid)), "b answers")
+
+
+def _answers(outcome: object) -> bool:
+    return isinstance(outcome, int)
+
+
+@pytest.mark.parametrize("how", ["os._exit", "abort", "SIGKILL"])
+def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: str) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    started = time.monotonic()
+    error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(WorkerLost)
+    assert time.monotonic() - started < PROMPT_S
+    assert error.worker == "b" and "exit_at_once" in error.what
+    assert world["b"].wait() == {"os._exit": 3, "abort": -signal.SIGABRT, "SIGKILL": -signal.SIGKILL}[how]
+
+
+@pytest.mark.parametrize("how", ["sys.exit", "KeyboardInterrupt"])
+def test_a_handler_cannot_end_worker_or_caller_by_an_exception(victims: Victims, how: str) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(RemoteError)
+    assert error.worker == "b"
+    assert error.type_name == {"sys.exit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt"}[how]
+    assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid
+    world.shutdown()
+
+
+# ---------------------------------------------------------------- forked children
+
+
+USES = ["rpc_sync", "rpc_async", "remote", "RRef", "to_here", "shutdown", "init_rpc"]
+
+
+def test_a_forked_child_cannot_use_rpc_and_harms_nobody(victims: Victims) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    for use in USES:
+        text, status = world["a"].run(functions.in_forked_child, use, "b")
+        assert status == 5 and text.startswith("ForkedProcess: this process was forked"), (use, text, status)
+    assert world["a"].run(functions.in_forked_child, "drop", "b") == ("RpcdistError: dropped", 5)
+    assert world["a"].run(functions.wait_until_empty) == world["b"].run(functions.wait_until_empty) == ""
+    world.shutdown()
+
+
+# ---------------------------------------------------------------- Ctrl-C
+
+WAITING = """
+    import signal, sys, threading, time
+    import torch
+    from rpcdist import rpc
+    from rpcdist.errors import Cancelled
+
+    rpc.init_rpc("me", rank=0, world_size=1, rpc_backend_options=rpc.RpcOptions(init_method=sys.argv[2]))
+
+    def wait():
+        print("waiting", flush=True)
+        time.sleep(60)
+
+    try:
+        match sys.argv[1]:
+            case "rpc_sync":
+                rpc.rpc_sync("me", wait)
+            case "wait":
+                rpc.rpc_async("me", wait).wait()
+            case "wait_all":
+                torch.futures.wait_all([rpc.rpc_async("me", wait), rpc.rpc_async("me", wait)])
+            case "collect_all":
+                torch.futures.collect_all([rpc.rpc_async("me", wait)]).wait()
+            case "rpc.wait_all":
+                rpc.wait_all([rpc.rpc_async("me", wait)])
+            case "as_completed":
+                for done in rpc.as_completed([rpc.rpc_async("me", wait)]):
+                    pass
+            case "to_here":
+                rpc.remote("me", wait).to_here()
+            case "stream":
+                def items():
+                    yield 1
+                    wait()
+                list(rpc.rpc_stream("me", items))
+            case "barrier":
+                print("waiting", flush=True)
+                rpc._barrier(["me", "nobody"]) if False else rpc.rpc_sync("me", wait)
+    except KeyboardInterrupt:
+        print("interrupted", flush=True)
+    rpc.shutdown(graceful=False)
+    print("down", flush=True)
+"""
+WAITS = ["rpc_sync", "wait", "wait_all", "collect_all", "rpc.wait_all", "as_completed", "to_here", "stream"]
+
+
+@pytest.mark.parametrize("how", WAITS)
+def test_ctrl_c_ends_every_wait_of_the_main_thread(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "waiting.py"
+    script.write_text(textwrap.dedent(WAITING))
+    command = [sys.executable, str(script), how, f"file://{tmp_path}/store"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "waiting\n"
+            started = time.monotonic()
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=LIMIT_S)
+            took_s = time.monotonic() - started
+        finally:
+            process.kill()
+    assert out.replace("waiting\n", "") == "interrupted\ndown\n" and process.returncode == 0, (out, err)
+    assert took_s < 3.0
