@@ -89,7 +89,7 @@ class NotInitialized(RpcdistError):
     def __init__(self, text: str | None = None) -> None:
         super().__init__(
             text
-            or "RPC has not been initialized. Call rpcdist.rpc.init_rpc (in torch: torch.distributed.rpc.init_rpc) first."
+            or "RPC has not been initialized. Call rpcdist.rpc.init_rpc (torch: torch.distributed.rpc.init_rpc) first."
         )
 
 

@@ -8,16 +8,7 @@ from typing import NamedTuple, NewType
 
 from rpcdist.errors import ConfigError
 
-__all__ = [
-    "ForkId",
-    "Identity",
-    "Incarnation",
-    "RRefId",
-    "UniqueId",
-    "WorkerId",
-    "check_worker_name",
-    "new_incarnation",
-]
+__all__ = ["Identity", "Incarnation", "WorkerId", "check_worker_name", "new_incarnation"]
 
 WorkerId = NewType("WorkerId", int)
 Incarnation = NewType("Incarnation", int)
@@ -32,20 +23,6 @@ class Identity(NamedTuple):
     name: str
     id: int
     incarnation: int
-
-
-class UniqueId(NamedTuple):
-    """Unique in a job: the worker that made it, and a number that this worker uses once."""
-
-    created_on: int
-    local_id: int
-
-    def __str__(self) -> str:
-        return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
-
-
-RRefId = UniqueId  # the referenced value
-ForkId = UniqueId  # one user's share of it
 
 
 def new_incarnation() -> Incarnation:

@@ -106,6 +106,16 @@ def call(how: str, to: str, path: str) -> Any:
             return rpc.rpc_async(to, announce_and_wait, (path,)).wait()
         case "wait_all":
             return torch.futures.wait_all([rpc.rpc_async(to, announce_and_wait, (path,)) for _ in range(3)])
+        case "collect_all":
+            return torch.futures.collect_all([rpc.rpc_async(to, announce_and_wait, (path,))]).wait()
+        case "rpc.wait_all":
+            return rpc.wait_all([rpc.rpc_async(to, announce_and_wait, (path,))])
+        case "wait_any":
+            return rpc.wait_any([rpc.rpc_async(to, announce_and_wait, (path,))])
+        case "as_completed":
+            return list(rpc.as_completed([rpc.rpc_async(to, announce_and_wait, (path,))]))
+        case "all_gather":
+            return rpc.api._all_gather(1)
         case "await":
 
             async def awaiting() -> Any:

@@ -114,8 +114,8 @@ class Agent:
         """Sends a control message reliably; any thread, never blocks."""
         if to == self.worker_id:
             self.rrefs.on_message(self.worker_id, self.incarnation, message)
-        elif not self.closed and self.directory.knows(to):
-            self.connections.peer(to).send_control(message)
+        elif not self.closed:
+            self.connections.send_control(to, message)
 
     def wake(self) -> None:
         """The manager has work for `drain`; the next tick does it, since finalizers may call this anywhere."""

@@ -11,6 +11,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._values import ReceiveBuffer, decode
 
 if TYPE_CHECKING:
+    from rpcdist.rpc.future import Future
     from rpcdist.rpc._rref.manager import RRefManager, Token
 
 __all__ = ["NO_BUFFERS", "Arrived", "OutgoingRRefs"]
@@ -42,6 +43,10 @@ class Arrived:
         self._tokens: list[Token] | None = None
         if value.rrefs:
             self._tokens = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
+
+    def confirmation(self) -> Future[None] | None:
+        """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
+        return self._manager.confirmation(self._tokens) if self._tokens else None
 
     def decode(self) -> object:
         """The value. Runs user code when it is pickled."""

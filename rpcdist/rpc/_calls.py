@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, WorkerLost
 from rpcdist.transport import Session
@@ -77,7 +77,7 @@ class PendingCall:
         self.completer = completer
         self.transfer = 0
         self.session: object | None = None
-        self.forks: Sequence[object] | None = None
+        self.forks: Sequence[value_pb2.RRefFork] | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"

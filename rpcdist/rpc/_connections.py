@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, rref_pb2
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._control import ControlInbox
@@ -120,6 +120,24 @@ class Connections:
         if self._agent.directory.is_news(session.peer):
             self._agent.node.io.spawn(self._learn(), "rpcdist learn who connected")
 
+    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        """Sends a control message reliably; any thread, never blocks."""
+        if self._agent.directory.knows(to):
+            self.peer(to).send_control(message)
+        else:
+            self._agent.node.io.call_soon(self._spawn_introduction, to, message)
+
+    def _spawn_introduction(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        self._agent.node.io.spawn(self._send_to_stranger(to, message), "rpcdist control message to a stranger")
+
+    async def _send_to_stranger(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        await self._learn()
+        if self._agent.directory.knows(to):
+            self.peer(to).send_control(message)
+        else:
+            lost = WorkerLost(f"worker {to}", "a remote reference", 0.0, "it is not a member of the job")
+            self._agent.rrefs.worker_lost(to, lost)
+
     async def _learn(self) -> None:
         """Asks the coordinator who a stranger, or a known worker in a new incarnation, is."""
         assert self._agent.membership is not None  # set before anybody can connect
@@ -175,7 +193,9 @@ class Connections:
 
     def _shares_uncertain(self, identity: Identity) -> None:
         if not self._agent.closed and self._agent.directory.knows(identity.id):
-            self._agent.rrefs.connection_broken(identity.id)
+            calls = self._agent.caller.calls
+            on_the_way = [fork for call in calls if call.peer == identity.id for fork in call.forks or ()]
+            self._agent.rrefs.connection_broken(identity.id, on_the_way)
 
     def renew_leases(self) -> None:
         for session in self._sessions:

@@ -100,7 +100,11 @@ class Dispatcher:
             except RpcdistError as exc:
                 self._fail(active, exc)
                 return
-        if call.function in self._coroutine_functions and self._runs_on_loop(active):
+        confirmed = arguments.confirmation() if arguments is not None else None
+        if confirmed is not None:
+            # A function may rely on its arguments: their owners have counted them before it runs.
+            confirmed.add_done_callback(lambda _: agent.pool.submit(self._run, active))
+        elif call.function in self._coroutine_functions and self._runs_on_loop(active):
             self._start_coroutine(active, None)
         else:
             jobs.append((self._run, (active,)))
@@ -183,7 +187,8 @@ class Dispatcher:
         args, kwargs = _arguments(active)
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
-            self._remember(active.call.function)
+            if inspect.iscoroutinefunction(function):
+                self._remember(active.call.function)
             self._start_coroutine(active, result)
         elif is_async_execution(function):
             self._chain(active, result)

@@ -120,8 +120,9 @@ class Directory:
         return member.identity.name if member is not None else f"worker {worker_id}"
 
     def incarnation_of(self, worker_id: int) -> int:
-        """Of the process that has this id now. Raises `UnknownWorker`."""
-        return self.member(worker_id).identity.incarnation
+        """Of the process that has this id now; 0 if none is known."""
+        member = self._by_id.get(worker_id)
+        return member.identity.incarnation if member is not None else 0
 
     def names(self) -> list[str]:
         return sorted(self._by_name)

@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 60.0
 LAST_REPLIES_LIMIT_S = 2.0
+RREFS_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 5.0
 
 
@@ -52,6 +53,7 @@ def join(agent: Agent, timeout_s: float) -> None:
 
 def _leave_elastic(agent: Agent, deadline: Deadline) -> None:
     """Says goodbye. The coordinator stays until the others have left, for they find each other through it."""
+    agent.rrefs.delete_all_user_and_unforked_owner_rrefs(min(RREFS_LIMIT_S, deadline.remaining_s()), others=False)
     membership = agent.membership
     if membership is None or membership.service is None:
         return

@@ -125,8 +125,8 @@ class RpcOptions(RpcBackendOptions):
         device_maps: per callee, which of its devices receives the tensors of which of ours.
         devices: the local CUDA devices that calls may use; by default those of the device maps.
         peer_timeout: seconds without a sign of life after which a peer is declared lost.
-        shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long as
-            they live, since a server calls it at once and its trainers hours later.
+        shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long
+            as they live, since a server calls it at once and its trainers hours later.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
