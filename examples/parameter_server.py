@@ -23,8 +23,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -325,15 +325,30 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
+
+    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
+    """
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
 def spawn_processes(options: Options) -> None:
     """Starts the server and the trainers, and stays their parent: whatever ends one of them ends all."""
-    # The children inherit a blocked SIGINT: Ctrl-C during their slow imports would print tracebacks otherwise. The
-    # helper process of multiprocessing unblocks the signal when it starts, so it has to start before.
-    resource_tracker.ensure_running()
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    processes = mp.spawn(run_process, args=(options,), nprocs=options.trainers + 1, join=False)
+    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
     try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        with interrupts_deferred():
+            processes = mp.spawn(run_process, args=(options,), nprocs=options.trainers + 1, join=False)
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why

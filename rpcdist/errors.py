@@ -234,11 +234,17 @@ class RemoteError(RpcdistError):
         self.traceback = traceback
 
     def __str__(self) -> str:
-        return f"On worker {self.worker!r}: {self.type_name}: {self.text}\n{self.traceback}".rstrip()
+        return (
+            f"On worker {self.worker!r}: the exception could not be rebuilt here. "
+            f"Original exception on remote side was {self.type_name}: {self.text}\n{self.traceback}"
+        ).rstrip()
 
 
 class FunctionNotFound(RemoteError):
     """The callee has no function of that name; define it in a module that both sides can import."""
+
+    def __str__(self) -> str:
+        return f"On worker {self.worker!r}: {self.text}"
 
 
 class CallRefused(RpcdistError):

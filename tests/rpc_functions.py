@@ -11,6 +11,7 @@ import dataclasses
 import os
 import sys
 import threading
+import time
 import zlib
 from collections import defaultdict
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -485,9 +486,13 @@ async def make_stream_later(key: str, num: int) -> AsyncIterator[int]:
 
 
 def make_stream_when_open(key: str, num: int) -> Iterator[int]:
-    """Returns a generator, late."""
+    """Returns a generator, late: when the gate is open or the deadline of the call is over."""
     board.put(f"{key} entered")
-    board.wait(key)
+    deadline = current_deadline.get()
+    if deadline.remaining_s() > 1:
+        board.wait(key)
+    while 0 < deadline.remaining_s() <= 1:
+        time.sleep(deadline.remaining_s())
     return count_up(num, key)
 
 

@@ -60,7 +60,7 @@ def test_sender_copies_once() -> None:
 
     def queue() -> None:
         message, large = message_of(payload)
-        outgoing.add(message, large, outgoing.next_number())
+        outgoing.add(message, large)
 
     _, grown = heap_growth(queue)
     assert grown < SMALL
@@ -81,7 +81,7 @@ def test_receiver_copies_once() -> None:
     """A piece is read in place, and written to the memory that the tensor will have."""
     outgoing, incoming = Outgoing(), Incoming(ReceiveBuffer.allocate)
     message, large = message_of(tensor())
-    outgoing.add(message, large, outgoing.next_number())
+    outgoing.add(message, large)
     first = outgoing.next_envelope()
     assert first is not None
     announcement = parse(first)

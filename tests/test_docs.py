@@ -22,10 +22,11 @@ FENCE = re.compile(
     r"^(?P<mark><!-- not run: .+ -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
 )
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
-FILE = re.compile(r"`(?P<path>(?:rpcdist|collectives|autograd|proto|tests|examples|benchmarks|docs|tools)/[\w./-]*)`")
+FILE = re.compile(
+    r"`(?P<path>(?:rpcdist|collectives|autograd|proto|tests|examples|benchmarks|docs|tools)/[\w/]*(?:/|\.\w+))`"
+)
 
-# Rank 0 runs the statements of the guide; rank 1 serves. The definitions are at the top level of the script, so that both
-# have them.
+# Rank 0 runs the statements of the guide, rank 1 serves. The definitions are at the top level: both need them.
 GUIDE = """
 {definitions}
 import torch.multiprocessing
@@ -104,7 +105,7 @@ def run(commands: list[tuple[list[str | Path], dict[str, str]]], folder: Path) -
         return printed
 
 
-class Split(ast.NodeTransformer):
+class Checks(ast.NodeTransformer):
     """Turns each `value  # -> text` at the top level of a block into a check."""
 
     def __init__(self, lines: list[str]) -> None:
@@ -130,7 +131,7 @@ def program_of(text: str) -> tuple[str, str]:
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
                 definitions.append(node)
             else:
-                statements.append(Split(lines).visit(node))
+                statements.append(Checks(lines).visit(node))
     return ast.unparse(ast.Module(definitions, [])), ast.unparse(ast.Module(statements, []))
 
 

@@ -169,8 +169,7 @@ def test_a_call_that_is_cancelled_before_its_stream_began(cluster: Cluster, key:
 def test_a_stream_that_begins_after_the_deadline_is_closed(cluster: Cluster, key: str) -> None:
     future = rpc.rpc_async("worker1", remote_side.make_stream_when_open, (key, 10_000), timeout=0.2)
     with pytest.raises(DeadlineExceeded):
-        future.wait(LIMIT_S)
-    rpc.rpc_sync("worker1", remote_side.board_put, (key,))
+        future.wait(LIMIT_S)  # the fixture sees whether the generator stays
 
 
 # ---------------------------------------------------------------- errors and limits

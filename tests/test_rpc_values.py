@@ -78,7 +78,6 @@ def tensors() -> dict[str, torch.Tensor]:
         "complex": torch.view_as_complex(torch.ones(3, 2)),
         "conjugate": torch.ones(3, dtype=torch.complex64).conj(),
         "sparse": torch.eye(4).to_sparse(),
-        "quantised": torch.quantize_per_tensor(base, 0.1, 10, torch.quint8),
         "grad": base.clone().requires_grad_(),
         "parameter": torch.nn.Parameter(base.clone()),
     }
@@ -91,12 +90,9 @@ def test_tensors_of_every_kind_come_back_equal(cluster: Cluster, worker: str, na
     result = rpc.rpc_sync(worker, remote_side.echo, (tensor,))
     assert type(result) is type(tensor) and result.dtype == tensor.dtype
     assert result.requires_grad == tensor.requires_grad
-    if tensor.layout is torch.strided and not tensor.is_quantized:
+    if tensor.layout is torch.strided:
         assert result.shape == tensor.shape
         torch.testing.assert_close(result, tensor, rtol=0, atol=0)
-        result.detach().resolve_conj().clone()
-    elif tensor.is_quantized:
-        assert torch.equal(result.int_repr(), tensor.int_repr())
     else:
         assert torch.equal(result.to_dense(), tensor.to_dense())
 

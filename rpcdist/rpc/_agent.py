@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.rpc import _torch_state
 from rpcdist.rpc._arrived import Arrived, OutgoingRRefs
 from rpcdist.rpc._caller import Caller
 from rpcdist.rpc._completers import Job
@@ -31,6 +33,7 @@ from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._streams import StreamTable
 from rpcdist.rpc._user_loop import UserLoop
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, encode_into
+from rpcdist.rpc._waiting import replace_torch_functions
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef
@@ -74,7 +77,9 @@ class Agent:
         self.worker_name = self.identity.name
         self.incarnation = self.identity.incarnation
         self.closed = False
-        self.pool = WorkerPool(max_threads=options.max_worker_threads)
+        self.pool = WorkerPool(
+            max_threads=options.max_worker_threads, cleanup=_torch_state.reset, on_exhausted=self._on_exhausted
+        )
         self.user_loop = UserLoop()
         self.loopback = Loopback(self.identity, ReceiveBuffer.allocate, self.on_messages)
         self.connections = Connections(self)
@@ -90,6 +95,7 @@ class Agent:
         self.interrupts: InterruptWatch | None = None
         self.store: Store | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
+        self._restore_torch: Callable[[], None] = lambda: None
 
     def __repr__(self) -> str:
         calls = f"{len(self.caller.calls)} calls out, {len(self.dispatcher)} in"
@@ -98,6 +104,7 @@ class Agent:
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
+        self._restore_torch = replace_torch_functions()
         self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
         self.node.handle_role(ROLE, self.connections)
         self.node.io.call_soon(self._tick)
@@ -155,6 +162,13 @@ class Agent:
         if forks and session.closed_reason is not None:
             self.give_back(forks, session.peer.id)
 
+    def _on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        """A job found no thread for too long. Callers are told; what completes calls of ours runs all the same."""
+        if function == self.dispatcher.run:
+            self.dispatcher.fail(arguments[0], error)
+        else:
+            threading.Thread(target=function, args=arguments, name="rpcdist-overflow", daemon=True).start()
+
     # ------------------------------------------------------------ what arrives (I/O loop)
 
     def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
@@ -169,7 +183,7 @@ class Agent:
             elif kind == "rref":
                 acknowledge = self.connections.take_control(session, message) or acknowledge
             elif kind == "ack":
-                self.connections.peer(session.peer.id).acknowledged(message.ack.control_seq)
+                self.connections.acknowledged(session, message.ack.control_seq)
             elif kind == "stream_item":
                 self._on_stream_item(session, message.stream_item, buffers)
             elif kind == "stream_end":
@@ -231,6 +245,7 @@ class Agent:
         self.dispatcher.accepting = False
         if self.interrupts is not None:
             self.interrupts.stop()
+        self._restore_torch()
         stopped = RpcdistError("RPC was shut down in this process while the call was in flight")
         self.caller.fail_all(stopped)
         self.streams.fail_where(lambda peer, session: True, lambda what: stopped)

@@ -11,8 +11,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._values import ReceiveBuffer, decode
 
 if TYPE_CHECKING:
-    from rpcdist.rpc.future import Future
     from rpcdist.rpc._rref.manager import RRefManager, Token
+    from rpcdist.rpc.future import Future
 
 __all__ = ["NO_BUFFERS", "Arrived", "OutgoingRRefs"]
 

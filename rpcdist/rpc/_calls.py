@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, WorkerLost
 from rpcdist.transport import Session
 
@@ -51,12 +51,25 @@ class PendingCall:
         what: for messages, e.g. "rpc to 'w1' of torch.add".
         deadline: when it ends at the latest.
         timeout_s: what the user asked for.
+        inherited_s: what was left of the earlier deadline that the call got from the one that is being handled, else None.
         completer: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
     """
 
-    __slots__ = ("_agent", "completer", "deadline", "forks", "id", "peer", "session", "timeout_s", "transfer", "what")
+    __slots__ = (
+        "_agent",
+        "completer",
+        "deadline",
+        "forks",
+        "id",
+        "inherited_s",
+        "peer",
+        "session",
+        "timeout_s",
+        "transfer",
+        "what",
+    )
 
     def __init__(
         self,
@@ -74,6 +87,8 @@ class PendingCall:
         self.what = what
         self.deadline = deadline
         self.timeout_s = timeout_s
+        inherits = deadline.is_finite and deadline is current_deadline.get()
+        self.inherited_s = deadline.remaining_s() if inherits else None
         self.completer = completer
         self.transfer = 0
         self.session: object | None = None
@@ -95,10 +110,11 @@ class PendingCall:
             self._agent.caller.end(self, WorkerLost(session.peer.name, self.what(), silence_s, session.closed_reason))
 
     def deadline_error(self) -> DeadlineExceeded:
-        milliseconds = round(self.timeout_s * 1000)
-        return DeadlineExceeded(
-            f"RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with an error: {self.what()}"
-        )
+        if self.inherited_s is None:
+            limit = f"set timeout ({round(self.timeout_s * 1000)} ms)"
+        else:
+            limit = f"set timeout ({round(self.inherited_s * 1000)} ms, what was left for the call that made it)"
+        return DeadlineExceeded(f"RPC ran for more than {limit} and will now be marked with an error: {self.what()}")
 
 
 class CallTable:

@@ -11,6 +11,7 @@ from rpcdist.errors import Cancelled
 from rpcdist.rpc._arrived import Arrived
 from rpcdist.rpc._calls import Job, PendingCall
 from rpcdist.rpc._failures import exception_of
+from rpcdist.rpc._pool import blocking
 from rpcdist.rpc.future import Future
 
 if TYPE_CHECKING:
@@ -55,8 +56,10 @@ class SyncCompleter:
 
     def wait(self, call: PendingCall, agent: Agent) -> object:
         """The result; raises the call's failure, or `DeadlineExceeded`."""
+        left_s = call.deadline.wait_s()
         try:
-            ended = self._lock.acquire(timeout=-1 if (left := call.deadline.wait_s()) is None else left)
+            with blocking():
+                ended = self._lock.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
         except BaseException:  # Ctrl-C in the main thread
             agent.caller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise

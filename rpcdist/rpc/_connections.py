@@ -47,7 +47,7 @@ class Connections:
     # ------------------------------------------------------------ out
 
     def peer(self, worker_id: int) -> Peer:
-        """The connection to another worker; a new one if the worker was replaced or was lost a while ago."""
+        """The connection to another worker; a new one if it was replaced, another attempt if it was lost a while ago."""
         peer = self._peers.get(worker_id)
         member = self._agent.directory.member(worker_id)
         if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
@@ -55,9 +55,10 @@ class Connections:
         with self._lock:
             peer = self._peers.get(worker_id)
             if peer is not None and peer.identity == member.identity:
-                if peer.state is not PeerState.LOST or not self._may_try_again(peer):
-                    return peer
-            elif peer is not None:
+                if self._may_try_again(peer):
+                    peer.revive()
+                return peer
+            if peer is not None:
                 self._agent.node.io.call_soon(peer.declare_lost, REPLACED)
             peer = Peer(self._agent.node, member.identity, member.address, self, self._agent.options.peer_timeout)
             self._peers[worker_id] = peer
@@ -106,6 +107,12 @@ class Connections:
     def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
         self._agent.on_messages(session, messages)
 
+    def acknowledged(self, session: AnySession, control_seq: int) -> None:
+        """A worker has applied our control messages up to this one."""
+        peer = self._peers.get(session.peer.id)
+        if peer is not None and peer.identity == session.peer:
+            peer.acknowledged(control_seq)
+
     def take_control(self, session: AnySession, message: rpc_pb2.Message) -> int:
         peer = session.peer
         inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
@@ -117,6 +124,9 @@ class Connections:
         """A worker connected to us."""
         self._sessions.add(session)
         self._leases.seen(session.peer)
+        peer = self._peers.get(session.peer.id)
+        if peer is not None and peer.identity == session.peer:
+            peer.revive()  # it lives after all
         if self._agent.directory.is_news(session.peer):
             self._agent.node.io.spawn(self._learn(), "rpcdist learn who connected")
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import deque
 
 from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist.errors import ProtocolViolation
 
 __all__ = ["ControlInbox", "ControlOutbox"]
 
@@ -55,11 +56,11 @@ class ControlInbox:
         """True if the message of this number is the next to be applied; False for one that was applied before.
 
         Raises:
-            ValueError: messages before it are missing, which a lane that keeps order cannot cause.
+            ProtocolViolation: messages before it are missing, which a lane that keeps order cannot cause.
         """
         if seq <= self.applied:
             return False
         if seq != self.applied + 1:
-            raise ValueError(f"control message {seq} arrived after {self.applied}")
+            raise ProtocolViolation(f"control message {seq} arrived after {self.applied}")
         self.applied = seq
         return True

@@ -92,22 +92,22 @@ class Dispatcher:
         active = ActiveCall(session, call, arguments, deadline)
         self._active[session, call.id] = active
         if not self.accepting:
-            self._fail(active, RpcdistError(f"worker {agent.worker_name!r} has shut down"))
+            self.fail(active, RpcdistError(f"worker {agent.worker_name!r} has shut down"))
             return
         if call.HasField("result"):
             try:
                 active.entry = agent.rrefs.accept_creation(call.result, session.peer.id, session.peer.incarnation)
             except RpcdistError as exc:
-                self._fail(active, exc)
+                self.fail(active, exc)
                 return
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            confirmed.add_done_callback(lambda _: agent.pool.submit(self._run, active))
+            confirmed.add_done_callback(lambda _: agent.pool.submit(self.run, active))
         elif call.function in self._coroutine_functions and self._runs_on_loop(active):
             self._start_coroutine(active, None)
         else:
-            jobs.append((self._run, (active,)))
+            jobs.append((self.run, (active,)))
 
     def _runs_on_loop(self, active: ActiveCall) -> bool:
         """Whether decoding the arguments runs no user code, so that the pool can be skipped."""
@@ -140,7 +140,8 @@ class Dispatcher:
 
     # ------------------------------------------------------------ pool
 
-    def _run(self, active: ActiveCall) -> None:
+    def run(self, active: ActiveCall) -> None:
+        """Runs a call on this thread."""
         token = current_deadline.set(active.deadline)
         try:
             if not self._wanted(active):
@@ -152,16 +153,16 @@ class Dispatcher:
             else:
                 self._invoke(active)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
-            self._fail(active, exc)
+            self.fail(active, exc)
         finally:
             current_deadline.reset(token)
 
     def _wanted(self, active: ActiveCall) -> bool:
         if active.cancelled:
-            self._fail(active, Cancelled("the call was cancelled before it ran"))
+            self.fail(active, Cancelled("the call was cancelled before it ran"))
             return False
         if active.deadline.expired():
-            self._fail(active, DeadlineExceeded("the deadline was over before the call ran"))
+            self.fail(active, DeadlineExceeded("the deadline was over before the call ran"))
             return False
         return True
 
@@ -206,7 +207,7 @@ class Dispatcher:
             try:
                 result = done.wait()
             except BaseException as exc:
-                self._fail(active, exc)
+                self.fail(active, exc)
             else:
                 self._finish(active, result)
 
@@ -235,7 +236,7 @@ class Dispatcher:
         def done(outcome: object, exc: BaseException | None) -> None:
             # Encoding may run user code and be slow; the loop has other coroutines to serve.
             if exc is not None:
-                self._agent.pool.submit(self._fail, active, exc)
+                self._agent.pool.submit(self.fail, active, exc)
             elif outcome is None:
                 self._finish(active, None)
             else:
@@ -256,6 +257,8 @@ class Dispatcher:
                 self._forget(active)
                 active.session.send(reply)
             elif isinstance(result, (Generator, AsyncGenerator)):
+                if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
+                    raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)
             else:
                 message = rpc_pb2.Message()
@@ -264,14 +267,23 @@ class Dispatcher:
                 self._forget(active)
                 self._agent.send_reply(active.session, message, large, forks)
         except BaseException as exc:
-            self._fail(active, exc)
+            self.fail(active, exc)
 
-    def _fail(self, active: ActiveCall, exc: BaseException) -> None:
+    def fail(self, active: ActiveCall, exc: BaseException) -> None:
+        """Answers a call with an exception."""
         self._forget(active)
         if active.arguments is not None:
             active.arguments.discard()
         agent = self._agent
         failure = failure_of(exc, agent.worker_name)
+        if failure.kind == rpc_pb2.Failure.USER:
+            logger.warning(
+                "a call of %s from %s failed on %s:\n%s",
+                active.what,
+                active.session.peer.name,
+                agent.worker_name,
+                failure.traceback,
+            )
         if active.entry is not None:
             agent.rrefs.set_error(active.entry, exc)
         message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))

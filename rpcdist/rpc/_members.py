@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from rpcdist.errors import RpcdistError, UnknownWorker
+from rpcdist.errors import ConfigError, RpcdistError, UnknownWorker
 from rpcdist.ids import Identity
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -86,7 +86,7 @@ class Directory:
 
         Raises:
             UnknownWorker: nobody of that name or rank is in the job.
-            TypeError: it is none of the three.
+            ConfigError: it is none of the three.
         """
         worker_id = self._find(to)
         if worker_id is None and self.elastic:
@@ -104,7 +104,7 @@ class Directory:
             return to.id if to.id in self._by_id else None
         if isinstance(to, int) and not isinstance(to, bool):
             return to if to in self._by_id else None
-        raise TypeError(f"the destination is a worker's name, rank or WorkerInfo, but got {to!r}")
+        raise ConfigError(f"the destination is a worker's name, rank or WorkerInfo, but got {to!r}")
 
     def knows(self, worker_id: int) -> bool:
         return worker_id in self._by_id

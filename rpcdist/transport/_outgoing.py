@@ -2,6 +2,9 @@
 
 Small messages go first and together; one piece of a large buffer goes between two envelopes, and the transfers take
 turns, so neither a no-op nor a second transfer waits behind 64 MiB of somebody else.
+
+So messages overtake one another, and whoever receives them must not mind. The parts of one stream are the exception: an
+item, or the end, stays back until the last byte of the item before it is written.
 """
 
 from __future__ import annotations
@@ -26,12 +29,13 @@ class LargeBuffer(Protocol):
 
 
 class _Transfer:
-    """The buffers of one message. `then` starts when all of this is written."""
+    """The buffers of one message of a stream, or of none (0). `then` starts when all of this is written."""
 
-    __slots__ = ("at", "buffers", "index", "number", "then")
+    __slots__ = ("at", "buffers", "index", "number", "stream", "then")
 
-    def __init__(self, number: int, buffers: list[memoryview], then: _Transfer | None = None) -> None:
+    def __init__(self, number: int, stream: int, buffers: list[memoryview], then: _Transfer | None = None) -> None:
         self.number = number
+        self.stream = stream
         self.buffers = buffers
         self.index = 0
         self.at = 0
@@ -57,53 +61,69 @@ class _Transfer:
         return self.index == len(self.buffers)
 
 
+_Entry = tuple[bytes, _Transfer | None, int]  # a frame, its buffers, and its stream or 0
+
+
+def _stream_of(message: rpc_pb2.Message) -> int:
+    """The number of the stream that the message is a part of; 0 for none."""
+    if message.HasField("stream_item"):
+        return message.stream_item.id
+    if message.HasField("stream_end"):
+        return message.stream_end.id
+    return 0
+
+
 class Outgoing:
     """The queue of one session. `add` may be called on any thread, the rest on the writer's."""
 
     def __init__(self) -> None:
-        self._frames: deque[tuple[bytes, _Transfer | None]] = deque()
+        self._frames: deque[_Entry] = deque()
         self._transfers: deque[_Transfer] = deque()
+        self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
         self._piece_is_due = False
         self._numbers = itertools.count(1)
         self._aborted: set[int] = set()
 
     def __repr__(self) -> str:
-        return f"<Outgoing {len(self._frames)} messages, {len(self._transfers)} transfers>"
+        num_messages = len(self._frames) + sum(map(len, self._held.values()))
+        return f"<Outgoing {num_messages} messages, {len(self._transfers)} transfers>"
 
     def __bool__(self) -> bool:
-        return bool(self._frames or self._transfers)
+        return bool(self._frames or self._transfers)  # what is held waits for a transfer
 
-    def add(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), number: int = 0) -> None:
-        """Queues a message with its large buffers; `number` is the transfer's, from `next_number`."""
+    def add(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+        """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
+        stream = _stream_of(message)
+        number = 0
         transfer = None
         if buffers:
-            message.transfer = number
+            message.transfer = number = next(self._numbers)
             views = [buffer.view for buffer in buffers]
             message.large.extend(map(len, views))
-            transfer = _Transfer(number, views)
+            transfer = _Transfer(number, stream, views)
         data = frame(message)
         if len(data) > MAX_FRAME_BYTES:
-            data, transfer = self._wrap(message, number or self.next_number(), transfer)
-        self._frames.append((data, transfer))
+            number = number or next(self._numbers)
+            data, transfer = self._wrap(message, number, stream, transfer)
+        self._frames.append((data, transfer, stream))
+        return number
 
-    def _wrap(self, message: rpc_pb2.Message, number: int, inner: _Transfer | None) -> tuple[bytes, _Transfer]:
+    def _wrap(
+        self, message: rpc_pb2.Message, number: int, stream: int, inner: _Transfer | None
+    ) -> tuple[bytes, _Transfer]:
         body = memoryview(message.SerializeToString())
+        announcement = frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True))
         # The same number is free again when the inner message is announced.
-        return frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True)), _Transfer(
-            number, [body], inner
-        )
-
-    def next_number(self) -> int:
-        """A transfer number that this session has not used; any thread may ask."""
-        return next(self._numbers)
+        return announcement, _Transfer(number, stream, [body], inner)
 
     def abort(self, number: int) -> bool:
         """Stops a transfer; returns whether the peer must be told (its announcement may be on the way)."""
         for transfer in self._transfers:
             if transfer.number == number:
                 self._transfers.remove(transfer)
+                self._release(transfer.stream)
                 return True
-        for _, queued in self._frames:
+        for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: others append
             if queued is not None and queued.number == number:
                 self._aborted.add(number)
                 return True
@@ -113,7 +133,9 @@ class Outgoing:
         """The bytes to write next; None when nothing waits."""
         if self._frames and not (self._piece_is_due and self._transfers):
             self._piece_is_due = True
-            return self._batch()
+            envelope = self._batch()
+            if envelope:
+                return envelope
         self._piece_is_due = False
         if not self._transfers:
             return None
@@ -123,26 +145,35 @@ class Outgoing:
         return data
 
     def _batch(self) -> bytes:
+        """As many of the messages that may go now as fit; empty if all that waits is held."""
         frames = self._frames
-        data, transfer = frames.popleft()
-        self._schedule(transfer)
-        if not frames:
-            return data
-        parts = [data]
-        size = len(data)
+        parts = []
+        size = 0
         while frames and size < MAX_ENVELOPE_BYTES:
-            data, transfer = frames.popleft()
+            data, transfer, stream = entry = frames.popleft()
+            if stream and stream in self._held:
+                self._held[stream].append(entry)
+                continue
             parts.append(data)
             size += len(data)
-            self._schedule(transfer)
-        return b"".join(parts)
+            if transfer is not None:
+                self._schedule(transfer)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _schedule(self, transfer: _Transfer | None) -> None:
-        while transfer is not None and transfer.finished:
-            transfer = transfer.then
-        if transfer is None:
-            return
-        if transfer.number in self._aborted:
+    def _schedule(self, transfer: _Transfer) -> None:
+        """Gives a transfer its next turn, or lets go what it holds back."""
+        rest: _Transfer | None = transfer
+        while rest is not None and rest.finished:
+            rest = rest.then
+        if rest is None or rest.number in self._aborted:
             self._aborted.discard(transfer.number)
+            self._release(transfer.stream)
             return
-        self._transfers.append(transfer)
+        self._transfers.append(rest)
+        if rest.stream:
+            self._held.setdefault(rest.stream, deque())
+
+    def _release(self, stream: int) -> None:
+        held = self._held.pop(stream, None)
+        if held:
+            self._frames.extendleft(reversed(held))

@@ -127,12 +127,11 @@ class Session:
             buffers: large buffers, read while they are being written.
 
         Returns:
-            The transfer's number for `abort_transfer`; 0 without large buffers.
+            The transfer's number for `abort_transfer`; 0 if the message travels in one envelope with others.
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
-        number = self._outgoing.next_number() if buffers else 0
-        self._outgoing.add(message, buffers, number)
+        number = self._outgoing.add(message, buffers)
         if not self._awake:
             self._awake = True
             self._io.call_soon(self._wake_writer)

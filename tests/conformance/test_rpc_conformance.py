@@ -95,7 +95,7 @@ def runner() -> Iterator[Runner]:
 
 # The first test of a group of workers pays for their start.
 @pytest.mark.timeout(LIMIT_S + 180)
-@pytest.mark.parametrize("name", cross_section())
+@pytest.mark.parametrize("name", list(cross_section()))
 def test_cross_section(runner: Runner, name: str) -> None:
     verdict = runner.run(name)
     assert verdict["status"] == "passed", verdict["details"]

@@ -37,6 +37,9 @@ MapDevice = Callable[[torch.device], torch.device]
 # autograd.
 _CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
+KEPT_HOLES_BYTES: Final = 4096
+"""A view whose memory spans no more than this keeps its strides: the holes cost less than the copy."""
+
 
 class UnsupportedTensor(Exception):
     """This tensor does not fit the tensor table; pickle may know its parts."""
@@ -168,7 +171,7 @@ def _send_cluster(value: value_pb2.Value, cluster: list[_View], large: list[Larg
     size = max(view.end for view in cluster) - start
     needed = sum(_needed_bytes(same[0].tensor) for same in distinct.values())
     if len(distinct) == 1:
-        compact = needed < size and not _repeats_elements(cluster[0].tensor)
+        compact = needed < size and size > KEPT_HOLES_BYTES and not _repeats_elements(cluster[0].tensor)
     else:
         start, aligned = _align(start, cluster)
         size = max(view.end for view in cluster) - start
