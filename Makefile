@@ -17,7 +17,7 @@ $(READY): pyproject.toml constraints.txt tools/generate_proto.py | $(BIN)/python
 	touch $@
 
 demo: $(READY)  ## trains the parameter-server example
-	$(BIN)/python examples/parameter_server.py
+	$(BIN)/python examples/parameter_server.py --min-accuracy 95
 
 test: check  ## every check there is
 	$(BIN)/pytest

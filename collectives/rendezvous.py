@@ -95,7 +95,7 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
     return _handlers[parts.scheme](url, **options)
 
 
-def create_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout) -> Store:
+def create_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout | None = None) -> Store:
     """The store at an address: served by rank 0, called by the others, or the one of `torchrun`'s agent.
 
     Args:
@@ -103,7 +103,7 @@ def create_store(host: str, port: int, rank: int, world_size: int, timeout: Time
         port: MASTER_PORT.
         rank: this process's; 0 serves, and shares the store if this process serves it there already.
         world_size: how many take part; -1 for any number. Rank 0 waits for them.
-        timeout: limit for connecting and for the store's own waits.
+        timeout: limit for connecting and for the store's own waits; 30 minutes by default.
 
     Raises:
         ConnectFailed: nobody answered at the address within `timeout`.
@@ -113,6 +113,7 @@ def create_store(host: str, port: int, rank: int, world_size: int, timeout: Time
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
+    timeout = RENDEZVOUS_TIMEOUT if timeout is None else timeout
     if uses_agent_store():
         return _agent_store(host, port, world_size, timeout)
     return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
@@ -167,7 +168,7 @@ def _pause(pause_s: float) -> None:
 # ---------------------------------------------------------------- env://, tcp://, file://
 
 
-def _env_handler(url: str, timeout: Timeout = RENDEZVOUS_TIMEOUT, **_: object) -> Iterator[tuple[Store, int, int]]:
+def _env_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
     def variable(name: str) -> str:
         value = os.environ.get(name)
         if not value:
@@ -184,7 +185,7 @@ def _env_handler(url: str, timeout: Timeout = RENDEZVOUS_TIMEOUT, **_: object) -
     raise _once("env")
 
 
-def _tcp_handler(url: str, timeout: Timeout = RENDEZVOUS_TIMEOUT, **_: object) -> Iterator[tuple[Store, int, int]]:
+def _tcp_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
     parts = urlsplit(url)
     port = _port(parts)
     if port is None:

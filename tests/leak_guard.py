@@ -59,7 +59,7 @@ class LeakGuard:
         self._exempt_threads.add(thread)
 
     def exempt_threads(self, owned: Callable[[], Collection[threading.Thread]]) -> None:
-        """The threads that `owned()` returns when the guard looks may stay: those of a pool that starts them on demand."""
+        """What `owned()` returns when the guard looks may stay: the threads of a pool that starts them on demand."""
         self._thread_owners.append(owned)
 
     def snapshot(self) -> Snapshot:

@@ -22,6 +22,9 @@ import torch
 import rpcdist.rpc as rpc
 from rpcdist.deadline import current_deadline
 
+rpc_sync: Any = rpc.rpc_sync  # a call of a coroutine function returns what it returns, not a coroutine
+rpc_async: Any = rpc.rpc_async
+
 LIMIT_S = 30.0
 
 
@@ -178,16 +181,16 @@ async def deadline_left_s_async() -> float:
 
 def deadline_left_s_at(worker: str) -> float:
     """What a nested call sees, made without a timeout of its own."""
-    return rpc.rpc_sync(worker, deadline_left_s, timeout=0)
+    return float(rpc_sync(worker, deadline_left_s, timeout=0))
 
 
 async def deadline_left_s_at_async(worker: str) -> float:
-    return await rpc.rpc_async(worker, deadline_left_s_async, timeout=0)
+    return float(await rpc_async(worker, deadline_left_s_async, timeout=0))
 
 
 async def wait_at_gate_of(worker: str, key: str) -> str:
     """Its cancellation must reach the worker that it waits for."""
-    return await rpc.rpc_async(worker, wait_at_gate, (key,))
+    return str(await rpc_async(worker, wait_at_gate, (key,)))
 
 
 # ---------------------------------------------------------------- failures
@@ -289,7 +292,7 @@ def fail_with_cause() -> None:
 
 
 def fail_at(worker: str, kind: str) -> None:
-    rpc.rpc_sync(worker, fail, (kind,))
+    rpc_sync(worker, fail, (kind,))
 
 
 def leave() -> None:
@@ -315,39 +318,39 @@ def bounce(depth: int, here: str, there: str) -> int:
     """Calls back and forth, each level waiting for the next."""
     if depth == 0:
         return 0
-    return 1 + rpc.rpc_sync(there, bounce, (depth - 1, there, here))
+    return 1 + int(rpc_sync(there, bounce, (depth - 1, there, here)))
 
 
 async def bounce_async(depth: int, here: str, there: str) -> int:
     if depth == 0:
         return 0
-    return 1 + await rpc.rpc_async(there, bounce_async, (depth - 1, there, here))
+    return 1 + int(await rpc_async(there, bounce_async, (depth - 1, there, here)))
 
 
 def bounce_in_cpp(depth: int, here: str, there: str) -> int:
     """As `bounce`, waiting where the pool cannot see it."""
     if depth == 0:
         return 0
-    futures: Any = [rpc.rpc_async(there, bounce_in_cpp, (depth - 1, there, here))]
+    futures: Any = [rpc_async(there, bounce_in_cpp, (depth - 1, there, here))]
     return 1 + int(torch.futures.wait_all(futures)[0])
 
 
 def sync_call_of_async(worker: str) -> int:
-    return rpc.rpc_sync(worker, add_async, (1, 2))
+    return int(rpc_sync(worker, add_async, (1, 2)))
 
 
 async def blocking_in_async(worker: str) -> None:
-    rpc.rpc_sync(worker, nothing)
+    rpc_sync(worker, nothing)
 
 
 @rpc.functions.async_execution
 def chained_add(to: str, a: Any, b: Any, c: Any) -> Any:
-    return rpc.rpc_async(to, add, (a, b)).then(lambda future: future.wait() + c)
+    return rpc_async(to, add, (a, b)).then(lambda future: future.wait() + c)
 
 
 @rpc.functions.async_execution
 def chained_twice(to: str, then_to: str, a: Any, b: Any) -> Any:
-    return rpc.rpc_async(to, chained_add, (then_to, a, b, 100))
+    return rpc_async(to, chained_add, (then_to, a, b, 100))
 
 
 @rpc.functions.async_execution
@@ -365,7 +368,7 @@ def completed_by_thread(key: str) -> Any:
 
 @rpc.functions.async_execution
 def chained_failure() -> Any:
-    future: torch.futures.Future[int] = torch.futures.Future()
+    future: Any = torch.futures.Future()
     future.set_exception(ValueError("from the future"))
     return future
 
@@ -379,16 +382,16 @@ class Chained:
     @staticmethod
     @rpc.functions.async_execution
     def static(to: str, a: int, b: int) -> Any:
-        return rpc.rpc_async(to, add, (a, b))
+        return rpc_async(to, add, (a, b))
 
     @classmethod
     @rpc.functions.async_execution
     def of_class(cls, to: str, a: int, b: int) -> Any:
-        return rpc.rpc_async(to, add, (a, b))
+        return rpc_async(to, add, (a, b))
 
     @rpc.functions.async_execution
     def bound(self, to: str, a: int, b: int) -> Any:
-        return rpc.rpc_async(to, add, (a, b))
+        return rpc_async(to, add, (a, b))
 
 
 # ---------------------------------------------------------------- streams
@@ -503,7 +506,7 @@ def sum_stream_of(worker: str, num: int) -> int:
 
 async def sum_stream_of_async(worker: str, num: int) -> int:
     total = 0
-    async for item in await rpc.rpc_async(worker, count_up_async, (num,)):
+    async for item in await rpc_async(worker, count_up_async, (num,)):
         total += item
     return total
 

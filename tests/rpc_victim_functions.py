@@ -37,6 +37,12 @@ def pid() -> int:
     return os.getpid()
 
 
+def address() -> str:
+    """Where this worker listens."""
+    found: str = rpc._get_current_rpc_agent().node.address
+    return found
+
+
 def announce_and_wait(path: str) -> None:
     """Says that it runs, and does not return."""
     Path(path).touch()
@@ -273,6 +279,14 @@ def hold_own(count: int) -> None:
 
 def use_held_by_proxy() -> Any:
     return held[0].rpc_sync().bit_length()
+
+
+def use_held_while_the_connection_breaks() -> None:
+    future = rpc._get_current_rpc_agent().rrefs.fetch(held[0]._handle.state, LIMIT_S)
+    for peer in list(rpc._get_current_rpc_agent().connections._peers.values()):
+        if peer.session is not None:
+            peer.session.close("broken by the test")
+    assert future.wait() == held[0].to_here() == 0
 
 
 def share_held() -> Any:

@@ -7,6 +7,7 @@ import os
 import re
 import socket
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -127,6 +128,12 @@ def test_arguments_come_before_the_environment(monkeypatch: pytest.MonkeyPatch) 
     store, rank, world_size = next(rendezvous("env://", rank=0, world_size=1, timeout=20))
     with store:
         assert (rank, world_size) == (0, 1)
+
+
+def test_no_timeout_given_means_the_default() -> None:
+    store, _, _ = next(rendezvous(f"tcp://127.0.0.1:{free_port()}", 0, 1, timeout=None))
+    with store:
+        assert store.timeout == timedelta(minutes=30)
 
 
 def test_tcp() -> None:

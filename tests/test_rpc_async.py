@@ -8,7 +8,7 @@ import uuid
 from typing import Any
 
 import pytest
-import rpc_functions as remote_side
+import rpc_functions
 import torch
 from rpc_cluster import Cluster
 
@@ -16,6 +16,8 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import Cancelled, DeadlineExceeded
 
 pytestmark = pytest.mark.multiproc
+
+remote_side: Any = rpc_functions  # a call of a coroutine function returns what it returns, not a coroutine
 
 LIMIT_S = 30.0
 
@@ -101,8 +103,9 @@ async def test_await_and_as_completed_on_a_loop(cluster: Cluster, key: str) -> N
     assert await rpc.rpc_async("worker1", remote_side.add, (1, 2)) == 3
     results = await asyncio.gather(*(rpc.rpc_async(name, remote_side.add_async, (1, 2)) for name in cluster.names * 10))
     assert results == [3] * 40
-    futures = [rpc.rpc_async(name, remote_side.echo, (name,)) for name in cluster.names]
-    assert {await future async for future in rpc.as_completed(futures, timeout=LIMIT_S)} == set(cluster.names)
+    futures: list[Any] = [rpc.rpc_async(name, remote_side.echo, (name,)) for name in cluster.names]
+    completed: Any = rpc.as_completed(futures, timeout=LIMIT_S)
+    assert {await future async for future in completed} == set(cluster.names)
     with pytest.raises(ValueError, match="bad"):
         await rpc.rpc_async("worker1", remote_side.fail, ("value",))
 
@@ -110,7 +113,7 @@ async def test_await_and_as_completed_on_a_loop(cluster: Cluster, key: str) -> N
 async def test_a_future_may_be_awaited_by_many(cluster: Cluster, key: str) -> None:
     future = rpc.rpc_async("worker1", remote_side.wait_at_gate, (key,))
 
-    async def wait() -> str:
+    async def wait() -> object:
         return await future
 
     waiting = [asyncio.create_task(wait()) for _ in range(10)]

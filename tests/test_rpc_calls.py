@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import operator
+import pickle
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -13,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
-import rpc_functions as remote_side
+import rpc_functions
 import torch
 from rpc_cluster import Cluster
 
@@ -28,6 +29,8 @@ from rpcdist.errors import (
 )
 
 pytestmark = pytest.mark.multiproc
+
+remote_side: Any = rpc_functions  # a call of a coroutine function returns what it returns, not a coroutine
 
 LIMIT_S = 30.0
 
@@ -59,7 +62,7 @@ def test_a_destination_is_a_name_a_rank_or_a_worker_info(cluster: Cluster, rank:
 def test_an_unknown_destination_is_named_and_the_known_ones_too(cluster: Cluster, to: str | int) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.rpc_stream, rpc.remote):
         with pytest.raises(UnknownWorker, match=r"worker1"):
-            call(to, remote_side.nothing)  # type: ignore[operator]
+            call(to, remote_side.nothing)
 
 
 # ---------------------------------------------------------------- what can be called
@@ -126,8 +129,9 @@ def test_arguments_may_be_a_list_or_left_out(cluster: Cluster) -> None:
 
 
 def test_what_cannot_be_called_is_a_type_error(cluster: Cluster) -> None:
+    not_callable: Any = 5
     with pytest.raises(TypeError, match="callable"):
-        rpc.rpc_sync("worker1", 5)  # type: ignore[arg-type]
+        rpc.rpc_sync("worker1", not_callable)
     with pytest.raises(TypeError, match="positional argument"):
         rpc.rpc_sync("worker1", remote_side.add, (1,))
 
@@ -146,18 +150,21 @@ def test_lambdas_and_closures_go_by_value_on_request(cluster: Cluster, by_value:
         await asyncio.sleep(0)
         return value + 1
 
+    by_coroutine: Any = later
+
     def items(num: int) -> Iterator[int]:
         yield from (index * index for index in range(num))
 
     torch.testing.assert_close(rpc.rpc_sync("worker1", lambda x: x + offset, (torch.zeros(2),)), offset)
-    assert rpc.rpc_sync("worker1", later, (4,)) == 5
+    assert rpc.rpc_sync("worker1", by_coroutine, (4,)) == 5
     assert list(rpc.rpc_stream("worker1", items, (4,))) == [0, 1, 4, 9]
     assert rpc.rpc_sync("worker1", remote_side.call, (lambda: 7,)) == 7
 
 
 def test_a_lambda_is_refused_with_advice_by_default(cluster: Cluster) -> None:
-    with pytest.raises((AttributeError, TypeError, Exception), match="lambda") as caught:
-        rpc.rpc_sync("worker1", lambda: 1)
+    nameless: Callable[[int], int] = lambda value: value  # noqa: E731  # what it is about
+    with pytest.raises((AttributeError, pickle.PicklingError), match="lambda") as caught:
+        rpc.rpc_sync("worker1", nameless, (1,))
     assert any("by value" in note for note in caught.value.__notes__)
     assert rpc.rpc_sync("worker1", remote_side.add, (1, 1)) == 2
 
@@ -180,15 +187,15 @@ def test_a_call_that_takes_too_long_ends_with_torchs_words(cluster: Cluster, key
 def test_the_deadline_reaches_the_callee(cluster: Cluster) -> None:
     for function in (remote_side.deadline_left_s, remote_side.deadline_left_s_async):
         for name in ("worker1", cluster.me):
-            assert 0 < rpc.rpc_sync(name, function, timeout=25) <= 25  # type: ignore[arg-type, operator]
-            assert rpc.rpc_sync(name, function, timeout=0) == math.inf  # type: ignore[arg-type]
-            assert 25 < rpc.rpc_sync(name, function) <= 60  # type: ignore[arg-type, operator]
+            assert 0 < rpc.rpc_sync(name, function, timeout=25) <= 25
+            assert rpc.rpc_sync(name, function, timeout=0) == math.inf
+            assert 25 < rpc.rpc_sync(name, function) <= 60
 
 
 def test_nested_calls_inherit_the_deadline(cluster: Cluster) -> None:
     for function in (remote_side.deadline_left_s_at, remote_side.deadline_left_s_at_async):
-        assert 0 < rpc.rpc_sync("worker1", function, ("worker2",), timeout=25) <= 25  # type: ignore[arg-type, operator]
-        assert rpc.rpc_sync("worker1", function, ("worker2",), timeout=0) == math.inf  # type: ignore[arg-type]
+        assert 0 < rpc.rpc_sync("worker1", function, ("worker2",), timeout=25) <= 25
+        assert rpc.rpc_sync("worker1", function, ("worker2",), timeout=0) == math.inf
 
 
 @pytest.mark.parametrize("name", ["worker1", "worker0"])
@@ -209,7 +216,7 @@ def test_the_deadline_of_a_call_cancels_what_its_handler_waits_for(cluster: Clus
 
 @pytest.mark.parametrize("function", [remote_side.fail, remote_side.fail_async])
 @pytest.mark.parametrize("name", ["worker1", "worker0"])
-def test_an_exception_comes_back_as_it_was(cluster: Cluster, name: str, function: Callable[..., Any]) -> None:
+def test_an_exception_comes_back_as_it_was(cluster: Cluster, name: str, function: Any) -> None:
     for kind in ("value", "key", "os", "unicode", "careful"):
         original = remote_side.RAISERS[kind]()
         with pytest.raises(type(original)) as caught:
@@ -248,7 +255,7 @@ def test_an_exception_group_comes_back(cluster: Cluster) -> None:
 )
 @pytest.mark.parametrize("function", [remote_side.fail, remote_side.fail_async])
 def test_an_exception_that_cannot_travel_is_described(
-    cluster: Cluster, function: Callable[..., Any], kind: str, type_name: str, text: str
+    cluster: Cluster, function: Any, kind: str, type_name: str, text: str
 ) -> None:
     with pytest.raises(RemoteError, match=text) as caught:
         rpc.rpc_sync("worker1", function, (kind,))
@@ -261,9 +268,9 @@ def test_an_exception_that_cannot_travel_is_described(
 @pytest.mark.parametrize("function", [remote_side.fail, remote_side.fail_async])
 @pytest.mark.parametrize("name", ["worker1", "worker0"])
 def test_an_exception_that_ends_programs_ends_the_call_only(
-    cluster: Cluster, name: str, function: Callable[..., Any], kind: str
+    cluster: Cluster, name: str, function: Any, kind: str
 ) -> None:
-    with pytest.raises(Exception) as caught:  # noqa: B017, PT011  # which one depends on the kind; it is an Exception
+    with pytest.raises((RuntimeError, StopIteration)) as caught:
         rpc.rpc_sync(name, function, (kind,), timeout=LIMIT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
     assert rpc.rpc_sync(name, remote_side.add, (1, 1)) == 2
@@ -279,7 +286,7 @@ def test_sys_exit_in_a_handler_is_reported_with_its_text(cluster: Cluster) -> No
 def test_an_argument_that_cannot_be_pickled_fails_at_once(cluster: Cluster) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async):
         with pytest.raises(TypeError, match="lock"):
-            call("worker1", remote_side.echo, (threading.Lock(),))  # type: ignore[operator]
+            call("worker1", remote_side.echo, (threading.Lock(),))
     assert rpc.rpc_sync("worker1", remote_side.echo, (1,)) == 1
 
 

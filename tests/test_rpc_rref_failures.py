@@ -126,6 +126,26 @@ def test_an_owner_that_comes_back_late_keeps_nothing(victims: Victims) -> None:
     everything_is_empty(world, "owner")
 
 
+def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Victims) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world["b"].kill()
+    world["a"].run(functions.hold_own, 2)
+    kind, _, _ = world["a"].run(functions.error_of, functions.fork_held_to, "b")
+    assert kind == "WorkerLost"
+    world["a"].run(functions.drop)
+    everything_is_empty(world, "a")
+
+
+def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
+    """A value is asked for again when the connection has broken, until the owner is declared lost."""
+    world = victims.world("owner", "user", peer_timeout=UNIT_S)
+    world["user"].run(functions.hold_remote, "owner", 1)
+    for _ in range(20):
+        world["user"].run(functions.use_held_while_the_connection_breaks)
+    world["user"].run(functions.drop)
+    everything_is_empty(world, "owner", "user")
+
+
 def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) -> None:
     world = victims.world("owner", "user", "friend", peer_timeout=60.0)
     world["user"].run(functions.hold_remote, "owner", 1)
@@ -134,7 +154,7 @@ def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) ->
     for name in ("user", "friend"):
         for use in (functions.use_held, functions.use_held_by_proxy, functions.share_held):
             kind, text, waited_s = world[name].run(functions.error_of, use)
-            assert kind in ("OwnerLost", "WorkerLost") and "'owner'" in text, (use, kind, text)
+            assert kind == "OwnerLost" and "'owner'" in text, (use, kind, text)
             assert waited_s < PROMPT_S
     for name in ("user", "friend"):
         world[name].run(functions.drop)

@@ -142,6 +142,7 @@ class Caller:
         if deadline.is_finite:
             message.call.timeout_us = max(1, int(deadline.remaining_s() * 1e6))
         call.forks = forks or None
+        call.repeatable = message if message.call.HasField("fetch") else None
         self.calls.add(call)
         try:
             if to == self._agent.worker_id:

@@ -51,10 +51,12 @@ class PendingCall:
         what: for messages, e.g. "rpc to 'w1' of torch.add".
         deadline: when it ends at the latest.
         timeout_s: what the user asked for.
-        inherited_s: what was left of the earlier deadline that the call got from the one that is being handled, else None.
+        inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
         completer: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
+        repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker is
+            declared lost.
     """
 
     __slots__ = (
@@ -65,6 +67,7 @@ class PendingCall:
         "id",
         "inherited_s",
         "peer",
+        "repeatable",
         "session",
         "timeout_s",
         "transfer",
@@ -92,6 +95,7 @@ class PendingCall:
         self.completer = completer
         self.transfer = 0
         self.session: object | None = None
+        self.repeatable: rpc_pb2.Message | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
 
     def __repr__(self) -> str:
@@ -102,12 +106,16 @@ class PendingCall:
         return self.id not in self._agent.caller.calls
 
     def on_sent(self, session: Session, transfer: int) -> None:
-        """The message was given to a session; fails the call if that session has ended meanwhile."""
+        """The message was given to a session; if that session has ended meanwhile, so has the call."""
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
-            silence_s = time.monotonic() - session.last_received
-            self._agent.caller.end(self, WorkerLost(session.peer.name, self.what(), silence_s, session.closed_reason))
+            self._agent.connections.on_unanswered(self, session, session.closed_reason)
+
+    def on_not_sent(self, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before the message could be given to a session."""
+        worker = self._agent.worker_name_of(self.peer)
+        self._agent.caller.end(self, WorkerLost(worker, self.what(), silence_s, reason))
 
     def deadline_error(self) -> DeadlineExceeded:
         if self.inherited_s is None:

@@ -67,8 +67,12 @@ class SyncCompleter:
             if agent.caller.cancel(call, None):
                 raise call.deadline_error()
             self._lock.acquire(timeout=1.0)  # the outcome arrived in this very moment
-        if self._error is not None:
-            raise self._error
+        if (error := self._error) is not None:
+            self._error = None
+            try:
+                raise error
+            finally:
+                del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
         assert self._reply is not None  # one of the two is set before the lock is released
         return result_of(self._reply, self._payload, self._may_unpickle)
 

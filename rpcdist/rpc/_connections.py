@@ -6,15 +6,17 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rpcdist._proto import rpc_pb2, rref_pb2
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._calls import PendingCall
 from rpcdist.rpc._control import ControlInbox
 from rpcdist.rpc._leases import Leases
-from rpcdist.rpc._peer import Peer, PeerState
+from rpcdist.rpc._peer import Peer, PeerState, Sender
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.transport import Session
 
@@ -177,24 +179,40 @@ class Connections:
     def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
         """Our connection to a worker ended: what was sent on it will not be answered."""
 
-        def lost(what: str) -> WorkerLost:
-            return WorkerLost(peer.identity.name, what, time.monotonic() - session.last_received, reason)
-
-        for call in self._agent.caller.calls.take_where(lambda call: call.session is session):
-            self._agent.give_back(call.forks, call.peer)
-            call.completer.failed(lost(call.what()))
-        self._agent.streams.fail_where(lambda _, on: on is session, lost)
+        self._leases.seen(peer.identity)
+        for call in self._agent.caller.calls:
+            if call.session is session:
+                self.on_unanswered(call, session, reason)
+        self._agent.streams.fail_where(lambda _, on: on is session, partial(_lost, session, reason))
         self._shares_uncertain(peer.identity)
 
-    def on_peer_lost(self, peer: Peer, reason: str) -> None:
+    def on_unanswered(self, call: PendingCall, session: Session, reason: str) -> None:
+        """The session of a call has ended: the call fails, unless it may be repeated. Any thread."""
+        if call.repeatable is None:
+            self._agent.caller.end(call, _lost(session, reason, call.what()))
+        else:
+            self._agent.node.io.call_soon(self._send_again, call, session, reason)
+
+    def _send_again(self, call: PendingCall, session: Session, reason: str) -> None:
+        if call.ended or call.session is not session or call.repeatable is None:
+            return
+        call.session = None
+        peer = self._peers.get(call.peer)
+        try:
+            if peer is None or peer.identity != session.peer:
+                raise TransportError(REPLACED)
+            peer.send(call.repeatable, (), call)
+        except TransportError as exc:
+            self._agent.caller.end(call, _lost(session, f"{reason}; {exc}", call.what()))
+
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Sender]) -> None:
         """A worker is declared dead."""
         silence = time.monotonic() - peer.last_up
-        for call in self._agent.caller.calls.take_where(
-            lambda call: call.peer == peer.identity.id and call.session is None
-        ):
-            call.completer.failed(WorkerLost(peer.identity.name, call.what(), silence, reason))
         exc = WorkerLost(peer.identity.name, "a connection", silence, reason)
+        self._leases.seen(peer.identity)  # it may hold shares although it was never connected
         self._agent.rrefs.worker_lost(peer.identity.id, exc, peer.identity.incarnation)
+        for call in unsent:
+            call.on_not_sent(silence, reason)
         membership = self._agent.membership
         if membership is not None and membership.service is not None:
             membership.service.lost(peer.identity)
@@ -233,3 +251,7 @@ class Connections:
             peer.close(reason)
         for session in list(self._sessions):
             session.close(reason)
+
+
+def _lost(session: Session, reason: str, what: str) -> WorkerLost:
+    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)

@@ -1,7 +1,10 @@
-"""Ctrl-C while a thread waits inside torch's C++ (`torch.futures.wait_all`), which does not notice signals.
+"""Ctrl-C while the main thread waits inside torch's C++ (`torch.futures.wait_all`), which does not notice signals.
 
 The interpreter writes the number of every signal to a descriptor; the I/O loop reads it, and ends the calls in flight,
 which ends the wait; then the main thread raises `KeyboardInterrupt` as usual.
+
+A main thread that is anywhere else notices the signal by itself, perhaps before the I/O loop reads of it. Then nothing may
+be ended here: it may have begun to clean up, with calls of its own.
 """
 
 from __future__ import annotations
@@ -9,6 +12,7 @@ from __future__ import annotations
 import logging
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Callable
 
@@ -52,7 +56,9 @@ class InterruptWatch:
             numbers = self._sockets[0].recv(4096)
         except BlockingIOError:
             return
-        if signal.SIGINT in numbers and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+            return
+        if _main_thread_is_in_torch():
             self._interrupted()
 
     def stop(self) -> None:
@@ -71,3 +77,9 @@ class InterruptWatch:
             theirs.close()
 
         self._node.io.call_soon(close)
+
+
+def _main_thread_is_in_torch() -> bool:
+    """Whether the function that the main thread runs is one of torch's, as those that wait in C++ are."""
+    frame = sys._current_frames().get(threading.main_thread().ident or 0)
+    return frame is not None and str(frame.f_globals.get("__name__", "")).partition(".")[0] == "torch"

@@ -46,7 +46,7 @@ class Directory:
     ) -> None:
         self.me = me
         self.elastic = elastic
-        self._options = options
+        self._device_maps = options.device_maps  # a copy, and asked for with every call
         self._fetch = fetch
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
@@ -134,8 +134,9 @@ class Directory:
 
     def device_map(self, to: int) -> MapDevice | None:
         """Where tensors of other devices than the CPU go at a worker; None without a map for it."""
-        maps = self._options.device_maps
-        device_map = maps.get(self.name_of(to)) if maps else None
+        if not self._device_maps:
+            return None
+        device_map = self._device_maps.get(self.name_of(to))
         if device_map is None:
             return None
 

@@ -30,12 +30,13 @@ from rpcdist.rpc._control import ControlOutbox
 from rpcdist.transport import Link, Node, Session, SessionHandler
 from rpcdist.transport.session import LargeBuffer
 
-__all__ = ["Peer", "PeerOwner", "PeerState"]
+__all__ = ["Peer", "PeerOwner", "PeerState", "Sender"]
 
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
 REFUSED_GRACE_S = 0.5  # a server that restarts its listener is not dead; one that refuses for longer is
+LAST_ATTEMPT = 0.2  # of the timeout: after it has passed in silence, this much is left for connecting anew
 
 
 class PeerState(Enum):
@@ -52,8 +53,8 @@ class PeerOwner(SessionHandler, Protocol):
     def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
 
-    def on_peer_lost(self, peer: Peer, reason: str) -> None:
-        """The worker is declared dead."""
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Sender]) -> None:
+        """The worker is declared dead; `unsent` waited for a connection to it."""
 
 
 class Peer:
@@ -80,7 +81,7 @@ class Peer:
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], _Sent | None]] = []
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], Sender | None]] = []
         self._control = ControlOutbox()
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
@@ -91,7 +92,7 @@ class Peer:
 
     # ------------------------------------------------------------ any thread
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: _Sent | None = None) -> None:
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: Sender | None = None) -> None:
         """Sends a message, or keeps it until the connection stands.
 
         Args:
@@ -113,7 +114,7 @@ class Peer:
         if sent is not None:
             sent.on_sent(session, number)
 
-    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: _Sent | None) -> None:
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: Sender | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent))
@@ -158,32 +159,41 @@ class Peer:
 
     # ------------------------------------------------------------ I/O loop
 
-    def _spawn_connect(self) -> None:
+    def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
         if self.state is PeerState.CONNECTING:
-            self._task = self._node.io.spawn(self._connect(), f"rpcdist connect to {self.identity.name}")
+            connecting = self._connect(broken, last_seen)
+            self._task = self._node.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
 
-    async def _connect(self) -> None:
+    async def _connect(self, broken: str = "", last_seen: float | None = None) -> None:
+        """Connects, or declares the worker lost.
+
+        Args:
+            broken: why the connection that there was has ended.
+            last_seen: when the worker was last heard of, if that counts: silence and reconnecting share one timeout.
+        """
         started = time.monotonic()
+        limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT * self._timeout_s)
         attempt = 0
         while True:
-            left = started + self._timeout_s - time.monotonic()
             try:
                 link = await self._node.connect(
                     self.address,
                     ROLE,
-                    max(left, 0.1),
+                    max(limit - time.monotonic(), 0.1),
                     handler=_Forward(self, self._owner),
                     expected=self.identity,
                     retry=False,
                 )
             except AuthenticationFailed as exc:
-                self._lose(str(exc), gone=True)
+                self._lose(_because(broken, str(exc)), gone=True)
                 return
             except TransportError as exc:
-                waited = time.monotonic() - started
+                now = time.monotonic()
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
-                if waited >= self._timeout_s or (refused and waited >= REFUSED_GRACE_S):
-                    self._lose(str(exc), gone=refused)
+                if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
+                    if isinstance(exc, ConnectFailed):
+                        exc = ConnectFailed(exc.address, exc.reason, now - started)
+                    self._lose(_because(broken, str(exc)), gone=refused)
                     return
             else:
                 self._up(link)
@@ -224,7 +234,7 @@ class Peer:
                 self.state = PeerState.CONNECTING
         self._owner.on_peer_broken(self, session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
-            self._spawn_connect()
+            self._spawn_connect(reason, session.last_received)
 
     def _lose(self, reason: str, gone: bool) -> None:
         with self._lock:
@@ -236,8 +246,9 @@ class Peer:
             if self.session is not None:
                 self.last_up = self.session.last_received
             self.is_gone = gone
+            unsent = [sent for _, _, sent in self._waiting if sent is not None]
             self._waiting.clear()
-        self._owner.on_peer_lost(self, reason)
+        self._owner.on_peer_lost(self, reason, unsent)
 
     def declare_lost(self, reason: str) -> None:
         """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
@@ -261,11 +272,22 @@ class Peer:
         self.session = None
 
 
-class _Sent(Protocol):
-    @property
-    def ended(self) -> bool: ...
+def _because(broken: str, then: str) -> str:
+    return f"{broken}; then {then}" if broken else then
 
-    def on_sent(self, session: Session, transfer: int) -> None: ...
+
+class Sender(Protocol):
+    """Who sends a message, and hears when it went, or that it did not."""
+
+    @property
+    def ended(self) -> bool:
+        """It need not be sent any more."""
+
+    def on_sent(self, session: Session, transfer: int) -> None:
+        """It was given to this session."""
+
+    def on_not_sent(self, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before that."""
 
 
 class _Forward:

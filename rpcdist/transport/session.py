@@ -282,9 +282,12 @@ class Session:
 
 
 def expect_handshake(data: bytes | None) -> rpc_pb2.Envelope:
-    """The envelope if it is a handshake step, else `ProtocolViolation`; used before anything is proven."""
+    """The envelope if it is a handshake step, else `ProtocolViolation`; used before anything is proven.
+
+    A peer that goes away (None) raises `TransportError`: it may have been cancelled, and has done nothing wrong.
+    """
     if data is None:
-        raise ProtocolViolation("the connection was closed during the handshake")
+        raise TransportError("the connection was closed during the handshake")
     if len(data) > MAX_HANDSHAKE_BYTES:
         raise ProtocolViolation(f"{len(data)} bytes arrived before the handshake was finished")
     envelope = parse(data)

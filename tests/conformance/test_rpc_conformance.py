@@ -25,29 +25,23 @@ pytestmark = [pytest.mark.conformance, pytest.mark.multiproc]
 # About a third of all counted tests: each feature once, the quicker ones where there was a choice.
 CROSS_SECTION = """
 RpcTest:
-    worker_id get_worker_infos self_add send_to_rank invalid_names worker_info_pickle int_callee add_with_id scalar_add
-    nonzero multi_rpc expected_src non_cont_tensors
-    py_built_in py_user_defined py_class_constructor py_class_instance_method py_class_method py_class_static_method
-    py_multi_async_call py_no_return_result py_tensors_in_container py_nested_pickle
-    py_function_exception py_raise_in_user_func py_raise_in_user_func_escaped_str function_not_on_callee
-    custom_exception_throw_during_reconstruction handle_send_exceptions
-    nested_rpc deadlock stress_light_rpc stress_heavy_rpc
-    builtin_remote_self multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref nested_rref_stress
-    rref_forward_chain rpc_return_rref local_rref_no_fork return_local_rrefs owner_equality pass_local_rrefs
-    call_method_on_rref rref_leak rref_str rref_context_debug_info rref_proxy_class rref_proxy_non_exist
-    rref_type_owner_blocking local_value_not_on_owner remote_throw rref_py_pickle_not_supported use_rref_after_shutdown
-    user_rrefs_confirmed debug_info use_rpc_pickler
-    wait_all wait_all_timeout wait_all_with_exception rpc_barrier_multithreaded all_gather
-    wait_all_workers_twice_dense graceful_shutdown_with_uneven_workload shutdown_errors shutdown_followed_by_rpc
-    callback_chain callback_with_error future_nested_callback mark_future_twice pickle_future
-    async_function_simple async_function_chained_remote async_function_multi_fanout async_function_raise
-    async_function_wrong_return_type async_class_rref_proxy return_future
-    set_and_get_default_rpc_timeout duplicate_name duplicate_name_2 reinit init_rpc_twice init_pg_then_rpc
-    register_rpc_backend_and_set_and_start_rpc_backend wrong_types cannot_infer_backend_from_options
-    world_size_one my_parameter_server
+    worker_id self_add send_to_rank invalid_names worker_info_pickle add_with_id non_cont_tensors py_built_in
+    py_class_constructor py_class_instance_method py_class_method py_no_return_result py_tensors_in_container
+    py_nested_pickle py_function_exception py_raise_in_user_func py_raise_in_user_func_escaped_str
+    function_not_on_callee custom_exception_throw_during_reconstruction handle_send_exceptions nested_rpc deadlock
+    stress_light_rpc stress_heavy_rpc multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref
+    rref_forward_chain rpc_return_rref local_rref_no_fork owner_equality call_method_on_rref rref_leak rref_str
+    rref_context_debug_info rref_proxy_class rref_proxy_non_exist local_value_not_on_owner remote_throw
+    rref_py_pickle_not_supported use_rref_after_shutdown user_rrefs_confirmed debug_info wait_all wait_all_timeout
+    rpc_barrier_multithreaded all_gather wait_all_workers_twice_dense graceful_shutdown_with_uneven_workload
+    shutdown_errors shutdown_followed_by_rpc callback_chain future_nested_callback mark_future_twice pickle_future
+    async_function_simple async_function_chained_remote async_function_raise async_function_wrong_return_type
+    async_class_rref_proxy return_future set_and_get_default_rpc_timeout duplicate_name duplicate_name_2 reinit
+    init_rpc_twice init_pg_then_rpc register_rpc_backend_and_set_and_start_rpc_backend wrong_types
+    cannot_infer_backend_from_options world_size_one my_parameter_server
 TensorPipeAgentRpcTest:
     mismatched_type_for_options infer_backend_from_options set_and_get_num_worker_threads
-    tensorpipe_options_throw_on_timedelta_timeout op_with_invalid_args send_to_rank_sparse nested_rref_sparse
+    tensorpipe_options_throw_on_timedelta_timeout send_to_rank_sparse nested_rref_sparse
     dynamic_rpc_init_rpc_without_rank dynamic_rpc_existing_rank_can_communicate_with_new_rank
     dynamic_and_static_init_rpc_together
 """
@@ -113,7 +107,7 @@ OPTIONAL_NAMES = {"rpc._server_process_global_profile"}
 
 
 def test_no_name_is_missing() -> None:
-    """Every name below `torch.distributed.rpc` that the test files mention exists in `rpcdist.rpc`."""
+    """Every name below `torch.distributed.rpc` that the test files mention or patch exists in `rpcdist`."""
     missing = {name for name in _names_used() if not _exists(name)} - OPTIONAL_NAMES
     assert not missing
 
@@ -128,14 +122,17 @@ def _names_used() -> Iterator[str]:
                 dotted = ast.unparse(node).removeprefix("torch.distributed.")
                 if dotted.startswith("rpc.") and "(" not in dotted:
                     yield dotted
+            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "mock.patch.object":
+                yield f"{ast.unparse(node.args[0])}.{ast.literal_eval(node.args[1])}".removeprefix("torch.distributed.")
             elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch.distributed.rpc"):
                 for alias in node.names:
                     yield f"{(node.module or '').removeprefix('torch.distributed.')}.{alias.name}"
 
 
 def _exists(dotted: str) -> bool:
-    found: object = importlib.import_module("rpcdist.rpc")
-    for part in dotted.split(".")[1:]:
+    package, *parts = dotted.split(".")
+    found: object = importlib.import_module(f"rpcdist.{package}")
+    for part in parts:
         try:
             found = getattr(found, part)
         except AttributeError:
