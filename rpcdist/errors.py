@@ -27,10 +27,10 @@
     │   └── LeaseExpired                    the owner dropped this user's references
     └── DistError
         ├── DistBackendError
-        │   └── DistNetworkError
-        ├── DistStoreError
-        │   └── StoreTimeout (TimeoutError)
-        └── QueueEmptyError
+        ├── DistNetworkError
+        └── DistStoreError
+            ├── QueueEmptyError
+            └── StoreTimeout (TimeoutError)
 
 The bases are those that torch raises in the same places, so `except RuntimeError` and the like of ported scripts work.
 Exceptions carry fields; the text is built from them. All of them survive pickling.
@@ -271,7 +271,7 @@ class DistBackendError(DistError):
     """A collective operation failed."""
 
 
-class DistNetworkError(DistBackendError):
+class DistNetworkError(DistError):
     """The network failed under a collective operation or a store."""
 
 
@@ -283,5 +283,5 @@ class StoreTimeout(DistStoreError, TimeoutError):
     """A key did not appear in the store in time."""
 
 
-class QueueEmptyError(DistError):
+class QueueEmptyError(DistStoreError):
     """A queue of the store is empty."""

@@ -165,7 +165,8 @@ def hold_remote(owner: str, count: int = 1) -> None:
     """Makes references to values at `owner`, and holds them."""
     made = [rpc.remote(owner, make, (number,)) for number in range(count)]
     for rref in made:
-        rref.to_here()
+        rref._get_future().wait()
+        assert rref.confirmed_by_owner()
     held.extend(made)
 
 
@@ -183,6 +184,14 @@ def sees() -> dict[str, str]:
     info = rpc.debug_info()
     keys = ("num_owner_rrefs", "num_pending_users", "num_forks", "num_pending_futures", "agent.client_active_calls")
     return {key: info[key] for key in keys if info[key] != "0"}
+
+
+def num_calls() -> int:
+    return int(rpc.debug_info()["agent.client_active_calls"])
+
+
+def cancel_all() -> None:
+    rpc._get_current_rpc_agent().caller.interrupt()
 
 
 def is_empty() -> bool:

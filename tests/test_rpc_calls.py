@@ -173,11 +173,12 @@ def test_a_lambda_is_refused_with_advice_by_default(cluster: Cluster) -> None:
 
 
 def test_a_call_that_takes_too_long_ends_with_torchs_words(cluster: Cluster, key: str) -> None:
-    for call in (
+    calls: list[Callable[[], object]] = [
         lambda: rpc.rpc_sync("worker1", remote_side.block_at_gate, (key,), timeout=0.1),
         lambda: rpc.rpc_async("worker1", remote_side.block_at_gate, (key,), timeout=0.1).wait(LIMIT_S),
         lambda: rpc.rpc_sync(cluster.me, remote_side.block_at_gate, (key,), timeout=0.1),
-    ):
+    ]
+    for call in calls:
         with pytest.raises(DeadlineExceeded, match=r"RPC ran for more than set timeout \(100 ms\).*block_at_gate"):
             call()
     for name in ("worker1", cluster.me):

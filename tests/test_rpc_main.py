@@ -22,7 +22,7 @@ import torch
 import torch.multiprocessing as mp
 
 import rpcdist.rpc as rpc
-from rpcdist.errors import AlreadyInitialized, NotInitialized
+from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized
 
 
 class Point:
@@ -48,6 +48,15 @@ async def double_later(x):
 
 def items(num):
     yield from range(num)
+
+
+@rpc.functions.async_execution
+def never():
+    kept.append(torch.futures.Future())
+    return kept[-1]
+
+
+kept = []
 
 
 def back(x):
@@ -105,6 +114,7 @@ def run(rank, url, value):
             by_value() if value else by_name()
         elif not value:
             assert rpc.rpc_sync("a", double, (5,)) == 10
+        expect(DeadlineExceeded, lambda: rpc.rpc_sync("b", never, timeout=0.2))  # nobody waits for its future any more
         late = rpc.rpc_async("b", double, (torch.ones(2),))
         rpc.shutdown()
         assert torch.equal(late.wait(), torch.full((2,), 2.0))  # shutdown waited for it

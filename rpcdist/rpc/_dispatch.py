@@ -45,7 +45,7 @@ MAX_KNOWN_COROUTINES = 4096
 class ActiveCall:
     """A call that this worker is handling."""
 
-    __slots__ = ("arguments", "call", "cancelled", "deadline", "entry", "handle", "producer", "session")
+    __slots__ = ("arguments", "call", "cancelled", "deadline", "entry", "handle", "is_chained", "producer", "session")
 
     def __init__(self, session: AnySession, call: rpc_pb2.Call, arguments: Arrived | None, deadline: Deadline) -> None:
         self.session = session
@@ -56,6 +56,12 @@ class ActiveCall:
         self.handle: Any = None  # of the user loop, while a coroutine runs
         self.producer: Producer | None = None
         self.entry: Any = None  # remote(): where the result is kept
+        self.is_chained = False  # the function has returned a future, and that is waited for
+
+    @property
+    def is_abandoned(self) -> bool:
+        """Nothing runs, and nobody waits: its caller gave up, and the future may never be completed."""
+        return self.is_chained and (self.cancelled or self.deadline.expired())
 
     def __repr__(self) -> str:
         return f"<call {self.call.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
@@ -211,6 +217,7 @@ class Dispatcher:
             else:
                 self._finish(active, result)
 
+        active.is_chained = True
         future.add_done_callback(completed)
 
     def _fetch(self, active: ActiveCall) -> None:
@@ -320,8 +327,9 @@ class Dispatcher:
                 self._idle_waiters -= 1
 
     def _working(self) -> list[ActiveCall]:
-        """The calls of users; a barrier that waits here for others is no work of this worker."""
-        return [active for active in list(self._active.values()) if active.call.function != CONTRIBUTE]
+        """The calls of users that count; a barrier that waits here for others is no work of this worker."""
+        calls = list(self._active.values())
+        return [active for active in calls if active.call.function != CONTRIBUTE and not active.is_abandoned]
 
     def describe(self) -> list[str]:
         """The calls that are being handled, for messages."""

@@ -230,7 +230,7 @@ class Peer:
             reconnect = self.state is PeerState.UP and self.session is session
             if reconnect:
                 self.session = None
-                self.last_up = time.monotonic()
+                self.last_up = session.last_received
                 self.state = PeerState.CONNECTING
         self._owner.on_peer_broken(self, session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:

@@ -65,7 +65,9 @@ class Server(grpc.GenericRpcHandler):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._server: grpc.aio.Server | None = None
+        self._listeners: list[grpc.aio.Server] = []
+        self._num_unary = 0
+        self._unary_done = asyncio.Event()
         self._methods: dict[str, Any] = {}
         self._open_methods: dict[str, Any] = {}
         self._services: list[str] = []
@@ -73,32 +75,44 @@ class Server(grpc.GenericRpcHandler):
         self._unproven = 0
         self._health = health.aio.HealthServicer()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._session)
-        self.port: int | None = None
 
     async def start(self, host: str, port: int) -> int:
-        """Binds and serves; returns the port. Raises `OSError`-like `TransportError` when it is taken."""
-        self._server = grpc.aio.server(options=SERVER_OPTIONS)
-        self._server.add_generic_rpc_handlers((self,))
+        """Binds and serves, perhaps beside a port that is served already; returns the port.
+
+        Raises:
+            TransportError: the port is taken.
+        """
+        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server.add_generic_rpc_handlers((self,))
         bracketed = f"[{host}]" if ":" in host else host
         try:
-            bound = self._server.add_insecure_port(f"{bracketed}:{port}")
+            bound = server.add_insecure_port(f"{bracketed}:{port}")
         except RuntimeError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
                 f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end its holder."
             ) from exc
-        await self._server.start()
-        self.port = bound
+        await server.start()
+        self._listeners.append(server)
         await self._announce()
         return bound
 
+    async def drain_unary(self, timeout_s: float) -> None:
+        """Waits until the unary calls that are being handled have their replies, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._num_unary:
+                    self._unary_done.clear()
+                    await self._unary_done.wait()
+        except TimeoutError:
+            logger.debug("%s unary calls were cut off", self._num_unary)
+
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
-        if self._server is not None:
-            server, self._server = self._server, None
+        listeners, self._listeners = self._listeners, []
+        if listeners:
             await self._health.enter_graceful_shutdown()
-            await server.stop(grace_s)
-            self.port = None
+            await asyncio.gather(*(server.stop(grace_s) for server in listeners))
 
     async def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
         """Serves the unary methods of a service; replaces what was registered under its name."""
@@ -140,6 +154,7 @@ class Server(grpc.GenericRpcHandler):
                 request = request_type.FromString(data)
             except DecodeError:
                 await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
+            self._num_unary += 1
             try:
                 reply = await method(proven.peer, request)
             except RpcdistError as exc:
@@ -147,6 +162,9 @@ class Server(grpc.GenericRpcHandler):
             except Exception as exc:
                 logger.exception("the handler of %s failed", path)
                 await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
+            finally:
+                self._num_unary -= 1
+                self._unary_done.set()
             return reply.SerializeToString()
 
         return grpc.unary_unary_rpc_method_handler(handle)

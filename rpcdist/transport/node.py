@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 STOP_LIMIT_S = 5.0
 ROLE_LIMIT_S = 60.0
+LAST_REPLIES_LIMIT_S = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +64,7 @@ class Node:
         self.links: set[Link] = set()
         self.sessions: set[Session] = set()
         self.address: str | None = None
+        self._addresses: list[str] = []
         self._server = Server(self)
         self._handlers: dict[str, SessionHandler] = {}
         self._awaited: dict[str, asyncio.Event] = {}
@@ -83,29 +85,33 @@ class Node:
     def serve(self, host: str, port: int, timeout_s: float = 30.0) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
+        Everything is served at the first address, `Node.address`. A later caller that needs a certain port (a store at
+        MASTER_PORT in a process that is an RPC worker already) gets a second listener for the same services.
+
         Args:
             host: address to bind.
-            port: 0 picks a free one.
+            port: 0 picks a free one, or takes the one that is served already.
             timeout_s: limit of the start, in seconds.
 
         Returns:
             host:port as bound.
 
         Raises:
-            ConfigError: it runs already, at another place than the one that is asked for.
             TransportError: the port is in use.
         """
         with self._lock:
+            if self.address is not None and port == 0:
+                return self.address
+            for address in self._addresses:
+                if split_address(address)[1] == port:
+                    return address
+            bound = self.run(self._server.start(host, port), timeout_s)
+            fork.note_server_port(bound)
+            address = join_address(host, bound)
+            self._addresses.append(address)
             if self.address is None:
-                bound = self.run(self._server.start(host, port), timeout_s)
-                self.address = join_address(host, bound)
-                fork.note_server_port(bound)
-            elif port not in (0, split_address(self.address)[1]):
-                raise ConfigError(
-                    f"this process already serves at {self.address}, and a process serves one port; "
-                    f"port {port} cannot be opened beside it"
-                )
-            return self.address
+                self.address = address
+            return address
 
     def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], timeout_s: float = 10.0
@@ -200,6 +206,7 @@ class Node:
             self.io.close()
 
     async def _close_all(self) -> None:
+        await self._server.drain_unary(LAST_REPLIES_LIMIT_S)
         for session in list(self.sessions):
             session.close("the peer shut down")
         await asyncio.gather(*(link.close() for link in list(self.links)))
