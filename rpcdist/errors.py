@@ -20,7 +20,7 @@
     ├── Cancelled
     ├── SerializationError (TypeError)      a value cannot be sent, or cannot be rebuilt
     ├── RemoteError                         the other side failed, and its exception could not be rebuilt here
-    │   └── FunctionNotFound                the callee has no such function
+    │   └── FunctionNotFound (AttributeError)   the callee has no such function
     ├── CallRefused                         the callee's policy does not allow this
     ├── PoolExhausted                       the worker thread limit is reached, and every thread waits
     ├── RRefError
@@ -240,7 +240,7 @@ class RemoteError(RpcdistError):
         ).rstrip()
 
 
-class FunctionNotFound(RemoteError):
+class FunctionNotFound(RemoteError, AttributeError):
     """The callee has no function of that name; define it in a module that both sides can import."""
 
     def __str__(self) -> str:

@@ -406,3 +406,48 @@ def wander(names: tuple[str, ...], limit_s: float, seed: int) -> int:
     with _bag_lock:
         _bag.clear()
     return moves
+
+
+# ---------------------------------------------------------------- who is there
+
+
+async def call_from_a_coroutine(to: str) -> int:
+    """A worker that came later, called from the user loop."""
+    result: int = await rpc.rpc_async(to, pid)
+    return result
+
+
+def call_unknown_from_a_coroutine(to: Any) -> str:
+    async def run() -> str:
+        try:
+            await rpc.rpc_async(to, pid)
+        except RpcdistError as exc:
+            return type(exc).__name__
+        return "no error"
+
+    return asyncio.run(run())
+
+
+def names_in_the_job() -> list[str]:
+    return sorted(info.name for info in rpc._get_current_rpc_agent().get_worker_infos())
+
+
+def call_all_the_time(to: str, limit_s: float) -> int:
+    limit = time.monotonic() + limit_s
+    calls = 0
+    while time.monotonic() < limit:
+        rpc.rpc_sync(to, pid)
+        calls += 1
+    return calls
+
+
+def first_error(function: Any, *args: Any) -> tuple[str, str, float]:
+    """As `error_of`, for a call that may work a few times before."""
+    started = time.monotonic()
+    while time.monotonic() < started + 20.0:
+        try:
+            function(*args)
+        except RpcdistError as exc:
+            return type(exc).__name__, str(exc), time.monotonic() - started
+        time.sleep(0.02)
+    raise AssertionError("no error")

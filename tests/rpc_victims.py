@@ -93,9 +93,7 @@ class Victim:
     def __init__(self, name: str, environment: dict[str, str | None], log: Path) -> None:
         self.name = name
         self._connection, theirs = _context.Pipe()
-        self._process = _context.Process(
-            target=_serve, args=(theirs, environment, str(log)), name=f"victim {name}"
-        )
+        self._process = _context.Process(target=_serve, args=(theirs, environment, str(log)), name=f"victim {name}")
         self._process.start()
         theirs.close()
         self._log = log
@@ -260,9 +258,7 @@ def join(name: str, rank: int, world_size: int | None, url: str, **options: Any)
     from rpcdist import rpc
 
     options = {"rpc_timeout": LIMIT_S, **options}
-    rpc.init_rpc(
-        name, rank=rank, world_size=world_size, rpc_backend_options=rpc.RpcOptions(init_method=url, **options)
-    )
+    rpc.init_rpc(name, rank=rank, world_size=world_size, rpc_backend_options=rpc.RpcOptions(init_method=url, **options))
 
 
 def leave(**arguments: Any) -> None:

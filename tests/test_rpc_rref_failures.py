@@ -212,9 +212,7 @@ def test_references_that_wander_at_random_leave_nothing(victims: Victims, limit_
     world = victims.world(*names, peer_timeout=10.0)
     seed = time.time_ns()
     print(f"seed {seed}")
-    wandering = [
-        worker.begin(functions.wander, names, limit_s, seed + number) for number, worker in enumerate(world)
-    ]
+    wandering = [worker.begin(functions.wander, names, limit_s, seed + number) for number, worker in enumerate(world)]
     moves = [pending.result(limit_s + 40.0) for pending in wandering]
     assert min(moves) > 20, moves
     for worker in world:

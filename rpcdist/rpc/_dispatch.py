@@ -283,7 +283,7 @@ class Dispatcher:
             active.arguments.discard()
         agent = self._agent
         failure = failure_of(exc, agent.worker_name)
-        if failure.kind == rpc_pb2.Failure.USER:
+        if failure.kind == rpc_pb2.Failure.USER and not active.call.function.startswith("rpcdist."):
             logger.warning(
                 "a call of %s from %s failed on %s:\n%s",
                 active.what,

@@ -56,6 +56,8 @@ def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
         traceback=_traceback_of(exc),
         worker=worker,
     )
+    if failure.kind == Kind.NOT_FOUND:
+        return failure  # its type belongs to the callee's machinery; the caller makes its own
     try:
         _encode_exception(exc, failure)
     except Exception as why:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ class Leader:
         round_ = self._rounds.get(key)
         if round_ is None:
             round_ = self._rounds[key] = _Round(names)
-            self._watch(names)
+            self._watch(round_)
         round_.objects[name] = obj
         round_.waiters += 1
         try:
@@ -77,12 +78,17 @@ class Leader:
             raise round_.error
         return round_.objects
 
-    def _watch(self, names: Iterable[str]) -> None:
+    def _watch(self, round_: _Round) -> None:
         """Connects to the participants, so that the death of one that never calls is noticed."""
         agent = self._agent
-        for name in names:
-            if name != agent.worker_name:
-                agent.connections.peer(agent.directory.resolve(name)).connect()
+        for name in round_.names - {agent.worker_name}:
+            peer = agent.connections.peer(agent.directory.resolve(name))
+            if peer.lost_reason is not None:
+                silence_s = time.monotonic() - peer.last_up
+                round_.error = WorkerLost(name, "a gathering of workers", silence_s, peer.lost_reason)
+                round_.complete.set()
+            else:
+                peer.connect()
 
     def missing(self, key: str) -> list[str]:
         round_ = self._rounds.get(key)

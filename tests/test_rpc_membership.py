@@ -1,0 +1,331 @@
+"""Who is in a job: how it starts, who is refused, who comes later, who leaves, and who takes whose place."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from socket import socket
+
+import pytest
+import rpc_victim_functions as functions
+from leak_guard import LeakGuard
+from rpc_victims import LIMIT_S, UNIT_S, Victims, forkserver_pid, join
+
+from rpcdist import rpc
+from rpcdist.errors import (
+    ConfigError,
+    ConnectFailed,
+    DistNetworkError,
+    DuplicateName,
+    RendezvousError,
+    RpcdistError,
+    UnknownWorker,
+    WorldMismatch,
+)
+
+pytestmark = pytest.mark.multiproc
+
+PROMPT_S = 3 * UNIT_S
+
+
+@pytest.fixture
+def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        yield victims
+
+
+def free_port() -> int:
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------- who does not fit
+
+Worker = tuple[str, int, int | None]  # name, rank, world size
+MISFITS: dict[str, tuple[list[Worker], type[RpcdistError], list[str]]] = {
+    "duplicate name": (
+        [("a", 0, 2), ("a", 1, 2)],
+        DuplicateName,
+        ["RPC worker name a is not unique", "rank 0", "rank 1", "give every worker its own name"],
+    ),
+    "duplicate rank": (
+        [("a", 0, 3), ("b", 1, 3), ("c", 1, 3)],
+        DuplicateName,
+        ["rank 1 is not unique", "'b'", "'c'", "RANK"],
+    ),
+    "other world size": (
+        [("a", 0, 2), ("b", 1, 3)],
+        WorldMismatch,
+        ["world sizes differ", "world_size=3", "world_size=2", "WORLD_SIZE"],
+    ),
+    "static and dynamic": (
+        [("a", 0, 2), ("b", 1, None)],
+        WorldMismatch,
+        ["mixes statically and dynamically initialized members", "'a'", "'b'"],
+    ),
+}
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_workers_that_do_not_fit_together_are_all_told_why(victims: Victims, case: str) -> None:
+    workers, kind, says = MISFITS[case]
+    url = victims.url()
+    processes = [victims.start(name) for name, _, _ in workers]
+    joining = [process.begin(join, *worker, url) for process, worker in zip(processes, workers, strict=True)]
+    for pending in joining:
+        error = pending.error(RpcdistError)
+        assert isinstance(error, kind)
+        assert all(text in str(error) for text in says), str(error)
+    # Nothing is left of it: the same processes form a world that fits.
+    url = victims.url()
+    joining = [process.begin(join, f"w{rank}", rank, len(processes), url) for rank, process in enumerate(processes)]
+    for pending in joining:
+        pending.result()
+    assert processes[1].run(rpc.rpc_sync, "w0", functions.pid) == processes[0].pid
+
+
+BAD_ARGUMENTS: list[tuple[Worker, type[Exception], str]] = [
+    (("a", 2, 2), ConfigError, "rank 2 is not in a world of 2"),
+    (("a", -1, 2), ConfigError, "rank"),
+    (("", 0, 1), ConfigError, "Worker name must be non-empty"),
+    (("a b", 0, 1), ConfigError, "Worker name must match"),
+    (("a" * 128, 0, 1), ConfigError, "shorter than 128"),
+]
+
+
+def test_bad_arguments_are_refused_at_once(victims: Victims) -> None:
+    process = victims.start("a")
+    for worker, kind, says in BAD_ARGUMENTS:
+        error = process.begin(join, *worker, victims.url()).error(kind, limit_s=10.0)
+        assert says in str(error)
+    process.run(join, "a", 0, 1, victims.url())  # and nothing is left of it
+
+
+def test_who_does_not_come_is_named(victims: Victims) -> None:
+    url = victims.url()
+    processes = {rank: victims.start(f"w{rank}") for rank in (0, 2)}
+    started = time.monotonic()
+    joining = [process.begin(join, process.name, rank, 4, url, rpc_timeout=1.5) for rank, process in processes.items()]
+    for pending in joining:
+        error = pending.error(RendezvousError)
+        assert "these ranks have not come: 1, 3" in str(error) and "MASTER_ADDR" in str(error)
+    assert time.monotonic() - started < 1.5 + 5.0
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env"])
+def test_a_coordinator_that_is_not_there_is_named_after_the_timeout(victims: Victims, scheme: str) -> None:
+    port = free_port()
+    url = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else "env://"
+    environment: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    process = victims.start("b", environment)
+    started = time.monotonic()
+    error = process.begin(join, "b", 1, 2, url, rpc_timeout=1.0).error(RpcdistError)
+    assert 0.9 < time.monotonic() - started < 5.0
+    assert isinstance(error, ConnectFailed | RendezvousError) and f"127.0.0.1:{port}" in str(error)
+
+
+def test_a_coordinator_that_never_publishes_itself(victims: Victims) -> None:
+    error = victims.start("b").begin(join, "b", 1, 2, victims.url(), rpc_timeout=1.0).error(RpcdistError)
+    assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
+
+
+def test_a_port_in_use_is_named(victims: Victims) -> None:
+    with socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        process = victims.start("a")
+        error = process.begin(join, "a", 0, 1, f"tcp://127.0.0.1:{port}").error(DistNetworkError)
+        assert str(port) in str(error) and "in use" in str(error)
+        error = process.begin(join, "a", 0, 1, victims.url(), port=port).error(RpcdistError)
+        assert str(port) in str(error) and "in use" in str(error) and "RpcOptions(port=...)" in str(error)
+    process.run(join, "a", 0, 1, victims.url(), port=port)
+    assert process.run(functions.address) == f"127.0.0.1:{port}"
+
+
+# ---------------------------------------------------------------- how a job starts
+
+MEMBER = """
+    import sys
+    import torch
+    from rpcdist import rpc
+
+    def add(a, b):
+        return a + b
+
+    def run(rank, url, world_size, name=None):
+        options = rpc.RpcOptions(init_method=url)
+        rpc.init_rpc(name or f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
+        me = rpc.get_worker_info()
+        others = [info for info in rpc._get_current_rpc_agent().get_worker_infos() if info.id != me.id]
+        got = [rpc.rpc_sync(info, add, (torch.ones(2), me.id)).sum().item() for info in others]
+        rpc.shutdown()
+        print(f"{me.id}:{len(others)}:{got[0]}", flush=True)
+"""
+
+
+def write(folder: Path, main: str) -> Path:
+    script = folder / "member.py"
+    text = textwrap.dedent(MEMBER) + '\nif __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(main), "    ")
+    script.write_text(text)
+    return script
+
+
+def outputs(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
+    """Runs the commands at the same time; what each printed."""
+    with ExitStack() as stack:
+        processes = [
+            stack.enter_context(
+                subprocess.Popen(command, env={**os.environ, **extra}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+            )
+            for command, extra in zip(commands, environments, strict=True)
+        ]
+        try:
+            ended = [process.communicate(timeout=LIMIT_S) for process in processes]
+        finally:
+            for process in processes:
+                process.kill()
+    for process, (_, errors) in zip(processes, ended, strict=True):
+        assert process.returncode == 0, errors.decode()
+    return [output.decode().strip() for output, _ in ended]
+
+
+def test_started_by_torch_multiprocessing_spawn(tmp_path: Path) -> None:
+    """And a function of `__main__`."""
+    script = write(
+        tmp_path,
+        """
+        import torch.multiprocessing
+        torch.multiprocessing.spawn(run, (sys.argv[1], 2), nprocs=2)
+        """,
+    )
+    (output,) = outputs([[sys.executable, str(script), f"tcp://127.0.0.1:{free_port()}"]], [{}])
+    assert sorted(output.split()) == ["0:1:2.0", "1:1:4.0"]
+
+
+def test_started_by_torchrun(tmp_path: Path) -> None:
+    script = write(tmp_path, "import os\nrun(int(os.environ['RANK']), 'env://', None)\n")
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    (output,) = outputs([command], [{"OMP_NUM_THREADS": "1"}])
+    assert sorted(output.split()) == ["0:1:2.0", "1:1:4.0"]
+
+
+def test_started_by_hand_in_several_shells(tmp_path: Path) -> None:
+    script = write(tmp_path, "run(-1, 'env://', None, 'w' + sys.argv[1])\n")
+    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
+    commands = [[sys.executable, str(script), str(rank)] for rank in range(2)]
+    assert outputs(commands, [{**common, "RANK": str(rank)} for rank in range(2)]) == ["0:1:2.0", "1:1:4.0"]
+
+
+@pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
+def test_every_init_method(victims: Victims, tmp_path: Path, scheme: str) -> None:
+    port = free_port()
+    url = {"tcp": f"tcp://127.0.0.1:{port}", "env": "env://", "file": f"file://{tmp_path}/store"}[scheme]
+    environment: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    processes = [victims.start(f"w{rank}", environment) for rank in range(3)]
+    joining = [process.begin(join, process.name, rank, 3, url) for rank, process in enumerate(processes)]
+    for pending in joining:
+        pending.result()
+    for process in processes:
+        assert [process.run(rpc.rpc_sync, rank, functions.pid) for rank in range(3)] == [p.pid for p in processes]
+    leaving = [process.begin(rpc.shutdown) for process in processes]
+    for pending in leaving:
+        pending.result()
+    assert not (tmp_path / "store").exists()
+
+
+# ---------------------------------------------------------------- who comes and goes
+
+
+def test_workers_come_later_and_leave(victims: Victims) -> None:
+    world = victims.world("a", "b", world_size=None, peer_timeout=UNIT_S)
+    kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "c", functions.pid)
+    assert kind == "UnknownWorker" and "could not find destination c" in text and "a, b" in text
+    world.join("c", 2)
+    assert world["a"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid  # asked for anew
+    assert world["c"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid
+    assert world["b"].run(rpc.rpc_sync, 2, functions.pid) == world["c"].pid  # it has heard of it
+    assert world["b"].run(rpc.rpc_sync, "a", functions.call_from_a_coroutine, ("c",)) == world["c"].pid
+    for name in ("a", "c"):
+        world[name].run(functions.hold_remote, "b", 2)
+    world["c"].run(functions.fork_held_to, "a")
+    for name in ("a", "c"):
+        world[name].run(functions.drop)
+    for name in ("a", "b", "c"):
+        assert world[name].run(functions.wait_until_empty) == ""
+    world.shutdown("c")
+    assert world["a"].run(functions.names_in_the_job) == ["a", "b"]
+    started = time.monotonic()
+    kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "c", functions.pid)
+    assert kind in ("WorkerLost", "UnknownWorker") and "c" in text and time.monotonic() - started < 2 * PROMPT_S
+    world.join("d", 3)
+    world.join("c", 2)  # the name is free again
+    assert world["b"].run(functions.call_until_it_works, "c") == world["c"].pid
+    assert world["d"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid
+    assert world["b"].run(functions.names_in_the_job) == ["a", "b", "c", "d"]
+    world.shutdown()
+
+
+def test_a_name_is_taken_as_long_as_its_worker_lives(victims: Victims) -> None:
+    for size in (None, 2):
+        world = victims.world("a", "b", world_size=size, peer_timeout=UNIT_S)
+        old = world["b"]
+        error = world.begin_join("b", 1).error(RpcdistError)
+        assert isinstance(error, DuplicateName) and "name b is not unique" in str(error)
+        assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == old.pid
+
+
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_dead_worker_is_replaced_while_the_others_go_on(victims: Victims, size: int | None) -> None:
+    world = victims.world("a", "b", "c", world_size=size, peer_timeout=UNIT_S)
+    busy = world["c"].begin(functions.call_all_the_time, "a", 3.0)
+    for _ in range(3):
+        old = world["b"]
+        old.kill()
+        new = world.join("b", 1)
+        assert new.pid != old.pid
+        assert world["a"].run(functions.call_until_it_works, "b") == new.pid
+        assert world["a"].run(rpc.rpc_sync, rpc.WorkerInfo("b", 1), functions.pid) == new.pid
+        assert world["b"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid
+    assert busy.result() > 10  # calls, none of which failed
+    assert world["c"].run(functions.call_until_it_works, "b") == world["b"].pid
+    world.shutdown()
+
+
+def test_a_worker_that_was_replaced_while_it_hung_is_out(victims: Victims) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    old = world["b"]
+    assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == old.pid
+    assert old.run(rpc.rpc_sync, "a", functions.pid) == world["a"].pid
+    old.stop()
+    new = world.join("b", 1)
+    for name in ("a", "c"):
+        assert world[name].run(functions.call_until_it_works, "b") == new.pid
+    old.resume()
+    kind, text, waited_s = old.run(functions.first_error, rpc.rpc_sync, "a", functions.pid)
+    assert kind == "WorkerLost" and "another process" in text and waited_s < 10.0
+    for name in ("a", "c"):
+        assert world[name].run(rpc.rpc_sync, "b", functions.pid) == new.pid
+    old.run(rpc.shutdown, graceful=False)
+    world.shutdown()
+
+
+def test_unknown_workers(victims: Victims) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    for to in ("nobody", 7, rpc.WorkerInfo("nobody", 7)):
+        error = world["a"].begin(rpc.rpc_sync, to, functions.pid).error(UnknownWorker)
+        assert "name:a,rank:0 could not find destination" in str(error) and "a, b" in str(error)
+        assert world["a"].run(functions.call_unknown_from_a_coroutine, to) == "UnknownWorker"
+    for wrong in (None, 1.5, True):
+        error = world["a"].begin(rpc.rpc_sync, wrong, functions.pid).error(TypeError)
+        assert "WorkerInfo" in str(error)
+    assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid
