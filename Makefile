@@ -40,7 +40,7 @@ bench: $(READY)  ## compares with torch RPC; wants a quiet machine
 	$(BIN)/python benchmarks/rpc.py
 
 conformance: $(READY)  ## torch's own tests against rpcdist
-	$(BIN)/python tests/conformance/run_conformance.py
+	$(BIN)/python tests/conformance/run_conformance.py --write
 
 stress: $(READY)
 	$(BIN)/pytest -m stress

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
 
 RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=30)  # torch's default_pg_timeout
+FILE_SUFFIX: Final = ".rpcdist"
 RETRY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
@@ -207,7 +208,8 @@ def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iter
     if not parts.path:
         raise _error("file", "path missing")
     rank, world_size = _rank_and_size("file", _query(parts))
-    store = FileStore(parts.path, world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
+    # A name of its own: torch's process groups may be given the same URL, and their file has another format.
+    store = FileStore(parts.path + FILE_SUFFIX, world_size, DEFAULT_TIMEOUT if timeout is None else timeout)
     yield store, rank, world_size
     raise _once("file")
 

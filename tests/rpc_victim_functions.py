@@ -1,4 +1,4 @@
-"""What victims are told to do, and what they do to each other. Driver and victims import this module by the same name."""
+"""What victims are told to do, and what they do to each other. All processes import this module by the same name."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -39,7 +40,7 @@ def pid() -> int:
 
 def address() -> str:
     """Where this worker listens."""
-    found: str = rpc._get_current_rpc_agent().node.address
+    found: str = rpc.api._get_current_rpc_agent().node.address
     return found
 
 
@@ -50,7 +51,7 @@ def announce_and_wait(path: str) -> None:
 
 
 async def announce_and_wait_async(path: str) -> None:
-    Path(path).touch()
+    Path(path).touch()  # noqa: ASYNC240  (a file is how the test hears of it)
     await asyncio.sleep(LIMIT_S)
 
 
@@ -62,7 +63,7 @@ def stream_and_wait(path: str) -> Iterator[int]:
 
 async def stream_and_wait_async(path: str) -> AsyncIterator[int]:
     yield 1
-    Path(path).touch()
+    Path(path).touch()  # noqa: ASYNC240
     await asyncio.sleep(LIMIT_S)
 
 
@@ -166,7 +167,8 @@ def hold_remote(owner: str, count: int = 1) -> None:
     made = [rpc.remote(owner, make, (number,)) for number in range(count)]
     for rref in made:
         rref._get_future().wait()
-        assert rref.confirmed_by_owner()
+        while not rref.confirmed_by_owner():  # set by a callback of that future
+            time.sleep(0.001)
     held.extend(made)
 
 
@@ -191,7 +193,7 @@ def num_calls() -> int:
 
 
 def cancel_all() -> None:
-    rpc._get_current_rpc_agent().caller.interrupt()
+    rpc.api._get_current_rpc_agent().caller.interrupt()
 
 
 def is_empty() -> bool:
@@ -291,8 +293,8 @@ def use_held_by_proxy() -> Any:
 
 
 def use_held_while_the_connection_breaks() -> None:
-    future = rpc._get_current_rpc_agent().rrefs.fetch(held[0]._handle.state, LIMIT_S)
-    for peer in list(rpc._get_current_rpc_agent().connections._peers.values()):
+    future = rpc.api._get_current_rpc_agent().rrefs.fetch(held[0]._handle.state, LIMIT_S)
+    for peer in list(rpc.api._get_current_rpc_agent().connections._peers.values()):
         if peer.session is not None:
             peer.session.close("broken by the test")
     assert future.wait() == held[0].to_here() == 0
@@ -429,7 +431,7 @@ def call_unknown_from_a_coroutine(to: Any) -> str:
 
 
 def names_in_the_job() -> list[str]:
-    return sorted(info.name for info in rpc._get_current_rpc_agent().get_worker_infos())
+    return sorted(info.name for info in rpc.api._get_current_rpc_agent().get_worker_infos())
 
 
 def call_all_the_time(to: str, limit_s: float) -> int:
@@ -441,13 +443,67 @@ def call_all_the_time(to: str, limit_s: float) -> int:
     return calls
 
 
-def first_error(function: Any, *args: Any) -> tuple[str, str, float]:
-    """As `error_of`, for a call that may work a few times before."""
-    started = time.monotonic()
-    while time.monotonic() < started + 20.0:
+def error_saying(says: str, function: Any, *args: Any) -> str:
+    """Calls it until it fails with that text; the type of the error. It may work before, or fail in other ways."""
+    limit = time.monotonic() + 20.0
+    last = None
+    while time.monotonic() < limit:
         try:
-            function(*args)
+            last = function(*args)
         except RpcdistError as exc:
-            return type(exc).__name__, str(exc), time.monotonic() - started
+            if says in str(exc):
+                return type(exc).__name__
+            last = exc
         time.sleep(0.02)
-    raise AssertionError("no error")
+    raise AssertionError(f"the last outcome was {last!r}")
+
+
+# ---------------------------------------------------------------- the end
+
+
+def left_behind() -> list[str]:
+    """What RPC has left in this process after its shutdown."""
+    limit = time.monotonic() + 5.0
+    while True:
+        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist")]
+        listening = _listening_sockets()
+        if not threads and not listening:
+            return []
+        if time.monotonic() > limit:
+            return [*threads, *listening]
+        time.sleep(0.01)
+
+
+def _listening_sockets() -> list[str]:
+    found = []
+    for connection in psutil.Process().net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN:
+            found.append(str(connection.laddr))
+    return found
+
+
+def _sleep_and_touch(seconds: float, path: str) -> None:
+    time.sleep(seconds)
+    Path(path).touch()
+
+
+def _pass_on(to: str, seconds: float, path: str) -> None:
+    held.append(rpc.rpc_async(to, _sleep_and_touch, (seconds, path)))
+
+
+def start_slow_chain(first: str, second: str, seconds: float, path: str) -> None:
+    """A call that starts another one, which nobody waits for."""
+    rpc.rpc_async(first, _pass_on, (second, seconds, path))
+
+
+def start_call(to: str, path: str) -> None:
+    held.append(rpc.rpc_async(to, announce_and_wait, (path,)))
+
+
+def start_coroutine_call(to: str, path: str) -> None:
+    held.append(rpc.rpc_async(to, announce_and_wait_async, (path,)))
+
+
+def end_of_started_call() -> tuple[str, str]:
+    error = held[0].exception(10.0)
+    return type(error).__name__, str(error)

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 import rpc_functions
+import rpc_stream_functions
 import torch
 from rpc_cluster import Cluster
 
@@ -30,6 +31,7 @@ from rpcdist.errors import (
 
 pytestmark = pytest.mark.multiproc
 
+stream_side: Any = rpc_stream_functions
 remote_side: Any = rpc_functions  # a call of a coroutine function returns what it returns, not a coroutine
 
 LIMIT_S = 30.0
@@ -349,7 +351,7 @@ async def test_blocking_calls_are_refused_on_a_loop(cluster: Cluster) -> None:
     future = rpc.rpc_async("worker1", remote_side.add_async, (1, 2))
     assert await future == 3
     with pytest.raises(BlockingInLoop):
-        rpc.rpc_stream("worker1", remote_side.count_up, (3,))
+        rpc.rpc_stream("worker1", stream_side.count_up, (3,))
 
 
 @pytest.mark.parametrize("name", ["worker1", "worker0"])

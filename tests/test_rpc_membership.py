@@ -94,7 +94,7 @@ def test_workers_that_do_not_fit_together_are_all_told_why(victims: Victims, cas
 
 
 BAD_ARGUMENTS: list[tuple[Worker, type[Exception], str]] = [
-    (("a", 2, 2), ConfigError, "rank 2 is not in a world of 2"),
+    (("a", 2, 2), ConfigError, "rank 2 is not from 0 to 1, though the world size is 2"),
     (("a", -1, 2), ConfigError, "rank"),
     (("", 0, 1), ConfigError, "Worker name must be non-empty"),
     (("a b", 0, 1), ConfigError, "Worker name must match"),
@@ -287,6 +287,8 @@ def test_a_name_is_taken_as_long_as_its_worker_lives(victims: Victims) -> None:
 @pytest.mark.parametrize("size", [None, 3])
 def test_a_dead_worker_is_replaced_while_the_others_go_on(victims: Victims, size: int | None) -> None:
     world = victims.world("a", "b", "c", world_size=size, peer_timeout=UNIT_S)
+    gathered = [worker.begin(rpc.api._all_gather, worker.name) for worker in world]  # the newcomers know nothing of it
+    assert [pending.result() for pending in gathered] == [{"a": "a", "b": "b", "c": "c"}] * 3
     busy = world["c"].begin(functions.call_all_the_time, "a", 3.0)
     for _ in range(3):
         old = world["b"]
@@ -297,6 +299,8 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(victims: Victims, size
         assert world["a"].run(rpc.rpc_sync, rpc.WorkerInfo("b", 1), functions.pid) == new.pid
         assert world["b"].run(rpc.rpc_sync, "c", functions.pid) == world["c"].pid
     assert busy.result() > 10  # calls, none of which failed
+    gathered = [worker.begin(rpc.api._all_gather, worker.name) for worker in world]
+    assert [pending.result() for pending in gathered] == [{"a": "a", "b": "b", "c": "c"}] * 3
     assert world["c"].run(functions.call_until_it_works, "b") == world["b"].pid
     world.shutdown()
 
@@ -311,8 +315,8 @@ def test_a_worker_that_was_replaced_while_it_hung_is_out(victims: Victims) -> No
     for name in ("a", "c"):
         assert world[name].run(functions.call_until_it_works, "b") == new.pid
     old.resume()
-    kind, text, waited_s = old.run(functions.first_error, rpc.rpc_sync, "a", functions.pid)
-    assert kind == "WorkerLost" and "another process" in text and waited_s < 10.0
+    says = "another process took its place; this one is out of the job"
+    assert old.run(functions.error_saying, says, rpc.rpc_sync, "a", functions.pid) == "WorkerLost"
     for name in ("a", "c"):
         assert world[name].run(rpc.rpc_sync, "b", functions.pid) == new.pid
     old.run(rpc.shutdown, graceful=False)
@@ -326,6 +330,6 @@ def test_unknown_workers(victims: Victims) -> None:
         assert "name:a,rank:0 could not find destination" in str(error) and "a, b" in str(error)
         assert world["a"].run(functions.call_unknown_from_a_coroutine, to) == "UnknownWorker"
     for wrong in (None, 1.5, True):
-        error = world["a"].begin(rpc.rpc_sync, wrong, functions.pid).error(TypeError)
+        error = world["a"].begin(rpc.rpc_sync, wrong, functions.pid).error(ConfigError)
         assert "WorkerInfo" in str(error)
     assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == world["b"].pid

@@ -96,7 +96,9 @@ __all__ = [
     "wait_any",
 ]
 
-_init_counter = 0
+# How often this process has called `init_rpc` at each place. The workers of a job agree about it, and use it to keep a
+# second start at one place apart from the first.
+_init_counter: dict[str, int] = {}
 _init_counter_lock = threading.Lock()
 
 
@@ -141,13 +143,12 @@ def init_rpc(
     if not rpc_backend_options.init_method:
         rpc_backend_options.init_method = constants.DEFAULT_INIT_METHOD
 
-    global _init_counter
     url, timeout_s = rpc_backend_options.init_method, rpc_backend_options.rpc_timeout
     found = open_rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout_s) if timeout_s else None)
     store, rank, found_size = next(found)
     with _init_counter_lock:
-        prefix = f"rpc_prefix_{_init_counter}"
-        _init_counter += 1
+        count = _init_counter[url] = _init_counter.get(url, -1) + 1
+        prefix = f"rpc_prefix_{count}"
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None

@@ -106,7 +106,7 @@ class Agent:
         self.user_loop.start()
         self._restore_torch = replace_torch_functions()
         self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
-        self.node.handle_role(ROLE, self.connections)
+        self.node.handle_role(ROLE, self.connections, self.connections.refusal)
         self.node.io.call_soon(self._tick)
 
     # ------------------------------------------------------------ what the references need (`RRefHost`)
@@ -208,6 +208,8 @@ class Agent:
         if call is None:  # it timed out or was cancelled here
             if isinstance(payload, Arrived):
                 payload.discard()
+            elif reply.stream:
+                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
             return
         if reply.stream:
             timeout_s = None if call.timeout_s == float("inf") else call.timeout_s
@@ -304,7 +306,7 @@ class Agent:
     def get_worker_infos(self) -> list[WorkerInfo]:
         if self.world_size is None:
             self.directory.refresh()
-        return self.directory.infos()
+        return self.directory.infos(present=self.world_size is None)
 
     def get_metrics(self) -> dict[str, str]:
         return self.get_debug_info()

@@ -122,6 +122,15 @@ class Connections:
             self._agent.rrefs.on_message(peer.id, peer.incarnation, message.rref)
         return inbox.applied
 
+    def refusal(self, identity: Identity) -> str | None:
+        """Why a worker may not connect, or None."""
+        if not self._agent.directory.was_replaced(identity):
+            return None
+        return (
+            f"worker {identity.name!r} was given up while it did not answer, and {REPLACED}; this one is out of the job "
+            "and can only end: rpc.shutdown(graceful=False)"
+        )
+
     def on_opened(self, session: Session) -> None:
         """A worker connected to us."""
         self._sessions.add(session)
@@ -130,7 +139,14 @@ class Connections:
         if peer is not None and peer.identity == session.peer:
             peer.revive()  # it lives after all
         if self._agent.directory.is_news(session.peer):
-            self._agent.node.io.spawn(self._learn(), "rpcdist learn who connected")
+            self.learn_soon()
+
+    def learn_soon(self) -> None:
+        """Asks the coordinator who is there; any thread."""
+        self._agent.node.io.call_soon(self._spawn_learn)
+
+    def _spawn_learn(self) -> None:
+        self._agent.node.io.spawn(self._learn(), "rpcdist learn who is there")
 
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         """Sends a control message reliably; any thread, never blocks."""
@@ -166,6 +182,9 @@ class Connections:
         peer = self._peers.get(identity.id)
         if peer is not None and peer.identity == identity:
             peer.declare_lost(REPLACED)
+        for session in list(self._sessions):
+            if session.peer == identity:
+                session.close(REPLACED)
         lost = WorkerLost(identity.name, "a connection", 0.0, REPLACED)
         self._agent.rrefs.worker_lost(identity.id, lost, identity.incarnation)
 
@@ -178,7 +197,6 @@ class Connections:
 
     def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
         """Our connection to a worker ended: what was sent on it will not be answered."""
-
         self._leases.seen(peer.identity)
         for call in self._agent.caller.calls:
             if call.session is session:

@@ -7,7 +7,7 @@ that dies ends the gathering for everybody, with its name.
 from __future__ import annotations
 
 import asyncio
-import threading
+import itertools
 import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._peer import PeerState
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -31,98 +32,134 @@ class _Round:
     def __init__(self, names: frozenset[str]) -> None:
         self.names = names
         self.objects: dict[str, Any] = {}
-        self.complete = asyncio.Event()
+        self.came: set[str] = set()  # also those who have given up
+        self.ended = asyncio.Event()
         self.error: BaseException | None = None
-        self.waiters = 0
+
+    @property
+    def is_complete(self) -> bool:
+        return self.objects.keys() == self.names
 
     def missing(self) -> list[str]:
-        return sorted(self.names - set(self.objects))
+        return sorted(self.names - self.came)
+
+    def fail(self, error: BaseException) -> None:
+        self.error = error
+        self.ended.set()
 
 
 class Leader:
-    """The rounds that one worker leads. One per agent; lives on the user loop."""
+    """The rounds that one worker leads. One per agent; lives on the user loop.
+
+    Rounds have no numbers: a contribution goes to the oldest open round of its names in which its worker does not take
+    part. So a worker that gave up may try again, and a replacement, which knows nothing of earlier rounds, fits in.
+    """
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._rounds: dict[str, _Round] = {}
+        self._rounds: dict[frozenset[str], list[_Round]] = {}
+        self._last_missing: dict[frozenset[str], list[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
         agent.connections.loss_listeners.append(self._on_lost)
+
+    def __repr__(self) -> str:
+        return f"<Leader {self._agent.worker_name} [{sum(map(len, self._rounds.values()))} rounds]>"
 
     def _on_lost(self, identity: Identity, exc: WorkerLost) -> None:  # on the I/O loop
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._fail_rounds, identity.name, exc)
 
     def _fail_rounds(self, name: str, exc: WorkerLost) -> None:
-        for round_ in self._rounds.values():
-            if name in round_.names and name not in round_.objects:
-                round_.error = exc
-                round_.complete.set()
+        for rounds in self._rounds.values():
+            for round_ in rounds:
+                if name in round_.names and name not in round_.objects:
+                    round_.fail(exc)
 
-    async def contribute(self, key: str, names: frozenset[str], name: str, obj: Any) -> dict[str, Any]:
+    async def contribute(self, names: frozenset[str], name: str, obj: Any) -> dict[str, Any]:
+        """Adds the object of one worker, and returns all when all are there.
+
+        Cancellation (the worker's deadline is over, or it is gone) takes the object out again.
+        """
         self._loop = asyncio.get_running_loop()
-        round_ = self._rounds.get(key)
-        if round_ is None:
-            round_ = self._rounds[key] = _Round(names)
-            self._watch(round_)
-        round_.objects[name] = obj
-        round_.waiters += 1
+        round_ = self._join(names, name, obj)
         try:
-            if not round_.missing():
-                round_.complete.set()
-            await round_.complete.wait()  # ends with the deadline of this call, too: that cancels the coroutine
-        finally:
-            round_.waiters -= 1
-            if not round_.waiters:
-                self._rounds.pop(key, None)
+            if round_.is_complete:
+                self._end(round_)
+            await round_.ended.wait()
+        except asyncio.CancelledError:
+            if not round_.ended.is_set():
+                self._withdraw(round_, name)
+            raise
         if round_.error is not None:
+            self._end(round_)
             raise round_.error
         return round_.objects
+
+    def _join(self, names: frozenset[str], name: str, obj: Any) -> _Round:
+        rounds = self._rounds.setdefault(names, [])
+        round_ = next((open_ for open_ in rounds if name not in open_.objects and not open_.ended.is_set()), None)
+        if round_ is None:
+            round_ = _Round(names)
+            rounds.append(round_)
+            self._watch(round_)
+        round_.objects[name] = obj
+        round_.came.add(name)
+        return round_
+
+    def _withdraw(self, round_: _Round, name: str) -> None:
+        round_.objects.pop(name, None)
+        self._last_missing[round_.names] = round_.missing()  # whoever gave up asks for it next
+        if not round_.objects:
+            self._end(round_)
+
+    def _end(self, round_: _Round) -> None:
+        round_.ended.set()
+        rounds = self._rounds.get(round_.names, [])
+        if round_ in rounds:
+            rounds.remove(round_)
+        if not rounds:
+            self._rounds.pop(round_.names, None)
 
     def _watch(self, round_: _Round) -> None:
         """Connects to the participants, so that the death of one that never calls is noticed."""
         agent = self._agent
         for name in round_.names - {agent.worker_name}:
             peer = agent.connections.peer(agent.directory.resolve(name))
-            if peer.lost_reason is not None:
+            if peer.state is PeerState.LOST:
                 silence_s = time.monotonic() - peer.last_up
-                round_.error = WorkerLost(name, "a gathering of workers", silence_s, peer.lost_reason)
-                round_.complete.set()
+                round_.fail(WorkerLost(name, "a gathering of workers", silence_s, peer.lost_reason or "unknown"))
             else:
                 peer.connect()
 
-    def missing(self, key: str) -> list[str]:
-        round_ = self._rounds.get(key)
-        return round_.missing() if round_ is not None else []
+    def missing(self, names: frozenset[str]) -> list[str]:
+        """Who has not come to the round of these workers that is open, or was given up last."""
+        rounds = self._rounds.get(names)
+        return rounds[0].missing() if rounds else self._last_missing.get(names, [])
 
 
-async def _contribute(key: str, names: list[str], name: str, obj: Any) -> dict[str, Any]:
+async def _contribute(names: list[str], name: str, obj: Any) -> dict[str, Any]:
     """Runs at the leader."""
-    return await current_agent().leader.contribute(key, frozenset(names), name, obj)
+    return await current_agent().leader.contribute(frozenset(names), name, obj)
 
 
-async def _missing(key: str) -> list[str]:
+async def _missing(names: list[str]) -> list[str]:
     """Runs at the leader."""
-    return current_agent().leader.missing(key)
+    return current_agent().leader.missing(frozenset(names))
 
 
 class Gatherings:
-    """The rounds in which one worker takes part: their numbers, by the set of participants."""
+    """How many of this worker's calls were made for gatherings: they are no work that others wait for."""
 
     def __init__(self) -> None:
-        self._numbers: dict[str, int] = {}
-        self._lock = threading.Lock()
+        self._counter = itertools.count(1)
         self.num_calls = 0
 
     def __repr__(self) -> str:
-        return f"<Gatherings {self._numbers}>"
+        return f"<Gatherings [{self.num_calls} calls]>"
 
-    def next_key(self, names: list[str]) -> str:
-        """A name for the next round of these workers; the same on all of them, since they call in the same order."""
-        base = ",".join(names)
-        with self._lock:
-            self.num_calls += 1
-            number = self._numbers[base] = self._numbers.get(base, -1) + 1
-        return f"{number}/{base}"
+    def count(self) -> None:
+        """Any thread."""
+        self.num_calls = next(self._counter)
 
 
 def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: float) -> dict[str, Any]:
@@ -147,23 +184,23 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
         raise ConfigError(
             f"worker {agent.worker_name!r} is not expected in a gathering of {chosen}; add it to the names"
         )
-    key = agent.gatherings.next_key(chosen)
     leader = chosen[0]
     limit = 0 if timeout_s == float("inf") else timeout_s
+    agent.gatherings.count()
     try:
-        result = agent.caller.sync(leader, _contribute, (key, chosen, agent.worker_name, obj), None, limit)
+        result = agent.caller.sync(leader, _contribute, (chosen, agent.worker_name, obj), None, limit)
     except DeadlineExceeded as exc:
-        who = _who_is_missing(agent, leader, key)
+        who = _who_is_missing(agent, leader, chosen)
         if leader != agent.worker_name:
             raise DeadlineExceeded(f"{exc}. {who}") from exc
         raise DeadlineExceeded(f"{leader} timed out in _all_gather after {timeout_s:.2f} seconds. {who}") from exc
     return {name: result[name] for name in chosen}
 
 
-def _who_is_missing(agent: Agent, leader: str, key: str) -> str:
-    agent.gatherings.num_calls += 1
+def _who_is_missing(agent: Agent, leader: str, names: list[str]) -> str:
+    agent.gatherings.count()
     try:
-        missing = agent.caller.sync(leader, _missing, (key,), None, 2.0)
+        missing = agent.caller.sync(leader, _missing, (names,), None, 2.0)
     except RpcdistError as exc:
         return f"The leader {leader!r} did not say who is missing: {exc}"
     return f"These workers did not arrive at {leader!r} in time: {missing}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Iterable
 from typing import NamedTuple
@@ -51,7 +52,10 @@ class Directory:
         self._lock = threading.Lock()
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, int] = {}
+        self._present: frozenset[int] = frozenset()
+        self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
         self.on_replaced: Callable[[Identity], None] | None = None
+        self.refresh_soon: Callable[[], None] | None = None
         self.update(members)
 
     def __repr__(self) -> str:
@@ -60,11 +64,14 @@ class Directory:
     def update(self, members: Iterable[Member]) -> None:
         """Takes over what the coordinator says; workers that left stay known, so that errors can name them."""
         replaced = []
+        members = list(members)
         with self._lock:
+            self._present = frozenset(member.identity.id for member in members)
             for member in members:
                 old = self._by_id.get(member.identity.id)
                 if old is not None and old.identity != member.identity:
                     replaced.append(old.identity)
+                    self._replaced.add(old.identity)
                     self._by_name.pop(old.identity.name, None)
                 self._by_id[member.identity.id] = member
                 self._by_name[member.identity.name] = member.identity.id
@@ -81,8 +88,15 @@ class Directory:
         known = self._by_id.get(identity.id)
         return known is None or known.identity != identity
 
+    def was_replaced(self, identity: Identity) -> bool:
+        """Whether another process has taken the place of this one, which may not know it yet."""
+        return identity in self._replaced
+
     def resolve(self, to: object) -> int:
         """The id of a destination: a name, a rank, or a `WorkerInfo`.
+
+        Asks the coordinator about a name that is unknown here, and waits; on an event loop's thread, which must not be
+        held up, it asks for the next time.
 
         Raises:
             UnknownWorker: nobody of that name or rank is in the job.
@@ -90,7 +104,10 @@ class Directory:
         """
         worker_id = self._find(to)
         if worker_id is None and self.elastic:
-            self.refresh()
+            if asyncio._get_running_loop() is None:
+                self.refresh()
+            elif self.refresh_soon is not None:
+                self.refresh_soon()
             worker_id = self._find(to)
         if worker_id is None:
             wanted = f"{to}" if not isinstance(to, WorkerInfo) else to.name
@@ -127,10 +144,11 @@ class Directory:
     def names(self) -> list[str]:
         return sorted(self._by_name)
 
-    def infos(self) -> list[WorkerInfo]:
-        """All members, by id."""
+    def infos(self, present: bool = False) -> list[WorkerInfo]:
+        """All members, by id; those who have left or died only without `present`."""
         with self._lock:
-            return [WorkerInfo(m.identity.name, m.identity.id) for _, m in sorted(self._by_id.items())]
+            members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
+        return [WorkerInfo(member.identity.name, member.identity.id) for member in members]
 
     def device_map(self, to: int) -> MapDevice | None:
         """Where tensors of other devices than the CPU go at a worker; None without a map for it."""

@@ -209,6 +209,7 @@ class Peer:
                 return
             self._link = link
             self.state = PeerState.UP
+            self.lost_reason = None
             session = link.session
             for message in self._control.to_resend():
                 session.send(message)

@@ -93,6 +93,7 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     _check_device_maps(me, directory, options)
     agent = Agent(node, directory, options, world_size)
     directory.on_replaced = agent.connections.on_replaced
+    directory.refresh_soon = agent.connections.learn_soon
     agent.membership = membership
     agent.store = getattr(store, "underlying_store", store)  # a prefix store closes nothing
     agent.interrupts = InterruptWatch(node, agent.caller.interrupt)

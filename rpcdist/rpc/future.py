@@ -204,6 +204,8 @@ class Future(torch.futures.Future[T]):
             except asyncio.CancelledError:
                 self._forget(wake)
                 self.is_quiet = True
+                if self._failure is not None:
+                    self._failure.seen = True
                 self.cancel()
                 raise
         return self._outcome()

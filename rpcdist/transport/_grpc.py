@@ -45,14 +45,19 @@ SERVER_OPTIONS = [
 
 def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
     """Ours for grpc's."""
-    code = exc.code()
-    details = exc.details() or code.name
+    return _error_for(exc.code(), exc.details() or "", address)
+
+
+def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistError:
+    details = details or code.name
     if code is grpc.StatusCode.UNAUTHENTICATED:
         return AuthenticationFailed(details)
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"no answer from {address} in time")
     if code is grpc.StatusCode.UNAVAILABLE:
         return ConnectFailed(address, details)
+    if code is grpc.StatusCode.ABORTED:
+        return TransportError(f"{address} closed the connection: {details}")
     if code is grpc.StatusCode.CANCELLED:
         return TransportError(f"the connection with {address} was closed")
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT):
@@ -109,10 +114,8 @@ class ClientStream:
 
     async def _raise_status(self) -> None:
         code = await self._call.code()
-        if code is grpc.StatusCode.UNAUTHENTICATED:
-            raise AuthenticationFailed(await self._call.details())
         if code is not grpc.StatusCode.OK:
-            raise TransportError(f"{code.name}: {await self._call.details()}")
+            raise _error_for(code, await self._call.details() or "", self._address)
 
     async def write(self, data: bytes) -> None:
         try:
@@ -120,6 +123,9 @@ class ClientStream:
         except asyncio.CancelledError:
             self._raise_if_aborted()
             raise
+        except asyncio.InvalidStateError as exc:
+            await self._raise_status()  # the call has ended, and its status says why
+            raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
             raise _stream_error(exc, self._address, self._stands) from exc
 
@@ -173,6 +179,11 @@ class ServerStream:
             self._aborted = reason
             if self._task is not None and self._task is not asyncio.current_task():
                 self._task.cancel(reason)
+
+    async def end(self) -> None:
+        """Tells the peer why this end aborted the stream; the handler's last deed."""
+        if self._aborted is not None and not self._context.done():
+            await self._context.abort(grpc.StatusCode.ABORTED, self._aborted)
 
 
 async def refuse(context: Any, reason: str) -> None:

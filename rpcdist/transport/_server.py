@@ -237,3 +237,4 @@ class Server(grpc.GenericRpcHandler):
             del self._proven[keys.session_id]
             self._node.sessions.discard(session)
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)
+        await stream.end()

@@ -1,0 +1,376 @@
+"""Frames, pieces and turns on the wire, as tables: pure functions and bookkeeping, no I/O."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._frames import (
+    MAX_ENVELOPE_BYTES,
+    MAX_FRAME_BYTES,
+    PIECE_BYTES,
+    Piece,
+    frame,
+    parse,
+    piece_envelope,
+    unframe,
+    varint,
+)
+from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
+from rpcdist.transport._outgoing import Outgoing
+
+MIB = 1 << 20
+
+
+class Bytes:
+    """A large buffer of the sender."""
+
+    def __init__(self, data: bytes) -> None:
+        self.view = memoryview(data)
+
+
+def call(id: int, body: bytes = b"") -> rpc_pb2.Message:
+    message = rpc_pb2.Message()
+    message.call.id = id
+    message.call.function_pickle = body
+    return message
+
+
+def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Message:
+    return rpc_pb2.Message(transfer=transfer, large=sizes, wrapped=wrapped)
+
+
+def piece(transfer: int, buffer: int, offset: int, data: bytes) -> Piece:
+    return Piece(transfer, buffer, offset, memoryview(data))
+
+
+# ---------------------------------------------------------------- frames
+
+
+@pytest.mark.parametrize("value", [0, 1, 127, 128, 300, 2**14 - 1, 2**14, 2**32, 2**63])
+def test_varint_is_protobufs(value: int) -> None:
+    # Field 1 of Call is a uint64: what follows its tag is the varint.
+    assert rpc_pb2.Call(id=value).SerializeToString() == (b"\x08" + varint(value) if value else b"")
+
+
+def test_joined_frames_are_an_envelope() -> None:
+    messages = [call(number, b"x" * size) for number, size in enumerate([0, 1, 100, 200, 20_000])]
+    envelope = parse(b"".join(map(frame, messages)))
+    assert isinstance(envelope, rpc_pb2.Envelope)
+    assert list(envelope.messages) == messages
+    assert [unframe(frame(message)) for message in messages] == messages
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=300))
+def test_pieces_are_ordinary_protobuf_and_come_back(transfer: int, buffer: int, offset: int, data: bytes) -> None:
+    encoded = piece_envelope(transfer, buffer, offset, memoryview(data))
+    expected = rpc_pb2.Piece(transfer=transfer, buffer=buffer, offset=offset, data=data)
+    assert rpc_pb2.Envelope.FromString(encoded).piece == expected
+    parsed = parse(encoded)
+    assert isinstance(parsed, Piece) and parsed == Piece(transfer, buffer, offset, memoryview(data))
+    # Another implementation leaves zeros out; it must be understood as well.
+    assert parse(rpc_pb2.Envelope(piece=expected).SerializeToString()) == parsed
+
+
+@given(st.binary(max_size=200))
+def test_random_bytes_are_an_envelope_a_piece_or_a_violation(data: bytes) -> None:
+    for candidate in (data, b"\x7a" + data, b"\x0a" + data):
+        try:
+            parsed = parse(candidate)
+        except ProtocolViolation as exc:
+            assert f"{len(candidate)} bytes" in str(exc)
+        else:
+            assert isinstance(parsed, Piece | rpc_pb2.Envelope)
+
+
+# ---------------------------------------------------------------- incoming
+
+
+def test_a_message_without_buffers_is_delivered_at_once() -> None:
+    assert Incoming().announce(call(1)) == (call(1), [])
+
+
+def test_a_message_is_delivered_with_its_last_byte_and_once() -> None:
+    incoming = Incoming()
+    message = announced(5, 4, 0, 3)
+    assert incoming.announce(message) is None
+    assert incoming.piece(piece(5, 2, 0, b"ab")) is None
+    assert incoming.piece(piece(5, 0, 0, b"1234")) is None
+    delivery = incoming.piece(piece(5, 2, 2, b"c"))
+    assert delivery is not None
+    assert delivery[0] == message and [bytes(buffer.view) for buffer in delivery[1]] == [b"1234", b"", b"abc"]
+    assert incoming.piece(piece(5, 2, 2, b"c")) is None
+    assert "0 transfers" in repr(incoming)
+
+
+def test_a_message_with_empty_buffers_waits_for_nothing() -> None:
+    delivery = Incoming().announce(announced(1, 0, 0))
+    assert delivery is not None and len(delivery[1]) == 2
+
+
+def test_transfers_do_not_mix() -> None:
+    incoming = Incoming()
+    for number in (1, 2):
+        incoming.announce(announced(number, 4))
+    assert incoming.piece(piece(1, 0, 0, b"aa")) is None
+    assert incoming.piece(piece(2, 0, 0, b"bbb")) is None
+    first, second = incoming.piece(piece(1, 0, 2, b"aa")), incoming.piece(piece(2, 0, 3, b"b"))
+    assert first is not None and second is not None
+    assert [bytes(delivery[1][0].view) for delivery in (first, second)] == [b"aaaa", b"bbbb"]
+
+
+VIOLATIONS: list[tuple[str, list[Any], str]] = [
+    ("announced twice", [announced(1, 5), announced(1, 5)], "announced twice"),
+    ("announced as number 0", [announced(0, 5)], "announced twice"),
+    ("out of order", [announced(1, 5), piece(1, 0, 2, b"xx")], "expected at 0"),
+    ("repeated", [announced(1, 5), piece(1, 0, 0, b"xx"), piece(1, 0, 0, b"xx")], "expected at 2"),
+    ("larger than announced", [announced(1, 5), piece(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
+    ("larger in the end", [announced(1, 5), piece(1, 0, 0, b"xxx"), piece(1, 0, 3, b"xxx")], "5 announced bytes"),
+    ("another buffer", [announced(1, 5), piece(1, 1, 0, b"x")], "buffer 1 of 1"),
+    ("more than there is memory", [announced(1, 2**62)], "no memory"),
+    ("more than a number holds", [announced(1, 2**64 - 1)], "no memory"),
+    ("wrapped nonsense", [announced(1, 2, wrapped=True), piece(1, 0, 0, b"\xff\xff")], "wrapped"),
+]
+
+
+@pytest.mark.parametrize(("steps", "text"), [case[1:] for case in VIOLATIONS], ids=[case[0] for case in VIOLATIONS])
+def test_what_a_peer_must_not_send(steps: list[Any], text: str) -> None:
+    incoming = Incoming()
+
+    def apply(step: Any) -> object:
+        return incoming.piece(step) if isinstance(step, Piece) else incoming.announce(step)
+
+    for step in steps[:-1]:
+        assert apply(step) is None
+    with pytest.raises(ProtocolViolation, match=text):
+        apply(steps[-1])
+
+
+def test_an_aborted_transfer_is_forgotten_and_its_late_pieces_are_dropped() -> None:
+    taken: list[int] = []
+
+    def allocate(size_bytes: int) -> ReceiveBuffer:
+        taken.append(size_bytes)
+        return heap_buffer(size_bytes)
+
+    incoming = Incoming(allocate)
+    incoming.announce(announced(1, 5))
+    assert incoming.abort(1) == announced(1, 5)
+    assert incoming.abort(1) is None and incoming.abort(9) is None
+    assert incoming.piece(piece(1, 0, 0, b"xx")) is None
+    assert incoming.announce(announced(1, 2)) is None  # the number is free again
+    assert taken == [5, 2]
+
+
+# ---------------------------------------------------------------- outgoing
+
+
+def written(outgoing: Outgoing) -> list[bytes]:
+    return list(iter(outgoing.next_envelope, None))
+
+
+def shape(envelope: bytes) -> str:
+    """`3,4` for messages of those ids, `7:1@0+5` for a piece of transfer 7, buffer 1."""
+    parsed = parse(envelope)
+    if isinstance(parsed, Piece):
+        return f"{parsed.transfer}:{parsed.buffer}@{parsed.offset // PIECE_BYTES}+{len(parsed.data)}"
+    return ",".join(str(message.call.id) for message in parsed.messages)
+
+
+def receive(envelopes: list[bytes], incoming: Incoming | None = None) -> list[tuple[int, list[bytes]]]:
+    """The ids of what is delivered, with the buffers."""
+    incoming = incoming or Incoming()
+    delivered = []
+    for envelope in envelopes:
+        parsed = parse(envelope)
+        if isinstance(parsed, Piece):
+            deliveries = [incoming.piece(parsed)]
+        else:
+            deliveries = []
+            for message in parsed.messages:
+                if message.HasField("transfer_aborted"):
+                    incoming.abort(message.transfer_aborted.transfer)
+                else:
+                    deliveries.append(incoming.announce(message))
+        delivered += [(item[0].call.id, [bytes(b.view) for b in item[1]]) for item in deliveries if item is not None]
+    assert "0 transfers, 0 B" in repr(incoming)
+    return delivered
+
+
+def test_messages_that_wait_go_together() -> None:
+    outgoing = Outgoing()
+    assert outgoing.next_envelope() is None and not outgoing
+    for number in range(1, 6):
+        outgoing.add(call(number))
+    assert outgoing
+    assert [shape(envelope) for envelope in written(outgoing)] == ["1,2,3,4,5"]
+
+
+def test_small_messages_go_first_and_transfers_take_turns() -> None:
+    outgoing = Outgoing()
+    outgoing.add(call(1), [Bytes(b"a" * (2 * PIECE_BYTES + 3)), Bytes(b"b" * 4)])
+    outgoing.add(call(2), [Bytes(b"c" * (PIECE_BYTES + 1))])
+    outgoing.add(call(3))
+    seen = []
+    while (envelope := outgoing.next_envelope()) is not None:
+        seen.append(shape(envelope))
+        if len(seen) in (2, 3):
+            outgoing.add(call(len(seen) + 2))
+    assert seen == [
+        "1,2,3", f"1:0@0+{PIECE_BYTES}", "4", f"2:0@0+{PIECE_BYTES}", "5",
+        f"1:0@1+{PIECE_BYTES}", "2:0@1+1", "1:0@2+3", "1:1@0+4",
+    ]  # fmt: skip
+
+
+def test_a_stream_of_small_messages_does_not_starve_a_transfer() -> None:
+    outgoing = Outgoing()
+    outgoing.add(call(1), [Bytes(b"a" * 3 * PIECE_BYTES)])
+    kinds = ""
+    for number in range(2, 8):
+        outgoing.add(call(number))
+        envelope = outgoing.next_envelope()
+        assert envelope is not None
+        kinds += "p" if isinstance(parse(envelope), Piece) else "m"
+    assert kinds == "mpmpmp"
+
+
+def test_an_envelope_has_a_limited_size() -> None:
+    outgoing = Outgoing()
+    for number in range(1, 9):
+        outgoing.add(call(number, b"x" * 400_000))
+    envelopes = written(outgoing)
+    assert [shape(envelope) for envelope in envelopes] == ["1,2,3", "4,5,6", "7,8"]
+    assert all(len(envelope) <= MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES for envelope in envelopes)
+
+
+@pytest.mark.parametrize("size", [MAX_FRAME_BYTES - 40, MAX_FRAME_BYTES, MAX_FRAME_BYTES + 1, 5 * MIB + 7])
+def test_a_message_too_big_for_an_envelope_is_wrapped(size: int) -> None:
+    outgoing = Outgoing()
+    body = random.Random(size).randbytes(size)
+    outgoing.add(call(1, body))
+    outgoing.add(call(2, body), [Bytes(b"beside" * MIB), Bytes(b"")])
+    outgoing.add(call(3))
+    envelopes = written(outgoing)
+    assert max(map(len, envelopes)) <= MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES
+    received = dict(receive(envelopes))
+    assert received == {1: [], 2: [b"beside" * MIB, b""], 3: []}
+
+
+def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
+    for envelopes_before in range(4):
+        outgoing, incoming = Outgoing(), Incoming()
+        number = outgoing.add(call(1), [Bytes(b"a" * 3 * PIECE_BYTES)])
+        outgoing.add(call(2), [Bytes(b"b" * 10)])
+        sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
+        assert outgoing.abort(number)
+        outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
+        assert receive([*filter(None, sent), *written(outgoing)], incoming) == [(2, [b"b" * 10])]
+        assert not outgoing.abort(number)
+
+
+def test_an_abort_stops_what_is_wrapped_and_what_follows_it() -> None:
+    for envelopes_before in (0, 2, 4):
+        outgoing = Outgoing()
+        number = outgoing.add(call(1, b"x" * 2 * MIB), [Bytes(b"a" * 2 * PIECE_BYTES)])
+        sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
+        assert outgoing.abort(number)
+        outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
+        assert receive([*filter(None, sent), *written(outgoing)]) == []
+
+
+def test_a_message_that_is_wrapped_can_be_aborted_too() -> None:
+    outgoing = Outgoing()
+    assert outgoing.add(call(1)) == 0
+    number = outgoing.add(call(2, b"x" * 2 * MIB))
+    assert number and outgoing.abort(number)
+    outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
+    assert receive(written(outgoing)) == [(1, [])]
+
+
+def test_an_abort_after_the_last_piece_changes_nothing() -> None:
+    outgoing = Outgoing()
+    number = outgoing.add(call(1), [Bytes(b"abc")])
+    envelopes = written(outgoing)
+    assert not outgoing.abort(number) and not outgoing.abort(77)
+    assert receive(envelopes) == [(1, [b"abc"])]
+
+
+def item(stream: int, index: int, size: int = 0) -> tuple[rpc_pb2.Message, list[Bytes]]:
+    """An item of a stream: its index in the message, `size` bytes beside it."""
+    message = rpc_pb2.Message()
+    message.stream_item.id = stream
+    message.stream_item.value.body = str(index).encode()
+    return message, [Bytes(b"i" * size)] if size else []
+
+
+def stream_parts(envelopes: list[bytes]) -> dict[int, list[str]]:
+    """The parts of each stream in the order of their delivery."""
+    incoming, parts = Incoming(), {}  # type: ignore[var-annotated]
+    for envelope in envelopes:
+        parsed = parse(envelope)
+        arrived = [incoming.piece(parsed)] if isinstance(parsed, Piece) else map(incoming.announce, parsed.messages)
+        for message, _ in filter(None, arrived):
+            if message.HasField("stream_item"):
+                parts.setdefault(message.stream_item.id, []).append(message.stream_item.value.body.decode().strip("x"))
+            elif message.HasField("stream_end"):
+                parts.setdefault(message.stream_end.id, []).append("end")
+    return parts
+
+
+def test_the_parts_of_a_stream_keep_their_order_and_others_pass_them() -> None:
+    outgoing = Outgoing()
+    outgoing.add(*item(9, 0, 2 * PIECE_BYTES))
+    outgoing.add(*item(9, 1))
+    outgoing.add(call(1))
+    outgoing.add(*item(8, 0))
+    outgoing.add(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=9)))
+    first = outgoing.next_envelope()
+    assert first is not None and len(parse(first).messages) == 3  # type: ignore[union-attr]
+    assert "2 messages, 1 transfers" in repr(outgoing)
+    assert stream_parts([first, *written(outgoing)]) == {8: ["0"], 9: ["0", "1", "end"]}
+
+
+def test_a_held_stream_goes_on_when_the_transfer_before_it_is_aborted() -> None:
+    outgoing = Outgoing()
+    number = outgoing.add(*item(9, 0, 3 * PIECE_BYTES))
+    outgoing.add(*item(9, 1))
+    sent = [outgoing.next_envelope(), outgoing.next_envelope()]
+    assert outgoing.abort(number)
+    assert stream_parts([*filter(None, sent), *written(outgoing)]) == {9: ["1"]}
+
+
+@settings(max_examples=40)
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0, 10, PIECE_BYTES + 1, -2 * MIB])), max_size=12))
+def test_streams_arrive_in_order_whatever_the_sizes(items: list[tuple[int, int]]) -> None:
+    outgoing = Outgoing()
+    expected: dict[int, list[str]] = {}
+    envelopes = []
+    for index, (stream, size) in enumerate(items):
+        message, buffers = item(stream, index, max(size, 0))
+        message.stream_item.value.body += b"x" * -min(size, 0)  # too big for an envelope
+        outgoing.add(message, buffers)
+        expected.setdefault(stream, []).append(str(index))
+        if index % 3 == 0:
+            envelopes.append(outgoing.next_envelope())
+    for stream in expected:
+        outgoing.add(rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=stream)))
+        expected[stream].append("end")
+    assert stream_parts([*filter(None, envelopes), *written(outgoing)]) == expected
+    assert not outgoing and "0 messages" in repr(outgoing)
+
+
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3 * PIECE_BYTES), max_size=3)), max_size=6))
+def test_whatever_is_sent_arrives_whole(messages: list[tuple[int, list[int]]]) -> None:
+    outgoing = Outgoing()
+    expected = []
+    for number, (mebibytes, sizes) in enumerate(messages, 1):
+        buffers = [bytes([number]) * size for size in sizes]
+        outgoing.add(call(number, b"x" * (mebibytes * MIB // 2)), list(map(Bytes, buffers)))
+        expected.append((number, buffers))
+    assert sorted(receive(written(outgoing))) == expected

@@ -1,0 +1,171 @@
+"""How workers leave, and what becomes of calls before, during and after that."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import rpc_victim_functions as functions
+from leak_guard import LeakGuard
+from rpc_victims import UNIT_S, Victims, forkserver_pid, join, leave, until
+
+from rpcdist import rpc
+from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+
+pytestmark = pytest.mark.multiproc
+
+PROMPT_S = 3 * UNIT_S
+
+
+@pytest.fixture
+def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        yield victims
+
+
+def test_before_init_and_after_shutdown_calls_say_what_to_do(victims: Victims) -> None:
+    process = victims.start("a")
+    says = "RPC has not been initialized. Call rpcdist.rpc.init_rpc"
+    uses = (
+        (rpc.rpc_sync, "a", functions.pid),
+        (rpc.rpc_async, "a", functions.pid),
+        (rpc.remote, "a", functions.pid),
+        (rpc.rpc_stream, "a", functions.pid),
+        (rpc.get_worker_info,),
+        (rpc.shutdown,),
+        (rpc.debug_rrefs,),
+    )
+    for _ in range(2):
+        for function, *args in uses:
+            assert says in str(process.begin(function, *args).error(NotInitialized))
+        assert "init_rpc" in str(process.begin(functions.make_reference, 1).error(NotInitialized))
+        process.run(join, "a", 0, 1, victims.url())
+        error = process.begin(join, "a", 0, 1, victims.url()).error(AlreadyInitialized)
+        assert "call shutdown() first" in str(error)
+        assert process.run(rpc.rpc_sync, "a", functions.pid) == process.pid
+        process.run(rpc.shutdown)
+    assert process.run(functions.left_behind) == []
+
+
+def test_init_and_shutdown_again_and_again_in_the_same_processes(victims: Victims) -> None:
+    processes = [victims.start(f"w{rank}") for rank in range(3)]
+    for graceful in (True, False, True, True):
+        url = victims.url()
+        joining = [process.begin(join, process.name, rank, 3, url) for rank, process in enumerate(processes)]
+        for pending in joining:
+            pending.result()
+        for process in processes:
+            for other in processes:
+                assert process.run(rpc.rpc_sync, other.name, functions.pid) == other.pid
+        leaving = [process.begin(leave, graceful=graceful) for process in processes]
+        for pending in leaving:
+            pending.result()
+    for process in processes:
+        assert process.run(functions.left_behind) == []
+
+
+def test_shutdown_waits_for_a_slow_worker(victims: Victims) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
+    time.sleep(2 * UNIT_S)
+    # Those who wait still serve.
+    assert world["c"].run(rpc.rpc_sync, "a", functions.add, (1, 2)) == 3
+    assert world["c"].run(rpc.rpc_sync, "b", functions.add, (1, 2)) == 3
+    world["c"].run(rpc.shutdown)
+    for pending in leaving:
+        pending.result()
+
+
+def test_shutdown_waits_for_outstanding_calls(victims: Victims, tmp_path: Path) -> None:
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world["a"].run(functions.start_slow_chain, "b", "a", 2 * UNIT_S, str(tmp_path / "done"))
+    world.shutdown()
+    assert (tmp_path / "done").exists()
+
+
+@pytest.mark.parametrize("victim", ["a", "c"], ids=["the first, who leads", "the last"])
+@pytest.mark.parametrize("how", ["killed", "stopped"])
+def test_shutdown_names_the_worker_that_died_before_it_came(victims: Victims, victim: str, how: str) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    others = [name for name in ("a", "b", "c") if name != victim]
+    leaving = [world[name].begin(rpc.shutdown) for name in others]
+    time.sleep(UNIT_S)
+    if how == "killed":
+        world[victim].kill()
+    else:
+        world[victim].stop()
+    died = time.monotonic()
+    for pending in leaving:
+        error = pending.error(WorkerLost)
+        assert error.worker == victim and f"'{victim}'" in str(error)
+    assert time.monotonic() - died < 4 * PROMPT_S
+    for name in others:  # it is closed all the same
+        world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)
+        assert world[name].run(functions.left_behind) == []
+
+
+def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
+    world = victims.world("a", "b", "c", "d", peer_timeout=10.0)
+    started = time.monotonic()
+    leaving = [world[name].begin(leave, timeout=1.0) for name in ("a", "b")]
+    for pending in leaving:
+        error = pending.error(DeadlineExceeded)
+        assert "c" in str(error) and "d" in str(error) and "['c', 'd']" in str(error)
+    assert time.monotonic() - started < 10.0
+    for name in ("a", "b"):
+        world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)
+
+
+def test_shutdown_timeout_of_the_options(victims: Victims) -> None:
+    world = victims.world("a", "b", peer_timeout=10.0, shutdown_timeout=1.0)
+    error = world["a"].begin(rpc.shutdown).error(DeadlineExceeded)
+    assert "['b']" in str(error)
+
+
+def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(victims: Victims, tmp_path: Path) -> None:
+    world = victims.world("a", "b", peer_timeout=10.0)
+    world["a"].run(functions.start_call, "b", str(tmp_path / "running"))
+    until((tmp_path / "running").exists, "the call runs")
+    leaving = [worker.begin(leave, timeout=1.0) for worker in world]
+    errors = [pending.error(RpcdistError) for pending in leaving]
+    assert any("announce_and_wait" in str(error) for error in errors), errors
+
+
+def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: Path) -> None:
+    world = victims.world("a", "b", "c", peer_timeout=10.0)
+    running = [tmp_path / "to b", tmp_path / "from b"]
+    out = world["b"].run(functions.start_coroutine_call, "c", str(running[0]))
+    assert out is None
+    into = world["a"].begin(functions.call, "rpc_sync of a coroutine", "b", str(running[1]))
+    for path in running:
+        until(path.exists, "the call runs")
+    started = time.monotonic()
+    world["b"].run(leave, graceful=False)
+    assert time.monotonic() - started < PROMPT_S
+    error = into.error(WorkerLost)
+    assert error.worker == "b" and "shut down" in error.reason
+    kind, text = world["b"].run(functions.end_of_started_call)
+    assert kind == "RpcdistError" and "shut down" in text
+    assert time.monotonic() - started < 2 * PROMPT_S
+    # Nobody else is harmed.
+    assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
+    kind, text, waited_s = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    assert kind == "WorkerLost" and "'b'" in text and waited_s < 2 * PROMPT_S
+
+
+def test_elastic_workers_leave_one_by_one(victims: Victims) -> None:
+    world = victims.world("a", "b", "c", world_size=None, peer_timeout=UNIT_S)
+    world["b"].run(functions.hold_remote, "c", 1)
+    world["c"].run(functions.hold_remote, "a", 2)
+    world.shutdown("c")
+    assert world["b"].run(rpc.rpc_sync, "a", functions.add, (1, 2)) == 3
+    assert world["a"].run(functions.wait_until_empty) == ""
+    kind, _, _ = world["b"].run(functions.error_of, functions.use_held)
+    assert kind == "OwnerLost"
+    world["b"].run(functions.drop)
+    world.shutdown("a", "b")
+    for name in ("a", "b", "c"):
+        assert world[name].run(functions.left_behind) == []
