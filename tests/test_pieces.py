@@ -15,6 +15,7 @@ from rpcdist.transport._frames import (
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
     PIECE_BYTES,
+    PIECE_WINDOW_BYTES,
     Piece,
     frame,
     parse,
@@ -172,7 +173,29 @@ def test_an_aborted_transfer_is_forgotten_and_its_late_pieces_are_dropped() -> N
 
 
 def written(outgoing: Outgoing) -> list[bytes]:
-    return list(iter(outgoing.next_envelope, None))
+    """Everything, for a peer that takes pieces as fast as they come."""
+    envelopes = []
+    while (envelope := outgoing.next_envelope()) is not None:
+        envelopes.append(envelope)
+        if isinstance(parse(envelope), Piece):
+            outgoing.grant(len(envelope))
+    return envelopes
+
+
+def test_no_more_pieces_than_the_peer_has_granted_and_messages_pass() -> None:
+    outgoing = Outgoing()
+    outgoing.add(call(1), [Bytes(bytes(PIECE_WINDOW_BYTES + 3 * PIECE_BYTES))])
+    sent = list(iter(outgoing.next_envelope, None))
+    assert [shape(envelope) for envelope in sent[:1]] == ["1"]
+    assert len(sent) == 1 + PIECE_WINDOW_BYTES // PIECE_BYTES
+    assert not outgoing and not outgoing.is_empty
+    outgoing.add(call(2))
+    assert shape(outgoing.next_envelope() or b"") == "2"
+    assert outgoing.next_envelope() is None
+    outgoing.grant(len(sent[1]))
+    assert isinstance(parse(outgoing.next_envelope() or b""), Piece)
+    outgoing.grant(PIECE_WINDOW_BYTES)
+    assert len(written(outgoing)) == 2 and outgoing.is_empty
 
 
 def shape(envelope: bytes) -> str:

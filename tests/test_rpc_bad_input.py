@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +12,7 @@ from leak_guard import LeakGuard
 from rpc_victims import UNIT_S, Victims, World, forkserver_pid
 
 from rpcdist import rpc
-from rpcdist.errors import CallRefused, ConfigError, FunctionNotFound, RemoteError, SerializationError
+from rpcdist.errors import CallRefused, FunctionNotFound, RemoteError, SerializationError
 
 pytestmark = pytest.mark.multiproc
 
@@ -46,20 +45,27 @@ def nothing_is_lost(world: World) -> Iterator[None]:
 # ---------------------------------------------------------------- values
 
 
-@pytest.mark.parametrize("value", functions.UNPICKLABLE)
+ADVICE = "rpcdist could not pickle a value that was to be sent"
+
+
+def text_of(error: BaseException) -> str:
+    return "\n".join([str(error), *getattr(error, "__notes__", [])])
+
+
 @pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
-def test_an_unpicklable_argument(world: World, how: str, value: str) -> None:
-    error = world["a"].begin(functions.send_unpicklable, how, "b", value).error(SerializationError)
-    assert "cannot be sent" in str(error) or "pickle" in str(error)
+def test_an_unpicklable_argument(world: World, how: str) -> None:
+    for value in functions.UNPICKLABLE:
+        error = world["a"].begin(functions.send_unpicklable, how, "b", value).error(Exception)
+        assert ADVICE in text_of(error), (value, error)
 
 
-@pytest.mark.parametrize("value", functions.UNPICKLABLE)
-def test_an_unpicklable_result(world: World, value: str) -> None:
-    error = world["a"].begin(rpc.rpc_sync, "b", functions.make_unpicklable, (value,)).error(SerializationError)
-    assert "pickle" in str(error) or "cannot be sent" in str(error)
-    assert "'b'" in str(error) or "'b'" in str(error.__cause__) or "b" in error.__notes__[0]
-    # With `remote` it stays where it is, and only asking for it fails.
-    error = world["a"].begin(functions.fetch_remote, "b", functions.make_unpicklable, value).error(SerializationError)
+def test_an_unpicklable_result(world: World) -> None:
+    for value in functions.UNPICKLABLE:
+        error = world["a"].begin(rpc.rpc_sync, "b", functions.make_unpicklable, (value,)).error(Exception)
+        assert ADVICE in text_of(error) and "On worker 'b'" in text_of(error), (value, error)
+        # With `remote` the value stays where it is, and only asking for it fails.
+        error = world["a"].begin(functions.fetch_remote, "b", functions.make_unpicklable, value).error(Exception)
+        assert ADVICE in text_of(error), (value, error)
 
 
 def test_a_result_that_cannot_be_rebuilt(world: World) -> None:
@@ -97,8 +103,8 @@ def test_a_huge_exception_text_is_cut(world: World) -> None:
 
 
 def test_a_stream_item_that_cannot_be_sent(world: World) -> None:
-    error = world["a"].begin(functions.read_stream, "b", functions.stream_unpicklable).error(SerializationError)
-    assert "pickle" in str(error) or "cannot be sent" in str(error)
+    error = world["a"].begin(functions.read_stream, "b", functions.stream_unpicklable).error(Exception)
+    assert ADVICE in text_of(error)
 
 
 # ---------------------------------------------------------------- functions

@@ -21,7 +21,7 @@ class Envelope(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., handshake: _Optional[_Union[_handshake_pb2.Handshake, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "transfer", "control_seq", "large", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "piece_credit", "transfer", "control_seq", "large", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -32,6 +32,7 @@ class Message(_message.Message):
     ACK_FIELD_NUMBER: _ClassVar[int]
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ABORTED_FIELD_NUMBER: _ClassVar[int]
+    PIECE_CREDIT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
@@ -46,11 +47,12 @@ class Message(_message.Message):
     ack: Ack
     heartbeat: Heartbeat
     transfer_aborted: TransferAborted
+    piece_credit: PieceCredit
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., piece_credit: _Optional[_Union[PieceCredit, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., wrapped: bool = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("transfer", "buffer", "offset", "data")
@@ -179,6 +181,12 @@ class Ack(_message.Message):
 class Heartbeat(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class PieceCredit(_message.Message):
+    __slots__ = ("bytes",)
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    bytes: int
+    def __init__(self, bytes: _Optional[int] = ...) -> None: ...
 
 class TransferAborted(_message.Message):
     __slots__ = ("transfer", "reason")

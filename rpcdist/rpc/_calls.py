@@ -55,8 +55,8 @@ class PendingCall:
         completer: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
-        repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker is
-            declared lost.
+        repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker
+            is declared lost.
     """
 
     __slots__ = (

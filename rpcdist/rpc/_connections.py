@@ -49,7 +49,7 @@ class Connections:
     # ------------------------------------------------------------ out
 
     def peer(self, worker_id: int) -> Peer:
-        """The connection to another worker; a new one if it was replaced, another attempt if it was lost a while ago."""
+        """The connection to another worker; a new one if it was replaced, a new attempt if it was lost a while ago."""
         peer = self._peers.get(worker_id)
         member = self._agent.directory.member(worker_id)
         if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
@@ -127,8 +127,8 @@ class Connections:
         if not self._agent.directory.was_replaced(identity):
             return None
         return (
-            f"worker {identity.name!r} was given up while it did not answer, and {REPLACED}; this one is out of the job "
-            "and can only end: rpc.shutdown(graceful=False)"
+            f"worker {identity.name!r} was given up while it did not answer, and {REPLACED}; this one is out of the "
+            "job and can only end: rpc.shutdown(graceful=False)"
         )
 
     def on_opened(self, session: Session) -> None:

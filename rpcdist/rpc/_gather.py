@@ -168,8 +168,8 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
     Args:
         agent: this worker's.
         obj: what the others get from here.
-        names: who takes part; None for everybody (where workers come and go: who is there now). Every participant must pass the same set, this worker included, and
-            call in the same order.
+        names: who takes part; None for everybody, where workers come and go: for those who are there now. Every
+            participant must pass the same set, this worker included, and call in the same order.
         timeout_s: limit in seconds; infinity waits as long as the missing workers live.
 
     Returns:

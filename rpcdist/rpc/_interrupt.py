@@ -3,8 +3,8 @@
 The interpreter writes the number of every signal to a descriptor; the I/O loop reads it, and ends the calls in flight,
 which ends the wait; then the main thread raises `KeyboardInterrupt` as usual.
 
-A main thread that is anywhere else notices the signal by itself, perhaps before the I/O loop reads of it. Then nothing may
-be ended here: it may have begun to clean up, with calls of its own.
+A main thread that is anywhere else notices the signal by itself, perhaps before the I/O loop reads of it. Then nothing
+may be ended here: it may have begun to clean up, with calls of its own.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@
                                                                                 LOST --revive--> CONNECTING
 
 What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
-process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been stopped
-for a while.
+process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
+stopped for a while.
 
-[Note: late comers] Control messages to a worker that is LOST but not gone are kept. If it lives after all, it must learn
-which of its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or
-when somebody here calls it (`revive`).
+[Note: late comers] Control messages to a worker that is LOST but not gone are kept. If it lives after all, it must
+learn which of its values we gave up, or it would keep them for as long as we live. They leave when it connects to us,
+or when somebody here calls it (`revive`).
 """
 
 from __future__ import annotations

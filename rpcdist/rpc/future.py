@@ -176,7 +176,10 @@ class Future(torch.futures.Future[T]):
             self._block(timeout)
         if self._devices and self._error is None:
             _Base.wait(self)  # has the current streams wait for what is still copied
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # an error holds this frame: through it, references in the frames below would live in a cycle
 
     def value(self) -> T:
         """The result or error of a future that is done."""
@@ -208,7 +211,10 @@ class Future(torch.futures.Future[T]):
                     self._failure.seen = True
                 self.cancel()
                 raise
-        return self._outcome()
+        try:
+            return self._outcome()
+        finally:
+            del self  # as in `wait`
 
     def _outcome(self) -> T:
         error = self._error

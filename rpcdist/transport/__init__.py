@@ -4,8 +4,8 @@ import os
 
 # gRPC's own fork handlers do nothing for a process that uses asyncio, and say so at every fork; ours are in `fork`.
 os.environ.setdefault("GRPC_ENABLE_FORK_SUPPORT", "0")
-# What gRPC's core has to say of a connection comes to us as an error, with the worker's name; its own lines would be noise
-# on the user's terminal at every shutdown.
+# What gRPC's core has to say of a connection comes to us as an error, with the worker's name; its own lines would be
+# noise on the user's terminal at every shutdown.
 os.environ.setdefault("GRPC_VERBOSITY", "NONE")
 
 from rpcdist.transport.link import Link

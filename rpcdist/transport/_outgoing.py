@@ -15,7 +15,14 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES, frame, piece_envelope
+from rpcdist.transport._frames import (
+    MAX_ENVELOPE_BYTES,
+    MAX_FRAME_BYTES,
+    PIECE_BYTES,
+    PIECE_WINDOW_BYTES,
+    frame,
+    piece_envelope,
+)
 
 __all__ = ["LargeBuffer", "Outgoing"]
 
@@ -81,6 +88,7 @@ class Outgoing:
         self._transfers: deque[_Transfer] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
         self._piece_is_due = False
+        self._credit_bytes = PIECE_WINDOW_BYTES
         self._numbers = itertools.count(1)
         self._aborted: set[int] = set()
 
@@ -89,7 +97,16 @@ class Outgoing:
         return f"<Outgoing {num_messages} messages, {len(self._transfers)} transfers>"
 
     def __bool__(self) -> bool:
-        return bool(self._frames or self._transfers)  # what is held waits for a transfer
+        """Whether something can be written now; what is held waits for a transfer."""
+        return bool(self._frames or (self._transfers and self._credit_bytes > 0))
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self._frames or self._transfers)
+
+    def grant(self, num_bytes: int) -> None:
+        """The peer has taken so many bytes of envelopes with pieces."""
+        self._credit_bytes += num_bytes
 
     def add(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
@@ -131,16 +148,18 @@ class Outgoing:
 
     def next_envelope(self) -> bytes | None:
         """The bytes to write next; None when nothing waits."""
-        if self._frames and not (self._piece_is_due and self._transfers):
+        may_send_piece = self._transfers and self._credit_bytes > 0
+        if self._frames and not (self._piece_is_due and may_send_piece):
             self._piece_is_due = True
             envelope = self._batch()
             if envelope:
                 return envelope
         self._piece_is_due = False
-        if not self._transfers:
+        if not self._transfers or self._credit_bytes <= 0:
             return None
         transfer = self._transfers.popleft()
         data = transfer.next_piece()
+        self._credit_bytes -= len(data)
         self._schedule(transfer)
         return data
 

@@ -15,7 +15,7 @@ from typing import Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._frames import Piece, parse
+from rpcdist.transport._frames import PIECE_WINDOW_BYTES, Piece, parse
 from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
 from rpcdist.transport._loop import IoLoop
 from rpcdist.transport._outgoing import LargeBuffer, Outgoing
@@ -105,6 +105,7 @@ class Session:
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
         self._incoming = Incoming(handler.allocate)
+        self._ungranted_bytes = 0
         self._awake = False  # the writer runs, or has been told to
         self._wake: asyncio.Future[None] | None = None
         self._last_sent = self.last_received
@@ -197,7 +198,7 @@ class Session:
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything queued so far has been handed to the lane; False when the time is over."""
         self._drained.clear()
-        if not self._outgoing and not self._awake:
+        if self._outgoing.is_empty and not self._awake:
             return True
         try:
             async with asyncio.timeout(timeout_s):
@@ -220,6 +221,7 @@ class Session:
             self.last_received = time.monotonic()
             parsed = parse(data)
             if isinstance(parsed, Piece):
+                self._grant(len(data))
                 delivery = self._incoming.piece(parsed)
                 if delivery is not None:
                     self._handler.on_messages(self, [delivery])
@@ -227,6 +229,10 @@ class Session:
             messages = []
             for message in parsed.messages:
                 if message.HasField("heartbeat"):
+                    continue
+                if message.HasField("piece_credit"):
+                    self._outgoing.grant(message.piece_credit.bytes)
+                    self._wake_writer()
                     continue
                 if message.HasField("transfer_aborted"):
                     self._incoming.abort(message.transfer_aborted.transfer)
@@ -237,6 +243,14 @@ class Session:
             if messages:
                 self._handler.on_messages(self, messages)
 
+    def _grant(self, num_bytes: int) -> None:
+        """Lets the peer send more pieces, in quarters of the window."""
+        self._ungranted_bytes += num_bytes
+        if self._ungranted_bytes >= PIECE_WINDOW_BYTES // 4:
+            credit = rpc_pb2.PieceCredit(bytes=self._ungranted_bytes)
+            self._ungranted_bytes = 0
+            self.send(rpc_pb2.Message(piece_credit=credit))
+
     async def _write_loop(self) -> None:
         outgoing = self._outgoing
         try:
@@ -246,7 +260,8 @@ class Session:
                     await self._stream.write(data)
                     self._last_sent = time.monotonic()
                     continue
-                self._drained.set()
+                if outgoing.is_empty:
+                    self._drained.set()
                 self._wake = self._io.loop.create_future()
                 self._awake = False
                 if outgoing:  # somebody queued between the look and the flag
