@@ -351,9 +351,9 @@ def clone(protocol: RRefProtocol) -> RRefProtocol:
         copied.forks, copied.local = dict(entry.forks), dict(entry.local)
         copied.askers, copied.fetchers = dict(entry.askers), dict(entry.fetchers)
     for user in protocol.users:
-        fork = UserFork(user.rref, user.fork, user.owner, creating=user.creating, parent_worker=user.parent_worker)
-        fork.confirmed, fork.dropped, fork.children = user.confirmed, user.dropped, dict(user.children)
-        copy.users.forks[user.fork] = fork
+        held = UserFork(user.rref, user.fork, user.owner, creating=user.creating, parent_worker=user.parent_worker)
+        held.confirmed, held.dropped, held.children = user.confirmed, user.dropped, dict(user.children)
+        copy.users.forks[user.fork] = held
     copy.users.parked = dict(protocol.users.parked)
     copy.users.creating = dict(protocol.users.creating)
     return copy
@@ -370,7 +370,7 @@ def explore(world: World, limit: int = 400_000) -> int:
             checked(current, current.check_end)
         for move in moves:
             following = current.clone()
-            checked(following, lambda w=following, m=move: w.apply(m))  # type: ignore[misc]
+            checked(following, lambda w=following, m=move: w.apply(m))
             key = following.key()
             if key not in seen:
                 seen.add(key)

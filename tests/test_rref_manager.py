@@ -300,7 +300,7 @@ def test_uses_that_are_refused(cluster: Cluster) -> None:
     user = cluster.send(rref, 1, 0)
     for refused in (pickle.dumps, copy.deepcopy):
         with pytest.raises(RuntimeError, match="rref"):
-            refused(rref)  # type: ignore[operator]
+            refused(rref)
     with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
         pickle.dumps(user)
     text = (
