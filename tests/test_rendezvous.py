@@ -148,8 +148,8 @@ def test_file(tmp_path: Path) -> None:
     store, rank, world_size = next(rendezvous(f"file://{path}", 0, 1))
     with store:
         assert isinstance(store, FileStore)
-        assert (store.path, rank, world_size) == (str(path), 0, 1)
-    assert not path.exists()
+        assert (store.path, rank, world_size) == (f"{path}.rpcdist", 0, 1)
+    assert not Path(f"{path}.rpcdist").exists()
 
 
 def test_a_group_without_a_fixed_size(monkeypatch: pytest.MonkeyPatch) -> None:
