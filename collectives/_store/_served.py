@@ -37,6 +37,7 @@ class ServedStore:
                 _served = None
             try:
                 self.node.run(self.service.close(), STOP_LIMIT_S)
+                self.node.stop_serving(self.address)
             except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
                 pass
             self.node.release()

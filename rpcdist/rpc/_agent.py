@@ -7,6 +7,7 @@ code runs in the pool and on the user loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import threading
 from collections.abc import Callable, Sequence
@@ -105,6 +106,7 @@ class Agent:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
         self._restore_torch = replace_torch_functions()
+        atexit.register(self._abandon)
         self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
         self.node.handle_role(ROLE, self.connections, self.connections.refusal)
         self.node.io.call_soon(self._tick)
@@ -172,6 +174,8 @@ class Agent:
     # ------------------------------------------------------------ what arrives (I/O loop)
 
     def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+        if self.closed:
+            return
         jobs: list[Job] = []
         acknowledge = 0
         for message, buffers in messages:
@@ -244,6 +248,7 @@ class Agent:
         if self.closed:
             return
         self.closed = True
+        atexit.unregister(self._abandon)
         self.dispatcher.accepting = False
         if self.interrupts is not None:
             self.interrupts.stop()
@@ -259,6 +264,12 @@ class Agent:
         self.node.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
+
+    def _abandon(self) -> None:
+        """At the exit of a process that did not call `shutdown`, before its threads end: nobody is told any more what
+        happens to calls. The others see a connection that ends, like that of any process that dies.
+        """
+        self.closed = True
 
     def _say_goodbye(self, membership: Coordinator) -> None:
         try:

@@ -13,6 +13,7 @@ from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportErr
 from rpcdist.rpc._calls import CallTable, Completer, PendingCall
 from rpcdist.rpc._completers import FutureCompleter, SyncCompleter
 from rpcdist.rpc._functions import encode_function, unwrap
+from rpcdist.rpc._gather import CONTRIBUTE
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.wire import id_to_pb
 from rpcdist.rpc._values import LargeBuffer
@@ -142,7 +143,8 @@ class Caller:
         if deadline.is_finite:
             message.call.timeout_us = max(1, int(deadline.remaining_s() * 1e6))
         call.forks = forks or None
-        call.repeatable = message if message.call.HasField("fetch") else None
+        gathers = message.call.function == CONTRIBUTE and not large and not forks
+        call.repeatable = message if gathers or message.call.HasField("fetch") else None
         self.calls.add(call)
         try:
             if to == self._agent.worker_id:

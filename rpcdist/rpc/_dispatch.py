@@ -25,8 +25,8 @@ from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, RpcdistErro
 from rpcdist.rpc._arrived import Arrived
 from rpcdist.rpc._calls import Job
 from rpcdist.rpc._failures import failure_of
-from rpcdist.rpc._functions import decode_function
-from rpcdist.rpc._gather import CONTRIBUTE
+from rpcdist.rpc._functions import decode_function, function_name
+from rpcdist.rpc._gather import CONTRIBUTE, INTERNAL
 from rpcdist.rpc._producers import AsyncProducer, Producer, SyncProducer
 from rpcdist.rpc._streams import DEFAULT_WINDOW
 from rpcdist.rpc._values import ReceiveBuffer
@@ -182,12 +182,23 @@ class Dispatcher:
                 )
             return decode_function(call.function_pickle)
         module, _, name = call.function.partition(":")
+        if options.allow_functions is None or call.function in INTERNAL:
+            return decode_function(call.function)
         if not options.allows(module, name):
             raise CallRefused(
                 f"worker {self._agent.worker_name!r} does not allow calls of {call.function}; "
                 "add it to RpcOptions(allow_functions=...) there"
             )
-        return decode_function(call.function)
+        function = decode_function(call.function)
+        home = function_name(function)
+        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
+        if call.function not in options.allow_functions and not (home and options.allows(*home.split(":", 1))):
+            raise CallRefused(
+                f"worker {self._agent.worker_name!r} does not allow calls of {call.function}, which is "
+                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
+                "RpcOptions(allow_functions=...) there, without wildcards"
+            )
+        return function
 
     def _invoke(self, active: ActiveCall) -> None:
         function = self._function(active.call)
@@ -283,7 +294,8 @@ class Dispatcher:
             active.arguments.discard()
         agent = self._agent
         failure = failure_of(exc, agent.worker_name)
-        if failure.kind == rpc_pb2.Failure.USER and not active.call.function.startswith("rpcdist."):
+        by_user = active.call.function and not active.call.function.startswith("rpcdist.")
+        if failure.kind == rpc_pb2.Failure.USER and by_user:
             logger.warning(
                 "a call of %s from %s failed on %s:\n%s",
                 active.what,
@@ -293,8 +305,9 @@ class Dispatcher:
             )
         if active.entry is not None:
             agent.rrefs.set_error(active.entry, exc)
-        message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))
-        active.session.send(message)
+        if not agent.closed:  # the end of this process says more than what it did to its handlers
+            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))
+            active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
         to = (self._agent, active.session, active.call.id)
@@ -323,6 +336,17 @@ class Dispatcher:
             self._idle_waiters += 1
             try:
                 return self._idle.wait_for(lambda: not self._working(), timeout_s)
+            finally:
+                self._idle_waiters -= 1
+
+    def wait_gathered(self, timeout_s: float) -> bool:
+        """Waits until the workers that wait here for others have been answered; False when the time is over."""
+        with self._idle:
+            self._idle_waiters += 1
+            try:
+                return self._idle.wait_for(
+                    lambda: all(active.call.function != CONTRIBUTE for active in list(self._active.values())), timeout_s
+                )
             finally:
                 self._idle_waiters -= 1
 

@@ -20,10 +20,12 @@ from rpcdist.rpc._peer import PeerState
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["Gatherings", "Leader", "all_gather"]
+__all__ = ["CONTRIBUTE", "INTERNAL", "Gatherings", "Leader", "all_gather"]
 
 CONTRIBUTE = "rpcdist.rpc._gather:_contribute"
 """On the wire; calls of it wait for other workers, so a worker is idle in spite of them."""
+INTERNAL = frozenset({CONTRIBUTE, "rpcdist.rpc._gather:_missing"})
+"""What every peer may call, whatever `allow_functions` says: without these no job can shut down."""
 
 
 class _Round:
@@ -64,6 +66,16 @@ class Leader:
 
     def __repr__(self) -> str:
         return f"<Leader {self._agent.worker_name} [{sum(map(len, self._rounds.values()))} rounds]>"
+
+    def give_up(self) -> None:
+        """Ends the rounds that still wait, since this worker leaves; any thread."""
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._give_up)
+
+    def _give_up(self) -> None:
+        for round_ in [round_ for rounds in self._rounds.values() for round_ in rounds]:
+            left = f"worker {self._agent.worker_name!r}, which led this gathering, gave it up and leaves"
+            round_.fail(RpcdistError(f"{left}; these workers had not arrived: {round_.missing()}"))
 
     def _on_lost(self, identity: Identity, exc: WorkerLost) -> None:  # on the I/O loop
         if self._loop is not None:

@@ -84,7 +84,7 @@ def close_agent(agent: Agent, *, flush: bool, ignore_leaks: bool) -> None:
 
     Args:
         agent: this worker's.
-        flush: let the replies that are under way reach the others first.
+        flush: let the replies that are under way reach the others first; those who wait here for others get theirs.
         ignore_leaks: False raises when references to values of this worker are left.
 
     Raises:
@@ -98,6 +98,8 @@ def close_agent(agent: Agent, *, flush: bool, ignore_leaks: bool) -> None:
         leak = exc
     try:
         if flush:
+            agent.leader.give_up()
+            agent.dispatcher.wait_gathered(LAST_REPLIES_LIMIT_S)
             agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S), LAST_REPLIES_LIMIT_S + 1.0)
     except RpcdistError:
         logger.debug("the last replies were not flushed", exc_info=True)

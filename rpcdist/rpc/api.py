@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from rpcdist.errors import AlreadyInitialized, ConfigError, NotInitialized
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._caller import Destination
@@ -160,7 +161,10 @@ def rpc_stream(
 
     Raises:
         TypeError: the function is no generator function.
+        BlockingInLoop: called on an event loop; write `async for item in await rpc.rpc_async(...)` there.
     """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc_stream", "async for item in await rpc.rpc_async(...)")
     result = current_agent().caller.sync(to, func, args, kwargs, timeout)
     if not isinstance(result, Stream):
         raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
@@ -283,12 +287,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
             agent.join(shutdown=True, timeout=timeout)
             finished = True
     finally:
-        _finalize_shutdown(agent, finished)
+        _finalize_shutdown(agent, finished, graceful)
 
 
-def _finalize_shutdown(agent: Agent, finished: bool) -> None:
+def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
     try:
-        close_agent(agent, flush=finished, ignore_leaks=_ignore_rref_leak or not finished)
+        # A shutdown that failed flushes, too: the others wait for the reason.
+        close_agent(agent, flush=flush, ignore_leaks=_ignore_rref_leak or not finished)
     finally:
         set_current_agent(None)
         if agent.store is not None:

@@ -16,6 +16,11 @@ Rules:
  3. `_deliver` hands in how the result is made (on the I/O loop, cheap). A thread that is blocked in `wait` makes it
     itself, which saves a thread switch; else the caller lets the pool call `_settle`. The debt is paid once.
 
+[Note: frames]
+    An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
+    methods on that way forget `self` when they end: else the future, and all local variables of the functions that
+    waited for it, remote references among them, would live until the garbage collector comes.
+
 [Note: failures in C++]
     Raising an exception stores the frames of the waiting function in it, and these hold the future: a cycle. Python
     collects it, but not where a part of it is owned by C++, and with it would leak every local variable of every
@@ -179,7 +184,7 @@ class Future(torch.futures.Future[T]):
         try:
             return self._outcome()
         finally:
-            del self  # an error holds this frame: through it, references in the frames below would live in a cycle
+            del self  # [Note: frames]
 
     def value(self) -> T:
         """The result or error of a future that is done."""
@@ -214,7 +219,7 @@ class Future(torch.futures.Future[T]):
         try:
             return self._outcome()
         finally:
-            del self  # as in `wait`
+            del self  # [Note: frames]
 
     def _outcome(self) -> T:
         error = self._error
@@ -226,23 +231,26 @@ class Future(torch.futures.Future[T]):
             # Each wait starts from the traceback that the error came with, or it would grow.
             raise error.with_traceback(self._traceback)
         finally:
-            del error, self  # they would be a cycle through this frame
+            del error, self  # [Note: frames]
 
     def _block(self, timeout: float | None) -> None:
         """Returns when done; raises `DeadlineExceeded` after `timeout` seconds."""
-        if self._debt:
-            self._settle()
-            if self._finished:
-                return
-        if _get_running_loop() is not None:
-            raise BlockingInLoop("Future.wait()")
-        ends_at = None if timeout is None else time.monotonic() + timeout
-        with blocking():
-            while not self._finished and self._sleep(ends_at):
-                if self._debt:
-                    self._settle()
-        if not self._finished:
-            raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
+        try:
+            if self._debt:
+                self._settle()
+                if self._finished:
+                    return
+            if _get_running_loop() is not None:
+                raise BlockingInLoop("Future.wait()")
+            ends_at = None if timeout is None else time.monotonic() + timeout
+            with blocking():
+                while not self._finished and self._sleep(ends_at):
+                    if self._debt:
+                        self._settle()
+            if not self._finished:
+                raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
+        finally:
+            del self  # [Note: frames]
 
     def _sleep(self, ends_at: float | None) -> bool:
         """Waits for one wake-up: True; or until `ends_at`: False."""
@@ -338,10 +346,12 @@ class Future(torch.futures.Future[T]):
             result = decode()
         except BaseException as error:
             if error.__traceback__ is not None:
-                error.__traceback__ = error.__traceback__.tb_next  # this frame holds the future
+                error.__traceback__ = error.__traceback__.tb_next
             self._finish_error(error)
         else:
             self._finish_result(result)
+        finally:
+            del self  # [Note: frames]
 
     @property
     def _has_callbacks(self) -> bool:

@@ -104,7 +104,11 @@ class IoLoop:
         else:
             coroutine.close()
             raise BlockingInLoop("this call")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        try:
+            future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        except RuntimeError as exc:
+            coroutine.close()
+            raise RpcdistError(f"the loop {self.name!r} is closed") from exc
         try:
             return future.result(timeout_s)
         except concurrent.futures.TimeoutError as exc:

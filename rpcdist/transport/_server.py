@@ -65,7 +65,7 @@ class Server(grpc.GenericRpcHandler):
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self._listeners: list[grpc.aio.Server] = []
+        self._listeners: dict[int, grpc.aio.Server] = {}  # by port
         self._num_unary = 0
         self._unary_done = asyncio.Event()
         self._methods: dict[str, Any] = {}
@@ -93,7 +93,7 @@ class Server(grpc.GenericRpcHandler):
                 f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end its holder."
             ) from exc
         await server.start()
-        self._listeners.append(server)
+        self._listeners[bound] = server
         await self._announce()
         return bound
 
@@ -109,10 +109,16 @@ class Server(grpc.GenericRpcHandler):
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
-        listeners, self._listeners = self._listeners, []
+        listeners, self._listeners = list(self._listeners.values()), {}
         if listeners:
             await self._health.enter_graceful_shutdown()
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
+
+    async def stop_port(self, port: int, grace_s: float) -> None:
+        """Stops one listener; the sessions that came through it end."""
+        server = self._listeners.pop(port, None)
+        if server is not None:
+            await server.stop(grace_s)
 
     async def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
         """Serves the unary methods of a service; replaces what was registered under its name."""

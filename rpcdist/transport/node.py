@@ -113,6 +113,14 @@ class Node:
                 self.address = address
             return address
 
+    def stop_serving(self, address: str) -> None:
+        """Ends a second listener, whose port was asked for; the first one ends with the node. Blocks, bounded."""
+        with self._lock:
+            if address == self.address or address not in self._addresses:
+                return
+            self._addresses.remove(address)
+        self.run(self._server.stop_port(split_address(address)[1], 0.2), STOP_LIMIT_S)
+
     def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], timeout_s: float = 10.0
     ) -> None:

@@ -242,6 +242,8 @@ class Session:
                     messages.append(delivery)
             if messages:
                 self._handler.on_messages(self, messages)
+            if parsed.HasField("handshake"):
+                raise ProtocolViolation("a handshake message arrived after the handshake was finished")
 
     def _grant(self, num_bytes: int) -> None:
         """Lets the peer send more pieces, in quarters of the window."""
