@@ -17,6 +17,7 @@ import contextlib
 import faulthandler
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import tempfile
@@ -29,11 +30,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-__all__ = ["LIMIT_S", "UNIT_S", "Ended", "Pending", "Victim", "Victims", "forkserver_pid", "until"]
+__all__ = ["CALM_S", "LIMIT_S", "UNIT_S", "Ended", "Pending", "Victim", "Victims", "forkserver_pid", "until"]
 
 LIMIT_S = 60.0
-UNIT_S = 0.5
-"""`peer_timeout` of most worlds here; the other times of the tests are multiples of it."""
+UNIT_S = 0.8
+"""`peer_timeout` where a test is about silence or leases; the other times of the tests are multiples of it."""
+CALM_S = 30.0
+"""`peer_timeout` where it must play no part."""
 
 T = TypeVar("T")
 Order = tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]]
@@ -110,7 +113,7 @@ class Victim:
         """Tells it to call a function of a module; does not wait."""
         self._numbers += 1
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `result` says so
-            self._connection.send((function, args, kwargs))
+            _send(self._connection, (function, args, kwargs))
         return Pending(self, self._numbers, f"{self.name}: {getattr(function, '__qualname__', function)}{args}")
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -122,7 +125,7 @@ class Victim:
         while number not in self._outcomes:
             assert self._connection.poll(max(0.0, limit - time.monotonic())), f"{what} did not end\n{self.log()}"
             try:
-                done, outcome = self._connection.recv()
+                done, outcome = _receive(self._connection)
             except (EOFError, ConnectionResetError):
                 raise Ended(f"{what}: the process has ended\n{self.log()}") from None
             self._outcomes[done] = outcome
@@ -214,11 +217,15 @@ class Victims:
             url: the `init_method`.
             options: of `RpcOptions`.
         """
-        world = World(self, url or self.url(), len(names) if world_size == -1 else world_size, options)
+        world = self.new_world(len(names) if world_size == -1 else world_size, url, **options)
         joining = [world.begin_join(name, rank) for rank, name in enumerate(names)]
         for pending in joining:
             pending.result()
         return world
+
+    def new_world(self, size: int | None, url: str | None = None, **options: Any) -> World:
+        """A job that nobody has joined yet."""
+        return World(self, url or self.url(), size, options)
 
 
 class World:
@@ -275,6 +282,14 @@ def forkserver_pid() -> int:
     return pid
 
 
+def _send(connection: Connection[Any, Any], what: object) -> None:
+    connection.send_bytes(pickle.dumps(what, 5))  # `send` would put tensors into shared memory
+
+
+def _receive(connection: Connection[Any, Any]) -> Any:
+    return pickle.loads(connection.recv_bytes())
+
+
 def _serve(connection: Connection[Any, Any], environment: dict[str, str | None], log: str) -> None:
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
@@ -289,7 +304,7 @@ def _serve(connection: Connection[Any, Any], environment: dict[str, str | None],
             os.environ[variable] = value
     for number in range(1, 1_000_000):
         try:
-            function, args, kwargs = connection.recv()
+            function, args, kwargs = _receive(connection)
         except (EOFError, OSError):
             break
         try:
@@ -303,7 +318,7 @@ def _serve(connection: Connection[Any, Any], environment: dict[str, str | None],
 
 def _answer(connection: Connection[Any, Any], number: int, outcome: object) -> None:
     try:
-        connection.send((number, outcome))
-    except (TypeError, AttributeError, ValueError, RuntimeError) as exc:  # it cannot be pickled
+        _send(connection, (number, outcome))
+    except (TypeError, AttributeError, ValueError, RuntimeError, pickle.PicklingError) as exc:  # it cannot be pickled
         error = RuntimeError(f"{exc!r} when sending {outcome!r}")
-        connection.send((number, _Failure(error, traceback.format_exc())))
+        _send(connection, (number, _Failure(error, traceback.format_exc())))

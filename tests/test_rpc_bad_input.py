@@ -9,7 +9,7 @@ import pytest
 import rpc_victim_functions as functions
 import torch
 from leak_guard import LeakGuard
-from rpc_victims import UNIT_S, Victims, World, forkserver_pid
+from rpc_victims import CALM_S, Victims, World, forkserver_pid
 
 from rpcdist import rpc
 from rpcdist.errors import CallRefused, FunctionNotFound, RemoteError, SerializationError
@@ -27,7 +27,7 @@ def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
 @pytest.fixture(scope="module")
 def world(victims: Victims, leak_guard: LeakGuard) -> Iterator[World]:
     """These workers outlive each of the tests here: that is what they test."""
-    world = victims.world("a", "b", peer_timeout=20 * UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     yield world
     world.shutdown()
 
@@ -70,12 +70,12 @@ def test_an_unpicklable_result(world: World) -> None:
 
 def test_a_result_that_cannot_be_rebuilt(world: World) -> None:
     error = world["a"].begin(rpc.rpc_sync, "b", functions.make_unbuildable).error(SerializationError)
-    assert "Unbuildable" in str(error) or "cannot be rebuilt" in str(error)
+    assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
 
 def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
     error = world["a"].begin(functions.send_unbuildable, "b").error(SerializationError)
-    assert "on purpose" in str(error) or "rebuilt" in str(error)
+    assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
 
 @pytest.mark.parametrize(
@@ -84,17 +84,18 @@ def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
         ("local class", "LocalError"),
         ("needs two arguments", "NeedsTwo"),
         ("holds a lock", "HoldsALock"),
-        ("breaks when rebuilt", "Unbuildable"),
+        ("breaks when rebuilt", "UnbuildableError"),
         ("str fails", "StrFails"),
     ],
 )
 def test_an_exception_that_cannot_travel(world: World, kind: str, says: str) -> None:
-    error = world["a"].begin(rpc.rpc_sync, "b", functions.raise_odd, (kind,)).error(Exception)
-    assert isinstance(error, RemoteError) or type(error).__name__ == says
-    if isinstance(error, RemoteError):
-        assert error.type_name.endswith(says) and error.worker == "b" and "raise_odd" in error.traceback
-    error = world["a"].begin(functions.fetch_remote, "b", functions.raise_odd, kind).error(Exception)
-    assert says in f"{type(error)} {error}"
+    for call in (rpc.rpc_sync, functions.fetch_remote_with):
+        error = world["a"].begin(call, "b", functions.raise_odd, (kind,)).error(Exception)
+        if isinstance(error, RemoteError):
+            assert error.type_name.endswith(says) and error.worker == "b"
+            assert call is not rpc.rpc_sync or "raise_odd" in error.traceback
+        else:  # it can
+            assert type(error).__name__ == says
 
 
 def test_a_huge_exception_text_is_cut(world: World) -> None:
@@ -120,7 +121,7 @@ def test_a_function_that_is_missing_at_the_callee(world: World) -> None:
 def test_functions_that_have_no_name(world: World) -> None:
     for kind in ("lambda", "nested"):
         error = world["a"].begin(functions.call_nameless, "b", kind).error(Exception)
-        assert isinstance(error, SerializationError) and "by_value" in str(error), (kind, error)
+        assert "rpcdist sends a function by its name" in text_of(error), (kind, error)
 
 
 def test_what_is_no_function(world: World) -> None:
@@ -139,16 +140,14 @@ def test_wrong_arguments_of_a_function(world: World) -> None:
 
 
 def test_only_allowed_functions_may_be_called(victims: Victims) -> None:
-    world = victims.world("open", "strict")
-    strict = victims.world("x", "y", allow_functions=["rpc_victim_functions:add", "torch:*"])
-    assert strict["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
-    assert strict["x"].run(rpc.rpc_sync, "y", torch.add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
+    world = victims.world("x", "y", allow_functions=["rpc_victim_functions:add", "torch:*", "rpc_victims:*"])
+    assert world["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
+    assert world["x"].run(rpc.rpc_sync, "y", torch.add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
     for how, call in POLICY_BREAKERS.items():
-        error = strict["x"].begin(call, "y").error(CallRefused)
+        error = world["x"].begin(call, "y").error(CallRefused)
         assert "'y'" in str(error) and "allow" in str(error), how
-    assert strict["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
-    strict.shutdown()
-    world.shutdown()
+    assert world["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
+    world.shutdown()  # what this needs is allowed
 
 
 def sync_pid(to: str) -> Any:
@@ -183,9 +182,21 @@ def partial_call(to: str) -> Any:
     return rpc.rpc_sync(to, functools.partial(functions.pid))
 
 
-def escape_by_qualified_name(to: str) -> Any:
-    """A name under an allowed module that leads out of it."""
+def through_an_import(to: str) -> Any:
+    """A name below an allowed module that leads out of it."""
+    return functions.call_by_name(to, "rpc_victims:os.getpid")
+
+
+def through_a_package(to: str) -> Any:
     return functions.call_by_name(to, "torch:os.getpid")
+
+
+def through_a_name_that_was_imported(to: str) -> Any:
+    return functions.call_by_name(to, "rpc_victims:TypeVar")
+
+
+def through_a_method(to: str) -> Any:
+    return rpc.remote(to, functions.add, (1, 2)).rpc_sync().bit_length()
 
 
 POLICY_BREAKERS: dict[str, Callable[[str], Any]] = {
@@ -196,25 +207,34 @@ POLICY_BREAKERS: dict[str, Callable[[str], Any]] = {
     "builtin": builtin,
     "os.system": os_system,
     "partial": partial_call,
+    "through an import": through_an_import,
+    "through a package": through_a_package,
+    "through a name that was imported": through_a_name_that_was_imported,
+    "through a method": through_a_method,
 }
 
 
 def test_without_pickle_only_plain_values_pass(victims: Victims, tmp_path_factory: pytest.TempPathFactory) -> None:
     witness = tmp_path_factory.mktemp("witness") / "unpickled"
-    world = victims.world("x", "y", allow_pickle=False)
+    world = victims.new_world(2, allow_pickle=False)
+    joining = [world.begin_join("x", 0, by_value=True), world.begin_join("y", 1)]
+    for pending in joining:
+        pending.result()
     plain = [1, 2.5, "x", b"x", None, {"k": (1, [torch.ones(3)])}]
     got = world["x"].run(rpc.rpc_sync, "y", functions.make, (plain,))
     assert got[:-1] == plain[:-1] and torch.equal(got[-1]["k"][1][0], torch.ones(3))
     # Values that need pickle are refused, in both directions and in exceptions, and never unpickled.
     error = world["x"].begin(functions.send_touching, "y", str(witness)).error(Exception)
-    assert "allow_pickle" in str(error) and isinstance(error, CallRefused | SerializationError), repr(error)
+    assert "may send plain values only" in str(error) or "pickle is off here" in str(error)
     error = world["x"].begin(rpc.rpc_sync, "y", functions.make_touching, (str(witness),)).error(Exception)
-    assert "allow_pickle" in str(error), repr(error)
+    assert "pickle is off here" in str(error) or "plain values only" in str(error)
     error = world["x"].begin(functions.send_function_by_value, "y").error(CallRefused)
     assert "allow_pickle" in str(error)
+    assert not witness.exists()
     error = world["x"].begin(rpc.rpc_sync, "y", functions.raise_odd, ("touches", str(witness))).error(RemoteError)
     assert error.type_name == "Touching" and error.worker == "y"
-    assert not witness.exists()
+    tried = witness.read_text().split() if witness.exists() else []  # y may try its own exception, but x may not
+    assert str(world["x"].pid) not in tried
     assert world["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
     world.shutdown()
 
@@ -226,7 +246,7 @@ def test_without_pickle_only_plain_values_pass(victims: Victims, tmp_path_factor
     ("options", "says"),
     [
         ({"peer_timeout": 0}, "peer_timeout"),
-        ({"rpc_timeout": -5}, "timeout"),
+        ({"rpc_timeout": -5}, "RPC Timeout must be non-negative"),
         ({"port": 70000}, "port"),
         ({"token": "short"}, "16"),
         ({"max_worker_threads": 0}, "max_worker_threads"),

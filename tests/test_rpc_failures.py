@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import rpc_victim_functions as functions
 from leak_guard import LeakGuard
-from rpc_victims import LIMIT_S, UNIT_S, Victims, forkserver_pid, until
+from rpc_victims import CALM_S, LIMIT_S, UNIT_S, Victims, forkserver_pid, until
 
 from rpcdist import rpc
 from rpcdist.errors import OwnerLost, RemoteError, WorkerLost
@@ -48,7 +48,7 @@ def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
 def test_calls_to_a_killed_worker_fail_and_name_it(
     victims: Victims, tmp_path: Path, how: str, kind: type[WorkerLost], call: str
 ) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
     address = world["b"].run(functions.address)
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
@@ -71,7 +71,7 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
     victims: Victims, tmp_path: Path, forked: bool
 ) -> None:
     """A long peer timeout: only the end of the connection tells, and forked children must not hold it open."""
-    world = victims.world("a", "b", peer_timeout=60.0)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(rpc.rpc_sync, "b", functions.pid)
     children = world["b"].run(functions.fork_data_loader_workers) if forked else []
     running = tmp_path / "running"
@@ -114,7 +114,7 @@ def _answers(outcome: object) -> bool:
 
 @pytest.mark.parametrize("how", ["os._exit", "abort", "SIGKILL"])
 def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: str) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     started = time.monotonic()
     error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(WorkerLost)
     assert time.monotonic() - started < PROMPT_S
@@ -124,7 +124,7 @@ def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: s
 
 @pytest.mark.parametrize("how", ["sys.exit", "KeyboardInterrupt"])
 def test_a_handler_cannot_end_worker_or_caller_by_an_exception(victims: Victims, how: str) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(RemoteError)
     assert error.worker == "b"
     assert error.type_name == {"sys.exit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt"}[how]
@@ -139,7 +139,7 @@ USES = ["rpc_sync", "rpc_async", "remote", "RRef", "to_here", "shutdown", "init_
 
 
 def test_a_forked_child_cannot_use_rpc_and_harms_nobody(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     for use in USES:
         text, status = world["a"].run(functions.in_forked_child, use, "b")
         assert status == 5 and text.startswith("ForkedProcess: this process was forked"), (use, text, status)
@@ -155,7 +155,7 @@ WAITS += ["to_here", "stream", "all_gather"]
 
 
 def test_ctrl_c_ends_every_wait_of_the_main_thread(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     for number, how in enumerate(WAITS):
         running = tmp_path / f"running{number}"
         pending = world["a"].begin(functions.error_of, functions.call, how, "b", str(running))

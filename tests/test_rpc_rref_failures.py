@@ -11,7 +11,7 @@ from contextlib import suppress
 import pytest
 import rpc_victim_functions as functions
 from leak_guard import LeakGuard
-from rpc_victims import UNIT_S, Victims, World, forkserver_pid, until
+from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid, until
 
 from rpcdist import rpc
 from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError
@@ -36,7 +36,7 @@ def everything_is_empty(world: World, *names: str) -> None:
 
 def test_after_a_regular_run_all_tables_are_empty(victims: Victims) -> None:
     names = ("a", "b", "c", "d")
-    world = victims.world(*names, peer_timeout=UNIT_S)
+    world = victims.world(*names, peer_timeout=CALM_S)
     for worker in world:
         for owner in names:
             worker.run(functions.hold_remote, owner, 3)
@@ -138,7 +138,7 @@ def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Vic
 
 def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
     """A value is asked for again when the connection has broken, until the owner is declared lost."""
-    world = victims.world("owner", "user", peer_timeout=UNIT_S)
+    world = victims.world("owner", "user", peer_timeout=CALM_S)
     world["user"].run(functions.hold_remote, "owner", 1)
     for _ in range(20):
         world["user"].run(functions.use_held_while_the_connection_breaks)
@@ -147,7 +147,7 @@ def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
 
 
 def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) -> None:
-    world = victims.world("owner", "user", "friend", peer_timeout=60.0)
+    world = victims.world("owner", "user", "friend", peer_timeout=CALM_S)
     world["user"].run(functions.hold_remote, "owner", 1)
     world["user"].run(functions.fork_held_to, "friend")
     world["owner"].kill()
@@ -173,7 +173,7 @@ def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(victims: Vi
 
 
 def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
     world["a"].run(functions.hold_remote, "b", 1)
     world["c"].run(functions.hold_remote, "b", 1)
     old = world["b"].pid
@@ -197,7 +197,7 @@ def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
 
 
 def test_an_rref_after_shutdown(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(functions.hold_remote, "b", 1)
     world.shutdown()
     for use in (functions.use_held, functions.use_held_by_proxy):
@@ -209,7 +209,7 @@ def test_an_rref_after_shutdown(victims: Victims) -> None:
 @pytest.mark.parametrize("limit_s", [4.0, pytest.param(20.0, marks=pytest.mark.stress)])
 def test_references_that_wander_at_random_leave_nothing(victims: Victims, limit_s: float) -> None:
     names = ("a", "b", "c", "d")
-    world = victims.world(*names, peer_timeout=10.0)
+    world = victims.world(*names, peer_timeout=CALM_S)
     seed = time.time_ns()
     print(f"seed {seed}")
     wandering = [worker.begin(functions.wander, names, limit_s, seed + number) for number, worker in enumerate(world)]

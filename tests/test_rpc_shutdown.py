@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import rpc_victim_functions as functions
 from leak_guard import LeakGuard
-from rpc_victims import UNIT_S, Victims, forkserver_pid, join, leave, until
+from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, join, leave, until
 
 from rpcdist import rpc
 from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
@@ -68,7 +68,7 @@ def test_init_and_shutdown_again_and_again_in_the_same_processes(victims: Victim
 
 
 def test_shutdown_waits_for_a_slow_worker(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
     leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
     time.sleep(2 * UNIT_S)
     # Those who wait still serve.
@@ -80,7 +80,7 @@ def test_shutdown_waits_for_a_slow_worker(victims: Victims) -> None:
 
 
 def test_shutdown_waits_for_outstanding_calls(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = victims.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(functions.start_slow_chain, "b", "a", 2 * UNIT_S, str(tmp_path / "done"))
     world.shutdown()
     assert (tmp_path / "done").exists()
@@ -108,7 +108,7 @@ def test_shutdown_names_the_worker_that_died_before_it_came(victims: Victims, vi
 
 
 def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", "d", peer_timeout=10.0)
+    world = victims.world("a", "b", "c", "d", peer_timeout=CALM_S)
     started = time.monotonic()
     leaving = [world[name].begin(leave, timeout=1.0) for name in ("a", "b")]
     for pending in leaving:
@@ -120,22 +120,22 @@ def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
 
 
 def test_shutdown_timeout_of_the_options(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=10.0, shutdown_timeout=1.0)
+    world = victims.world("a", "b", peer_timeout=CALM_S, shutdown_timeout=1.0)
     error = world["a"].begin(rpc.shutdown).error(DeadlineExceeded)
     assert "['b']" in str(error)
 
 
 def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=10.0)
-    world["a"].run(functions.start_call, "b", str(tmp_path / "running"))
+    world = victims.world("a", "b", peer_timeout=CALM_S)
+    world["a"].run(functions.start_coroutine_call, "b", str(tmp_path / "running"))
     until((tmp_path / "running").exists, "the call runs")
     leaving = [worker.begin(leave, timeout=1.0) for worker in world]
     errors = [pending.error(RpcdistError) for pending in leaving]
-    assert any("announce_and_wait" in str(error) for error in errors), errors
+    assert any("announce_and_wait_async" in str(error) for error in errors), errors
 
 
 def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=10.0)
+    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
     running = [tmp_path / "to b", tmp_path / "from b"]
     out = world["b"].run(functions.start_coroutine_call, "c", str(running[0]))
     assert out is None
@@ -157,7 +157,7 @@ def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: 
 
 
 def test_elastic_workers_leave_one_by_one(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", world_size=None, peer_timeout=UNIT_S)
+    world = victims.world("a", "b", "c", world_size=None, peer_timeout=CALM_S)
     world["b"].run(functions.hold_remote, "c", 1)
     world["c"].run(functions.hold_remote, "a", 2)
     world.shutdown("c")

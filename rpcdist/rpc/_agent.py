@@ -283,10 +283,10 @@ class Agent:
             self._tick_handle.cancel()
         self.connections.close("the peer shut down RPC")
 
-    async def flush(self, timeout_s: float) -> None:
-        """Waits until what was queued is written."""
+    async def flush(self, timeout_s: float, together: bool) -> None:
+        """Waits until what was queued is written; `together` says that all the others leave now, too."""
         # The leader of the last round has replies on their way, and a stream that ends drops them: it leaves last.
-        is_leader = self.world_size is not None and self.worker_name == min(self.directory.names())
+        is_leader = together and self.world_size is not None and self.worker_name == min(self.directory.names())
         await self.connections.flush(timeout_s, wait_for_others=is_leader)
 
     # ------------------------------------------------------------ a view inside

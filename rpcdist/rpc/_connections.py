@@ -257,11 +257,14 @@ class Connections:
 
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
         """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
-        async with asyncio.timeout(timeout_s):
-            peers = [peer.session for peer in self._peers.values() if peer.session is not None]
-            await asyncio.gather(*(session.drain(timeout_s) for session in [*peers, *self._sessions]))
-            if wait_for_others:
-                await asyncio.gather(*(session.ended(timeout_s) for session in list(self._sessions)))
+        peers = [peer.session for peer in self._peers.values() if peer.session is not None]
+        try:
+            async with asyncio.timeout(timeout_s):
+                await asyncio.gather(*(session.drain(timeout_s) for session in [*peers, *self._sessions]))
+                if wait_for_others:
+                    await asyncio.gather(*(session.ended(timeout_s) for session in list(self._sessions)))
+        except TimeoutError:
+            logger.debug("not everything was written within %s s", timeout_s)
 
     def close(self, reason: str) -> None:
         """Ends all of them at once."""

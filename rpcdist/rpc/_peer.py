@@ -36,6 +36,7 @@ logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
 REFUSED_GRACE_S = 0.5  # a server that restarts its listener is not dead; one that refuses for longer is
+MAX_LATE_ATTEMPTS = 5
 LAST_ATTEMPT = 0.2  # of the timeout: after it has passed in silence, this much is left for connecting anew
 
 
@@ -189,6 +190,8 @@ class Peer:
                 return
             except TransportError as exc:
                 now = time.monotonic()
+                if now > limit + LAST_ATTEMPT * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
+                    limit = now + LAST_ATTEMPT * self._timeout_s  # this process was held up itself: it judges nobody
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
                 if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
                     if isinstance(exc, ConnectFailed):

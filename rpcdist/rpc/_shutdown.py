@@ -79,12 +79,13 @@ def _wait_idle(agent: Agent, deadline: Deadline) -> None:
             logger.warning("shutdown of %s waits for %s", agent.worker_name, left)
 
 
-def close_agent(agent: Agent, *, flush: bool, ignore_leaks: bool) -> None:
+def close_agent(agent: Agent, *, flush: bool, together: bool, ignore_leaks: bool) -> None:
     """Closes everything; idempotent, bounded.
 
     Args:
         agent: this worker's.
         flush: let the replies that are under way reach the others first; those who wait here for others get theirs.
+        together: all the others leave at this moment, too.
         ignore_leaks: False raises when references to values of this worker are left.
 
     Raises:
@@ -100,7 +101,7 @@ def close_agent(agent: Agent, *, flush: bool, ignore_leaks: bool) -> None:
         if flush:
             agent.leader.give_up()
             agent.dispatcher.wait_gathered(LAST_REPLIES_LIMIT_S)
-            agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S), LAST_REPLIES_LIMIT_S + 1.0)
+            agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S, together), LAST_REPLIES_LIMIT_S + 1.0)
     except RpcdistError:
         logger.debug("the last replies were not flushed", exc_info=True)
     finally:

@@ -293,7 +293,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
     try:
         # A shutdown that failed flushes, too: the others wait for the reason.
-        close_agent(agent, flush=flush, ignore_leaks=_ignore_rref_leak or not finished)
+        close_agent(agent, flush=flush, together=finished, ignore_leaks=_ignore_rref_leak or not finished)
     finally:
         set_current_agent(None)
         if agent.store is not None:
