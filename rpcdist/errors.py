@@ -27,6 +27,11 @@
     │   └── LeaseExpired                    the owner dropped this user's references
     └── DistError
         ├── DistBackendError
+        │   └── CollectiveError             an operation of a process group failed
+        │       ├── CollectiveMismatch (ValueError)   the ranks called different operations
+        │       ├── CollectiveTimeout (TimeoutError)  some ranks did not arrive in time
+        │       ├── RankLost (ConnectionError)        a rank died, or its connection broke
+        │       └── GroupAborted                      the group was aborted, here or elsewhere
         ├── DistNetworkError
         └── DistStoreError
             ├── QueueEmptyError
@@ -46,6 +51,9 @@ __all__ = [
     "BlockingInLoop",
     "CallRefused",
     "Cancelled",
+    "CollectiveError",
+    "CollectiveMismatch",
+    "CollectiveTimeout",
     "ConfigError",
     "ConnectFailed",
     "DeadlineExceeded",
@@ -56,6 +64,7 @@ __all__ = [
     "DuplicateName",
     "ForkedProcess",
     "FunctionNotFound",
+    "GroupAborted",
     "LeaseExpired",
     "NotInitialized",
     "OwnerLost",
@@ -63,6 +72,7 @@ __all__ = [
     "ProtocolViolation",
     "QueueEmptyError",
     "RRefError",
+    "RankLost",
     "RemoteError",
     "RendezvousError",
     "RpcdistError",
@@ -270,6 +280,48 @@ class DistError(RpcdistError):
 
 class DistBackendError(DistError):
     """A collective operation failed."""
+
+
+class CollectiveError(DistBackendError):
+    """An operation of a process group failed; the group cannot be used any more.
+
+    Attributes:
+        operation: what ran here, with its sequence number, e.g. "all_reduce #41 of group 'default'".
+        reason: what went wrong, naming the rank.
+    """
+
+    def __init__(self, operation: str, reason: str) -> None:
+        super().__init__(operation, reason)
+        self.operation = operation
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"{self.operation} failed: {self.reason}"
+
+
+class CollectiveMismatch(CollectiveError, ValueError):
+    """The ranks of a group called different operations, or the same with other arguments; all of them are told."""
+
+
+class CollectiveTimeout(CollectiveError, TimeoutError):
+    """An operation did not finish in time; the text names the ranks that did not arrive."""
+
+
+class RankLost(CollectiveError, ConnectionError):
+    """A rank of the group died, or its connection broke, before the operation was done.
+
+    Attributes:
+        ranks: the ranks, in the group of the operation.
+    """
+
+    def __init__(self, operation: str, reason: str, ranks: Sequence[int] = ()) -> None:
+        super().__init__(operation, reason)
+        self.args = (operation, reason, tuple(ranks))
+        self.ranks = tuple(ranks)
+
+
+class GroupAborted(CollectiveError):
+    """The group was aborted or destroyed, here or on another rank, while the operation ran or before it."""
 
 
 class DistNetworkError(DistError):

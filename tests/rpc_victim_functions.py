@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import signal
-import socket
 import sys
 import threading
 import time
-import types
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -164,25 +161,6 @@ def fork_data_loader_workers() -> list[int]:
     return [worker.pid for worker in batches._workers]
 
 
-def hold_remote(owner: str, count: int = 1) -> None:
-    """Makes references to values at `owner`, and holds them."""
-    made = [rpc.remote(owner, make, (number,)) for number in range(count)]
-    for rref in made:
-        rref._get_future().wait()
-        while not rref.confirmed_by_owner():  # set by a callback of that future
-            time.sleep(0.001)
-    held.extend(made)
-
-
-def use_held(index: int = 0) -> Any:
-    return held[index].to_here()
-
-
-def fork_held_to(worker: str) -> None:
-    """Gives another worker a share of everything that is held here."""
-    rpc.rpc_sync(worker, hold, tuple(held))
-
-
 def sees() -> dict[str, str]:
     """The counters of this worker that must be zero when nothing is left."""
     info = rpc.debug_info()
@@ -283,135 +261,6 @@ def _use_in_child(what: str, to: str, rref: Any) -> Any:
     raise ValueError(what)
 
 
-# ---------------------------------------------------------------- references
-
-
-def hold_own(count: int) -> None:
-    held.extend(rpc.RRef(number) for number in range(count))
-
-
-def use_held_by_proxy() -> Any:
-    return held[0].rpc_sync().bit_length()
-
-
-def use_held_while_the_connection_breaks() -> None:
-    future = rpc.api._get_current_rpc_agent().rrefs.fetch(held[0]._handle.state, LIMIT_S)
-    for peer in list(rpc.api._get_current_rpc_agent().connections._peers.values()):
-        if peer.session is not None:
-            peer.session.close("broken by the test")
-    assert future.wait() == held[0].to_here() == 0
-
-
-def share_held() -> Any:
-    """Shares with a worker that lives: with oneself."""
-    return rpc.rpc_sync(rpc.get_worker_info(), id, (held[0],))
-
-
-def fork_held_to_without_waiting(worker: str, times: int) -> None:
-    for _ in range(times):
-        rpc.rpc_async(worker, hold, tuple(held))
-
-
-def use_until(error: type[BaseException], limit_s: float = 20.0) -> None:
-    """Uses what is held until that fails as it should: first a call may fail because its connection has broken."""
-    limit = time.monotonic() + limit_s
-    while True:
-        for rref in held:
-            try:
-                rref.to_here(timeout=5.0)
-            except RpcdistError as exc:
-                if isinstance(exc, error) or time.monotonic() > limit:
-                    raise
-        time.sleep(0.02)
-
-
-def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
-    limit = time.monotonic() + limit_s
-    while True:
-        try:
-            return rpc.rpc_sync(to, pid)
-        except RpcdistError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(0.02)
-
-
-# ---------------------------------------------------------------- references that wander
-
-_bag: list[Any] = []
-_bag_lock = threading.Lock()
-BAG_SIZE = 30
-
-
-def put_into_bag(*values: Any) -> None:
-    with _bag_lock:
-        _bag.extend(values)
-        while len(_bag) > BAG_SIZE:
-            _bag.pop(random.randrange(len(_bag)))
-
-
-def take_from_bag(count: int) -> Any:
-    """Some references of this worker, in a container; they stay here, too."""
-    with _bag_lock:
-        return {"some": tuple(random.sample(_bag, min(count, len(_bag))))}
-
-
-def make_reference(value: Any) -> Any:
-    return rpc.RRef(value)
-
-
-def make_value(*inside: Any) -> Any:
-    """A value that holds references itself."""
-    return list(inside)
-
-
-def _some(count: int) -> list[Any]:
-    return list(take_from_bag(random.randint(0, count))["some"])
-
-
-def _move(to: str) -> None:
-    match random.randrange(8):
-        case 0:
-            put_into_bag(rpc.remote(to, make_value, tuple(_some(3))))
-        case 1:
-            rpc.rpc_sync(to, put_into_bag, tuple(_some(4)))
-        case 2:
-            put_into_bag(*rpc.rpc_sync(to, take_from_bag, (3,))["some"])
-        case 3:
-            put_into_bag(rpc.rpc_sync(to, make_reference, (_some(2),)))  # an owner is a user of others
-        case 4:
-            put_into_bag(rpc.remote(to, make_reference, (torch.ones(2),)))  # a reference to a reference
-        case 5:
-            with _bag_lock:
-                _bag[random.randrange(len(_bag)) :] = []
-        case 6:
-            for rref in _some(1):
-                rref.to_here()
-        case 7:
-            rpc.rpc_async(to, put_into_bag, tuple(_some(4)))
-
-
-def wander(names: tuple[str, ...], limit_s: float, seed: int) -> int:
-    """Makes, shares and drops references at random; at the end it drops all. The number of moves."""
-    random.seed(seed)
-    limit = time.monotonic() + limit_s
-    put_into_bag(rpc.RRef(0))
-    moves = 0
-    while time.monotonic() < limit:
-        with _bag_lock:
-            if not _bag:
-                _bag.append(rpc.RRef(moves))
-        _move(random.choice(names))
-        moves += 1
-    rpc.api._barrier(set(names))
-    with _bag_lock:
-        _bag.clear()
-    rpc.api._barrier(set(names))  # what was on its way has arrived
-    with _bag_lock:
-        _bag.clear()
-    return moves
-
-
 # ---------------------------------------------------------------- who is there
 
 
@@ -458,6 +307,17 @@ def error_saying(says: str, function: Any, *args: Any) -> str:
             last = exc
         time.sleep(0.02)
     raise AssertionError(f"the last outcome was {last!r}")
+
+
+def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
+    limit = time.monotonic() + limit_s
+    while True:
+        try:
+            return rpc.rpc_sync(to, pid)
+        except RpcdistError:
+            if time.monotonic() > limit:
+                raise
+            time.sleep(0.02)
 
 
 # ---------------------------------------------------------------- the end
@@ -507,177 +367,7 @@ def end_of_started_call() -> tuple[str, str]:
     return type(error).__name__, str(error)
 
 
-# ---------------------------------------------------------------- bad input
-
-UNPICKLABLE = ("lock", "lambda", "generator", "local class", "socket")
-
-
-def make_unpicklable(kind: str) -> Any:
-    class Local:
-        pass
-
-    match kind:
-        case "lock":
-            return {"deep": [threading.Lock()]}
-        case "lambda":
-            return lambda: 1
-        case "generator":
-            return [item for item in [(number for number in range(3))]]
-        case "local class":
-            return Local()
-        case "socket":
-            return [socket.socket()]
-    raise ValueError(kind)
-
-
-def send_unpicklable(how: str, to: str, kind: str) -> None:
-    value = make_unpicklable(kind)
-    match how:
-        case "rpc_sync":
-            rpc.rpc_sync(to, make, (value,))
-        case "rpc_async":
-            rpc.rpc_async(to, make, (value, rpc.RRef(1))).wait()
-        case "remote":
-            rpc.remote(to, make, ([rpc.RRef(1), value],)).to_here()
-
-
-def fetch_remote(to: str, function: Any, *args: Any) -> Any:
-    return rpc.remote(to, function, args).to_here()
-
-
-def fetch_remote_with(to: str, function: Any, args: Any) -> Any:
-    return fetch_remote(to, function, *args)
-
-
-def call_by_name(to: str, name: str) -> Any:
-    """A call of a function that the caller would not name so."""
-    from rpcdist.rpc import _caller
-
-    honest: Any = _caller.encode_function  # type: ignore[attr-defined]
-    _caller.encode_function = lambda *args, **kwargs: name  # type: ignore[attr-defined]
-    try:
-        return rpc.rpc_sync(to, pid)
-    finally:
-        _caller.encode_function = honest  # type: ignore[attr-defined]
-
-
-def _refuse_to_be_built(*args: Any) -> Any:
-    raise ValueError("on purpose")
-
-
-class Unbuildable:
-    def __reduce__(self) -> Any:
-        return _refuse_to_be_built, ()
-
-
-def make_unbuildable() -> Unbuildable:
-    return Unbuildable()
-
-
-def send_unbuildable(to: str) -> None:
-    rpc.rpc_sync(to, make, (Unbuildable(),))
-
-
-class NeedsTwo(Exception):
-    def __init__(self, one: int, two: int) -> None:
-        super().__init__(f"{one} and {two}")
-
-
-class HoldsALock(Exception):
-    def __init__(self) -> None:
-        super().__init__("locked")
-        self.lock = threading.Lock()
-
-
-class UnbuildableError(Exception):
-    def __reduce__(self) -> Any:
-        return _refuse_to_be_built, ()
-
-
-class StrFails(Exception):
-    def __str__(self) -> str:
-        raise ValueError("no text")
-
-
-class Touching(Exception):
-    """Creates a file where it is unpickled."""
-
-    def __init__(self, path: str) -> None:
-        super().__init__("touching")
-        self.path = path
-
-    def __reduce__(self) -> Any:
-        return _touch, (self.path,)
-
-
-def _touch(path: str) -> None:
-    with open(path, "a") as file:
-        print(os.getpid(), file=file)
-
-
-def raise_odd(kind: str, path: str = "") -> None:
-    class LocalError(Exception):
-        pass
-
-    match kind:
-        case "local class":
-            raise LocalError("here")
-        case "needs two arguments":
-            raise NeedsTwo(1, 2)
-        case "holds a lock":
-            raise HoldsALock
-        case "breaks when rebuilt":
-            raise UnbuildableError
-        case "str fails":
-            raise StrFails
-        case "touches":
-            raise Touching(path)
-
-
-def raise_huge() -> None:
-    raise ValueError("x" * 50_000_000)
-
-
-def stream_unpicklable() -> Iterator[Any]:
-    yield 1
-    yield threading.Lock()
-
-
-def read_stream(to: str, function: Any) -> list[Any]:
-    return list(rpc.rpc_stream(to, function))
-
-
-def call_a_function_that_only_exists_here(to: str) -> None:
-    def only_here() -> None: ...
-
-    only_here.__qualname__ = "only_here"
-    globals()["only_here"] = only_here
-    rpc.rpc_sync(to, only_here)
-
-
-def call_a_module_that_only_exists_here(to: str) -> None:
-    module = types.ModuleType("module_only_here")
-    exec("def f(): pass", module.__dict__)
-    sys.modules["module_only_here"] = module
-    rpc.rpc_sync(to, module.f)
-
-
-def call_nameless(to: str, kind: str) -> None:
-    def nested() -> None: ...
-
-    rpc.rpc_sync(to, nested if kind == "nested" else lambda: 1)
-
-
-def send_touching(to: str, path: str) -> None:
-    rpc.rpc_sync(to, make, (Touching(path),))
-
-
-def make_touching(path: str) -> Touching:
-    return Touching(path)
-
-
-def send_function_by_value(to: str) -> None:
-    rpc.rpc_sync(to, lambda: 1)
+# ---------------------------------------------------------------- connections
 
 
 def connection_to(name: str) -> str:
@@ -686,9 +376,6 @@ def connection_to(name: str) -> str:
     rpc.rpc_sync(name, pid)
     session: bytes = agent.connections.peer(agent.directory.resolve(name)).session.id
     return session.hex()
-
-
-# ---------------------------------------------------------------- security
 
 
 def num_unproven() -> int:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import rpc_victim_bad_input as bad_input
 import rpc_victim_functions as functions
 import torch
 from leak_guard import LeakGuard
@@ -54,27 +55,27 @@ def text_of(error: BaseException) -> str:
 
 @pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
 def test_an_unpicklable_argument(world: World, how: str) -> None:
-    for value in functions.UNPICKLABLE:
-        error = world["a"].begin(functions.send_unpicklable, how, "b", value).error(Exception)
+    for value in bad_input.UNPICKLABLE:
+        error = world["a"].begin(bad_input.send_unpicklable, how, "b", value).error(Exception)
         assert ADVICE in text_of(error), (value, error)
 
 
 def test_an_unpicklable_result(world: World) -> None:
-    for value in functions.UNPICKLABLE:
-        error = world["a"].begin(rpc.rpc_sync, "b", functions.make_unpicklable, (value,)).error(Exception)
+    for value in bad_input.UNPICKLABLE:
+        error = world["a"].begin(rpc.rpc_sync, "b", bad_input.make_unpicklable, (value,)).error(Exception)
         assert ADVICE in text_of(error) and "On worker 'b'" in text_of(error), (value, error)
         # With `remote` the value stays where it is, and only asking for it fails.
-        error = world["a"].begin(functions.fetch_remote, "b", functions.make_unpicklable, value).error(Exception)
+        error = world["a"].begin(bad_input.fetch_remote, "b", bad_input.make_unpicklable, value).error(Exception)
         assert ADVICE in text_of(error), (value, error)
 
 
 def test_a_result_that_cannot_be_rebuilt(world: World) -> None:
-    error = world["a"].begin(rpc.rpc_sync, "b", functions.make_unbuildable).error(SerializationError)
+    error = world["a"].begin(rpc.rpc_sync, "b", bad_input.make_unbuildable).error(SerializationError)
     assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
 
 def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
-    error = world["a"].begin(functions.send_unbuildable, "b").error(SerializationError)
+    error = world["a"].begin(bad_input.send_unbuildable, "b").error(SerializationError)
     assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
 
@@ -89,8 +90,8 @@ def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
     ],
 )
 def test_an_exception_that_cannot_travel(world: World, kind: str, says: str) -> None:
-    for call in (rpc.rpc_sync, functions.fetch_remote_with):
-        error = world["a"].begin(call, "b", functions.raise_odd, (kind,)).error(Exception)
+    for call in (rpc.rpc_sync, bad_input.fetch_remote_with):
+        error = world["a"].begin(call, "b", bad_input.raise_odd, (kind,)).error(Exception)
         if isinstance(error, RemoteError):
             assert error.type_name.endswith(says) and error.worker == "b"
             assert call is not rpc.rpc_sync or "raise_odd" in error.traceback
@@ -99,12 +100,12 @@ def test_an_exception_that_cannot_travel(world: World, kind: str, says: str) -> 
 
 
 def test_a_huge_exception_text_is_cut(world: World) -> None:
-    error = world["a"].begin(rpc.rpc_sync, "b", functions.raise_huge).error(Exception)
+    error = world["a"].begin(rpc.rpc_sync, "b", bad_input.raise_huge).error(Exception)
     assert len(str(error)) < 4_000_000
 
 
 def test_a_stream_item_that_cannot_be_sent(world: World) -> None:
-    error = world["a"].begin(functions.read_stream, "b", functions.stream_unpicklable).error(Exception)
+    error = world["a"].begin(bad_input.read_stream, "b", bad_input.stream_unpicklable).error(Exception)
     assert ADVICE in text_of(error)
 
 
@@ -112,15 +113,15 @@ def test_a_stream_item_that_cannot_be_sent(world: World) -> None:
 
 
 def test_a_function_that_is_missing_at_the_callee(world: World) -> None:
-    error = world["a"].begin(functions.call_a_function_that_only_exists_here, "b").error(FunctionNotFound)
-    assert "only_here" in str(error) and "rpc_victim_functions" in str(error) and error.worker == "b"
-    error = world["a"].begin(functions.call_a_module_that_only_exists_here, "b").error(FunctionNotFound)
+    error = world["a"].begin(bad_input.call_a_function_that_only_exists_here, "b").error(FunctionNotFound)
+    assert "only_here" in str(error) and "rpc_victim_bad_input" in str(error) and error.worker == "b"
+    error = world["a"].begin(bad_input.call_a_module_that_only_exists_here, "b").error(FunctionNotFound)
     assert "module_only_here" in str(error) and error.worker == "b"
 
 
 def test_functions_that_have_no_name(world: World) -> None:
     for kind in ("lambda", "nested"):
-        error = world["a"].begin(functions.call_nameless, "b", kind).error(Exception)
+        error = world["a"].begin(bad_input.call_nameless, "b", kind).error(Exception)
         assert "rpcdist sends a function by its name" in text_of(error), (kind, error)
 
 
@@ -184,15 +185,15 @@ def partial_call(to: str) -> Any:
 
 def through_an_import(to: str) -> Any:
     """A name below an allowed module that leads out of it."""
-    return functions.call_by_name(to, "rpc_victims:os.getpid")
+    return bad_input.call_by_name(to, "rpc_victims:os.getpid")
 
 
 def through_a_package(to: str) -> Any:
-    return functions.call_by_name(to, "torch:os.getpid")
+    return bad_input.call_by_name(to, "torch:os.getpid")
 
 
 def through_a_name_that_was_imported(to: str) -> Any:
-    return functions.call_by_name(to, "rpc_victims:TypeVar")
+    return bad_input.call_by_name(to, "rpc_victims:TypeVar")
 
 
 def through_a_method(to: str) -> Any:
@@ -224,14 +225,14 @@ def test_without_pickle_only_plain_values_pass(victims: Victims, tmp_path_factor
     got = world["x"].run(rpc.rpc_sync, "y", functions.make, (plain,))
     assert got[:-1] == plain[:-1] and torch.equal(got[-1]["k"][1][0], torch.ones(3))
     # Values that need pickle are refused, in both directions and in exceptions, and never unpickled.
-    error = world["x"].begin(functions.send_touching, "y", str(witness)).error(Exception)
+    error = world["x"].begin(bad_input.send_touching, "y", str(witness)).error(Exception)
     assert "may send plain values only" in str(error) or "pickle is off here" in str(error)
-    error = world["x"].begin(rpc.rpc_sync, "y", functions.make_touching, (str(witness),)).error(Exception)
+    error = world["x"].begin(rpc.rpc_sync, "y", bad_input.make_touching, (str(witness),)).error(Exception)
     assert "pickle is off here" in str(error) or "plain values only" in str(error)
-    error = world["x"].begin(functions.send_function_by_value, "y").error(CallRefused)
+    error = world["x"].begin(bad_input.send_function_by_value, "y").error(CallRefused)
     assert "allow_pickle" in str(error)
     assert not witness.exists()
-    error = world["x"].begin(rpc.rpc_sync, "y", functions.raise_odd, ("touches", str(witness))).error(RemoteError)
+    error = world["x"].begin(rpc.rpc_sync, "y", bad_input.raise_odd, ("touches", str(witness))).error(RemoteError)
     assert error.type_name == "Touching" and error.worker == "y"
     tried = witness.read_text().split() if witness.exists() else []  # y may try its own exception, but x may not
     assert str(world["x"].pid) not in tried

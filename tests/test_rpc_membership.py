@@ -14,6 +14,7 @@ from socket import socket
 
 import pytest
 import rpc_victim_functions as functions
+import rpc_victim_references as references
 from leak_guard import LeakGuard
 from rpc_victims import CALM_S, LIMIT_S, UNIT_S, Victims, forkserver_pid, join
 
@@ -256,8 +257,8 @@ def test_workers_come_later_and_leave(victims: Victims) -> None:
     assert world["b"].run(rpc.rpc_sync, 2, functions.pid) == world["c"].pid  # it has heard of it
     assert world["b"].run(rpc.rpc_sync, "a", functions.call_from_a_coroutine, ("c",)) == world["c"].pid
     for name in ("a", "c"):
-        world[name].run(functions.hold_remote, "b", 2)
-    world["c"].run(functions.fork_held_to, "a")
+        world[name].run(references.hold_remote, "b", 2)
+    world["c"].run(references.fork_held_to, "a")
     for name in ("a", "c"):
         world[name].run(functions.drop)
     for name in ("a", "b", "c"):

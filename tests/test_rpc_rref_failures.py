@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import pytest
 import rpc_victim_functions as functions
+import rpc_victim_references as references
 from leak_guard import LeakGuard
 from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid, until
 
@@ -39,10 +40,10 @@ def test_after_a_regular_run_all_tables_are_empty(victims: Victims) -> None:
     world = victims.world(*names, peer_timeout=CALM_S)
     for worker in world:
         for owner in names:
-            worker.run(functions.hold_remote, owner, 3)
+            worker.run(references.hold_remote, owner, 3)
     for worker in world:  # each shares what it holds with everybody
         for other in names:
-            worker.run(functions.fork_held_to, other)
+            worker.run(references.fork_held_to, other)
     for worker in world:
         worker.run(functions.drop)
     everything_is_empty(world, *names)
@@ -52,13 +53,13 @@ def test_after_a_regular_run_all_tables_are_empty(victims: Victims) -> None:
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with forked DataLoader workers"])
 def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked: bool) -> None:
     world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
-    world["user"].run(functions.hold_remote, "owner", 5)  # made by the user
-    world["user"].run(functions.fork_held_to, "friend")  # shared by the user with a third
+    world["user"].run(references.hold_remote, "owner", 5)  # made by the user
+    world["user"].run(references.fork_held_to, "friend")  # shared by the user with a third
     world["friend"].run(functions.drop)
     world["owner"].run(functions.hold, 1)
-    world["owner"].run(functions.hold_own, 3)
-    world["owner"].run(functions.fork_held_to, "user")  # shared by the owner
-    world["friend"].run(functions.hold_remote, "user", 2)  # the victim is an owner, too
+    world["owner"].run(references.hold_own, 3)
+    world["owner"].run(references.fork_held_to, "user")  # shared by the owner
+    world["friend"].run(references.hold_remote, "user", 2)  # the victim is an owner, too
     children = world["user"].run(functions.fork_data_loader_workers) if forked else []
     try:
         world["user"].kill()
@@ -67,7 +68,7 @@ def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked
         world["owner"].run(functions.drop)
         everything_is_empty(world, "owner")
         assert time.monotonic() - killed < LEASE_S + 2 * PROMPT_S
-        kind, text, _ = world["friend"].run(functions.error_of, functions.use_held)
+        kind, text, _ = world["friend"].run(functions.error_of, references.use_held)
         assert kind == "OwnerLost" and "'user'" in text
         world["friend"].run(functions.drop)
         everything_is_empty(world, "friend", "owner")
@@ -80,12 +81,12 @@ def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked
 def test_a_living_user_keeps_its_values_longer_than_a_lease(victims: Victims) -> None:
     """Idle connections renew leases."""
     world = victims.world("owner", "user", "sharer", peer_timeout=UNIT_S)
-    world["user"].run(functions.hold_remote, "owner", 1)
-    world["sharer"].run(functions.hold_remote, "owner", 1)
-    world["sharer"].run(functions.fork_held_to, "user")
+    world["user"].run(references.hold_remote, "owner", 1)
+    world["sharer"].run(references.hold_remote, "owner", 1)
+    world["sharer"].run(references.fork_held_to, "user")
     world["sharer"].run(functions.drop)
     time.sleep(2 * LEASE_S)
-    assert [world["user"].run(functions.use_held, index) for index in range(2)] == [0, 0]
+    assert [world["user"].run(references.use_held, index) for index in range(2)] == [0, 0]
     world["user"].run(functions.drop)
     everything_is_empty(world, "owner", "user", "sharer")
     world.shutdown()
@@ -93,18 +94,18 @@ def test_a_living_user_keeps_its_values_longer_than_a_lease(victims: Victims) ->
 
 def test_a_user_that_comes_back_late_is_told(victims: Victims) -> None:
     world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
-    world["user"].run(functions.hold_remote, "owner", 2)
-    world["friend"].run(functions.hold_remote, "owner", 1)
+    world["user"].run(references.hold_remote, "owner", 2)
+    world["friend"].run(references.hold_remote, "owner", 1)
     world["user"].stop()
     until(lambda: "user" not in world["owner"].run(functions.tables), "the lease ends")
     world["user"].resume()
-    error = world["user"].begin(functions.use_until, LeaseExpired).error(RpcdistError)
+    error = world["user"].begin(references.use_until, LeaseExpired).error(RpcdistError)
     assert isinstance(error, LeaseExpired) and "'owner'" in str(error)
     world["user"].run(functions.drop)
     everything_is_empty(world, "user")
     # Calls without references work, and the others have not noticed.
     assert world["user"].run(functions.call_until_it_works, "owner") == world["owner"].pid
-    assert world["friend"].run(functions.use_held) == 0
+    assert world["friend"].run(references.use_held) == 0
     world["friend"].run(functions.drop)
     everything_is_empty(world, "owner", "friend")
 
@@ -112,14 +113,14 @@ def test_a_user_that_comes_back_late_is_told(victims: Victims) -> None:
 def test_an_owner_that_comes_back_late_keeps_nothing(victims: Victims) -> None:
     """Its users have given it up; what they tell it must reach it when it is back."""
     world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
-    world["user"].run(functions.hold_remote, "owner", 3)
-    world["user"].run(functions.fork_held_to, "friend")
-    world["owner"].run(functions.hold_own, 2)
-    world["owner"].run(functions.fork_held_to, "user")
+    world["user"].run(references.hold_remote, "owner", 3)
+    world["user"].run(references.fork_held_to, "friend")
+    world["owner"].run(references.hold_own, 2)
+    world["owner"].run(references.fork_held_to, "user")
     world["owner"].run(functions.drop)
     world["owner"].stop()
     for name in ("user", "friend"):
-        error = world[name].begin(functions.use_until, OwnerLost).error(RpcdistError)
+        error = world[name].begin(references.use_until, OwnerLost).error(RpcdistError)
         assert isinstance(error, OwnerLost) and error.worker == "owner"
     world["owner"].resume()
     assert world["user"].run(functions.call_until_it_works, "owner") == world["owner"].pid
@@ -129,8 +130,8 @@ def test_an_owner_that_comes_back_late_keeps_nothing(victims: Victims) -> None:
 def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Victims) -> None:
     world = victims.world("a", "b", peer_timeout=UNIT_S)
     world["b"].kill()
-    world["a"].run(functions.hold_own, 2)
-    kind, _, _ = world["a"].run(functions.error_of, functions.fork_held_to, "b")
+    world["a"].run(references.hold_own, 2)
+    kind, _, _ = world["a"].run(functions.error_of, references.fork_held_to, "b")
     assert kind == "WorkerLost"
     world["a"].run(functions.drop)
     everything_is_empty(world, "a")
@@ -139,20 +140,20 @@ def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Vic
 def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
     """A value is asked for again when the connection has broken, until the owner is declared lost."""
     world = victims.world("owner", "user", peer_timeout=CALM_S)
-    world["user"].run(functions.hold_remote, "owner", 1)
+    world["user"].run(references.hold_remote, "owner", 1)
     for _ in range(20):
-        world["user"].run(functions.use_held_while_the_connection_breaks)
+        world["user"].run(references.use_held_while_the_connection_breaks)
     world["user"].run(functions.drop)
     everything_is_empty(world, "owner", "user")
 
 
 def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) -> None:
     world = victims.world("owner", "user", "friend", peer_timeout=CALM_S)
-    world["user"].run(functions.hold_remote, "owner", 1)
-    world["user"].run(functions.fork_held_to, "friend")
+    world["user"].run(references.hold_remote, "owner", 1)
+    world["user"].run(references.fork_held_to, "friend")
     world["owner"].kill()
     for name in ("user", "friend"):
-        for use in (functions.use_held, functions.use_held_by_proxy, functions.share_held):
+        for use in (references.use_held, references.use_held_by_proxy, references.share_held):
             kind, text, waited_s = world[name].run(functions.error_of, use)
             assert kind == "OwnerLost" and "'owner'" in text, (use, kind, text)
             assert waited_s < PROMPT_S
@@ -164,8 +165,8 @@ def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) ->
 def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(victims: Victims) -> None:
     """The user shares its references and is killed at once, many times."""
     world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
-    world["user"].run(functions.hold_remote, "owner", 20)
-    world["user"].begin(functions.fork_held_to_without_waiting, "friend", 20)
+    world["user"].run(references.hold_remote, "owner", 20)
+    world["user"].begin(references.fork_held_to_without_waiting, "friend", 20)
     world["user"].kill()
     time.sleep(UNIT_S)
     world["friend"].run(functions.drop)
@@ -174,8 +175,8 @@ def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(victims: Vi
 
 def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
     world = victims.world("a", "b", "c", peer_timeout=CALM_S)
-    world["a"].run(functions.hold_remote, "b", 1)
-    world["c"].run(functions.hold_remote, "b", 1)
+    world["a"].run(references.hold_remote, "b", 1)
+    world["c"].run(references.hold_remote, "b", 1)
     old = world["b"].pid
     assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == old
     world["b"].kill()
@@ -183,12 +184,12 @@ def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
     for name in ("a", "c"):
         assert world[name].run(functions.call_until_it_works, "b") == new
         assert world[name].run(rpc.rpc_sync, 1, functions.pid) == new
-        kind, text, _ = world[name].run(functions.error_of, functions.use_held)
+        kind, text, _ = world[name].run(functions.error_of, references.use_held)
         assert kind == "OwnerLost" and "'b'" in text
         world[name].run(functions.drop)
-        world[name].run(functions.hold_remote, "b", 2)  # references to the new one work
-        assert world[name].run(functions.use_held, 1) == 1
-    world["b"].run(functions.hold_remote, "a", 1)
+        world[name].run(references.hold_remote, "b", 2)  # references to the new one work
+        assert world[name].run(references.use_held, 1) == 1
+    world["b"].run(references.hold_remote, "a", 1)
     assert world["b"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
     for worker in world:
         worker.run(functions.drop)
@@ -198,9 +199,9 @@ def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
 
 def test_an_rref_after_shutdown(victims: Victims) -> None:
     world = victims.world("a", "b", peer_timeout=CALM_S)
-    world["a"].run(functions.hold_remote, "b", 1)
+    world["a"].run(references.hold_remote, "b", 1)
     world.shutdown()
-    for use in (functions.use_held, functions.use_held_by_proxy):
+    for use in (references.use_held, references.use_held_by_proxy):
         kind, text, waited_s = world["a"].run(functions.error_of, use)
         assert kind in ("RRefError", "NotInitialized") and waited_s < PROMPT_S, (kind, text)
     world["a"].run(functions.drop)
@@ -212,7 +213,7 @@ def test_references_that_wander_at_random_leave_nothing(victims: Victims, limit_
     world = victims.world(*names, peer_timeout=CALM_S)
     seed = time.time_ns()
     print(f"seed {seed}")
-    wandering = [worker.begin(functions.wander, names, limit_s, seed + number) for number, worker in enumerate(world)]
+    wandering = [worker.begin(references.wander, names, limit_s, seed + number) for number, worker in enumerate(world)]
     moves = [pending.result(limit_s + 40.0) for pending in wandering]
     assert min(moves) > 20, moves
     for worker in world:

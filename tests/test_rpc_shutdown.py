@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import rpc_victim_functions as functions
+import rpc_victim_references as references
 from leak_guard import LeakGuard
 from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, join, leave, until
 
@@ -41,7 +42,7 @@ def test_before_init_and_after_shutdown_calls_say_what_to_do(victims: Victims) -
     for _ in range(2):
         for function, *args in uses:
             assert says in str(process.begin(function, *args).error(NotInitialized))
-        assert "init_rpc" in str(process.begin(functions.make_reference, 1).error(NotInitialized))
+        assert "init_rpc" in str(process.begin(references.make_reference, 1).error(NotInitialized))
         process.run(join, "a", 0, 1, victims.url())
         error = process.begin(join, "a", 0, 1, victims.url()).error(AlreadyInitialized)
         assert "call shutdown() first" in str(error)
@@ -158,12 +159,12 @@ def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: 
 
 def test_elastic_workers_leave_one_by_one(victims: Victims) -> None:
     world = victims.world("a", "b", "c", world_size=None, peer_timeout=CALM_S)
-    world["b"].run(functions.hold_remote, "c", 1)
-    world["c"].run(functions.hold_remote, "a", 2)
+    world["b"].run(references.hold_remote, "c", 1)
+    world["c"].run(references.hold_remote, "a", 2)
     world.shutdown("c")
     assert world["b"].run(rpc.rpc_sync, "a", functions.add, (1, 2)) == 3
     assert world["a"].run(functions.wait_until_empty) == ""
-    kind, _, _ = world["b"].run(functions.error_of, functions.use_held)
+    kind, _, _ = world["b"].run(functions.error_of, references.use_held)
     assert kind == "OwnerLost"
     world["b"].run(functions.drop)
     world.shutdown("a", "b")

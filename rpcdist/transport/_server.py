@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 HANDSHAKE_LIMIT_S = 10.0
 MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
+REFUSALS_PERIOD_S = 60.0
+MAX_REFUSALS_SHOWN = 64  # in that time; a stranger cannot fill the disk with log lines
 
 Method = Callable[[Identity, Any], Awaitable[Message]]
 
@@ -46,6 +48,25 @@ class _Proven:
         self.key = key
         self.peer = peer
         self.window = ReplayWindow()
+
+
+class _RefusalLog:
+    """Warns of refused connections, of each host and reason once a minute."""
+
+    def __init__(self) -> None:
+        self._since = 0.0
+        self._shown: set[str] = set()
+
+    def note(self, peer: str, reason: Exception) -> None:
+        now = time.monotonic()
+        if now - self._since >= REFUSALS_PERIOD_S:
+            self._since = now
+            self._shown.clear()
+        text = f"{peer.rpartition(':')[0]}: {reason}"  # each attempt has another port
+        is_news = text not in self._shown and len(self._shown) < MAX_REFUSALS_SHOWN
+        if is_news:
+            self._shown.add(text)
+        logger.log(logging.WARNING if is_news else logging.DEBUG, "refused a connection from %s: %s", peer, reason)
 
 
 class _Collector:
@@ -73,6 +94,7 @@ class Server(grpc.GenericRpcHandler):
         self._services: list[str] = []
         self._proven: dict[bytes, _Proven] = {}
         self._unproven = 0
+        self._refusal_log = _RefusalLog()
         self._health = health.aio.HealthServicer()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._session)
 
@@ -196,7 +218,7 @@ class Server(grpc.GenericRpcHandler):
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                 handshake = await self._prove(stream)
         except (AuthenticationFailed, ProtocolViolation) as exc:
-            logger.warning("refused a connection from %s: %s", context.peer(), exc)
+            self._refusal_log.note(context.peer(), exc)
             await refuse(context, str(exc))
             return
         except TimeoutError:

@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import random
 import time
+from contextlib import suppress
 from typing import TYPE_CHECKING, TypeVar
 
 import grpc
@@ -13,7 +14,7 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ConnectFailed, ProtocolViolation
+from rpcdist.errors import ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._grpc import CHANNEL_OPTIONS, ClientStream, mapped_errors
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys, request_proof
@@ -28,6 +29,7 @@ PACKAGE = "rpcdist"
 SESSION_KEY = "rpcdist-session-bin"
 COUNTER_KEY = "rpcdist-counter"
 PROOF_KEY = "rpcdist-proof-bin"
+REFUSAL_LIMIT_S = 1.0
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -191,4 +193,13 @@ async def _prove(stream: ClientStream, handshake: ClientHandshake) -> None:
         reply = handshake.receive(envelope.handshake)
         if reply is not None:
             await stream.write(rpc_pb2.Envelope(handshake=reply).SerializeToString())
+        if handshake.failure is not None and reply is not None:
+            await _until_heard(stream)
         handshake.check()
+
+
+async def _until_heard(stream: ClientStream) -> None:
+    """Waits, bounded, until the server has read why it was refused; a connection that closes first throws that away."""
+    with suppress(RpcdistError, TimeoutError):
+        async with asyncio.timeout(REFUSAL_LIMIT_S):
+            await stream.read()  # the server ends the stream

@@ -1,0 +1,147 @@
+"""What a group is asked to do, as data: the one form that the functions make and every backend carries out.
+
+An `Operation` is already checked and normal: its tensors are dense, contiguous and of one dtype, and are used as
+flat runs of elements. Chunk i of a list of `size` tensors belongs to rank i of the group. In the table, m is this rank,
+r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the operation works in place):
+
+    kind            inputs                          outputs                          afterwards
+    ALL_REDUCE      1 tensor              =         1 tensor                         out = reduction of all ranks' in
+    REDUCE          1 tensor              =         1 tensor                         the same at r; elsewhere untouched
+    BROADCAST       1 tensor              =         1 tensor                         out = r's in
+    ALL_GATHER      1 tensor                        size chunks of that many         out[i] = rank i's in
+    GATHER          1 tensor                        size chunks at r, else none      out[i] = rank i's in
+    SCATTER         size chunks at r, else none     1 tensor                         out = r's in[m]
+    REDUCE_SCATTER  size chunks                     1 tensor, as many as in[m]       out = reduction of all ranks' in[m]
+    ALL_TO_ALL      size chunks                     size chunks                      out[i] = rank i's in[m]
+    BARRIER         none                            none                             every rank has arrived
+
+The chunks of REDUCE_SCATTER and ALL_TO_ALL may differ in length. An input that is not also an output is never
+written to. It shares no memory with an output, but for these: the input of ALL_GATHER may be out[m] itself, and the
+output of REDUCE_SCATTER in[m] itself. Tensors may be empty.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from enum import Enum, IntEnum
+from typing import Final
+
+import torch
+
+__all__ = ["FINGERPRINT_BYTES", "Kind", "Operation", "ReduceOp", "describe_fingerprint", "dtype_code"]
+
+
+class Kind(IntEnum):
+    """The operations of a group; the numbers travel."""
+
+    ALL_REDUCE = 1
+    REDUCE = 2
+    BROADCAST = 3
+    ALL_GATHER = 4
+    GATHER = 5
+    SCATTER = 6
+    REDUCE_SCATTER = 7
+    ALL_TO_ALL = 8
+    BARRIER = 9
+    SEND = 10
+    RECV = 11
+
+    @property
+    def title(self) -> str:
+        """As users call it, e.g. "all_reduce"."""
+        return self.name.lower()
+
+
+class ReduceOp(Enum):
+    """How the tensors of the ranks become one, element by element.
+
+    AVG is the sum divided by the number of ranks (of integers: towards zero). BAND, BOR and BXOR want integers or bool.
+    With bool, SUM, MAX and BOR are "any", and PRODUCT, MIN and BAND are "all". PREMUL_SUM multiplies each rank's tensor
+    by a factor before the sum.
+    """
+
+    SUM = 0
+    AVG = 1
+    PRODUCT = 2
+    MIN = 3
+    MAX = 4
+    BAND = 5
+    BOR = 6
+    BXOR = 7
+    PREMUL_SUM = 8
+
+
+DTYPES: Final = (
+    torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
+    torch.float64, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.uint16, torch.uint32,
+    torch.uint64, torch.float8_e4m3fn, torch.float8_e5m2,
+)  # fmt: skip
+_CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
+_NO_CODE: Final = 255
+_FINGERPRINT: Final = struct.Struct("<QQqBBBx")
+FINGERPRINT_BYTES: Final = _FINGERPRINT.size
+
+
+def dtype_code(dtype: torch.dtype) -> int:
+    """The number under which a dtype travels. Raises KeyError for one that groups do not carry."""
+    return _CODES[dtype]
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One operation of one rank; see the table above.
+
+    Attributes:
+        kind: what to do.
+        inputs: read.
+        outputs: written.
+        reduce_op: for the kinds that reduce.
+        root: rank in the group, for the kinds that have one; else -1.
+        factor: for PREMUL_SUM.
+    """
+
+    kind: Kind
+    inputs: tuple[torch.Tensor, ...] = ()
+    outputs: tuple[torch.Tensor, ...] = ()
+    reduce_op: ReduceOp | None = None
+    root: int = -1
+    factor: float | torch.Tensor | None = None
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of all the tensors; None when there are none."""
+        tensors = self.inputs or self.outputs
+        return tensors[0].dtype if tensors else None
+
+    @property
+    def size_bytes(self) -> int:
+        """The size that all ranks have to agree on; 0 for ALL_TO_ALL, where it may differ from rank to rank."""
+        kind = self.kind
+        if kind in (Kind.ALL_TO_ALL, Kind.BARRIER):
+            return 0
+        if kind is Kind.REDUCE_SCATTER:
+            return sum(tensor.nbytes for tensor in self.inputs)
+        return self.outputs[0].nbytes if kind is Kind.SCATTER else self.inputs[0].nbytes
+
+    def fingerprint(self, sequence: int) -> bytes:
+        """What has to be equal on all ranks, in `FINGERPRINT_BYTES` bytes: ranks compare it before they trust data."""
+        code = _NO_CODE if self.dtype is None else _CODES[self.dtype]
+        reduce_code = _NO_CODE if self.reduce_op is None else self.reduce_op.value
+        return _FINGERPRINT.pack(sequence, self.size_bytes, self.root, self.kind, code, reduce_code)
+
+
+def describe_fingerprint(data: bytes) -> str:
+    """For errors: "all_reduce #41 (SUM, 1024 bytes of float32)"; of anything that is no fingerprint, its bytes."""
+    try:
+        sequence, size_bytes, root, kind, code, reduce_code = _FINGERPRINT.unpack(data)
+        details = [] if reduce_code == _NO_CODE else [ReduceOp(reduce_code).name]
+        if root >= 0:
+            details.append(f"root {root}")
+        if code != _NO_CODE:
+            dtype = str(DTYPES[code]).removeprefix("torch.")
+            details.append(f"{size_bytes} bytes of {dtype}" if kind != Kind.ALL_TO_ALL else dtype)
+        text = f"{Kind(kind).title} #{sequence}"
+    except (struct.error, ValueError, IndexError):
+        return f"unreadable bytes {bytes(data[:FINGERPRINT_BYTES]).hex()}"
+    return f"{text} ({', '.join(details)})" if details else text

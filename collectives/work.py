@@ -1,0 +1,186 @@
+"""`Work`: an operation of a group that may still run."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Generator
+from datetime import timedelta
+from typing import Any
+
+import torch
+
+from rpcdist.errors import BlockingInLoop, CollectiveTimeout
+
+__all__ = ["Work"]
+
+
+class Work:
+    """What `async_op=True` returns: wait for it, await it, or ask it. Any thread may use it.
+
+    Args:
+        title: what it is, for errors, e.g. "all_reduce #41 of group 'default'".
+        result: the output tensors.
+    """
+
+    def __init__(self, title: str, result: list[torch.Tensor] | None = None) -> None:
+        self.title = title
+        self._result = result or []
+        self._lock = threading.Lock()
+        self._waiter: threading.Event | None = None
+        self._callbacks: list[Callable[[Work], object]] = []
+        self._done = False
+        self._error: BaseException | None = None
+        self._source: int = -1
+
+    def __repr__(self) -> str:
+        state = "running" if not self._done else "done" if self._error is None else f"failed: {self._error}"
+        return f"<Work {self.title}: {state}>"
+
+    @classmethod
+    def finished(cls, title: str, result: list[torch.Tensor] | None = None, source: int = -1) -> Work:
+        """Work that is done already."""
+        work = cls(title, result)
+        work._done = True
+        work._source = source
+        return work
+
+    # ------------------------------------------------------------ for backends
+
+    def complete(self, source: int = -1) -> None:
+        """Says that it is done; `source` is the sender's rank in the group, for a receive."""
+        self._source = source
+        self._finish(None)
+
+    def fail(self, error: BaseException) -> None:
+        """Says that it failed. Of several calls of `complete` and `fail`, only the first counts."""
+        self._finish(error)
+
+    def _finish(self, error: BaseException | None) -> None:
+        with self._lock:
+            if self._done:
+                return
+            self._error = error
+            self._done = True
+            callbacks, self._callbacks = self._callbacks, []
+            waiter = self._waiter
+        if waiter is not None:
+            waiter.set()
+        for callback in callbacks:
+            callback(self)
+
+    def when_done(self, callback: Callable[[Work], object]) -> None:
+        """Calls back once, on the thread that finishes it, or at once; the callback must not block or raise."""
+        with self._lock:
+            if not self._done:
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    # ------------------------------------------------------------ for users
+
+    def wait(self, timeout: timedelta | float | None = None) -> bool:
+        """Blocks until it is done.
+
+        Args:
+            timeout: seconds or a `timedelta`; without one, the operation's own limit ends it. An operation whose wait
+                timed out goes on.
+
+        Returns:
+            True.
+
+        Raises:
+            CollectiveError: the operation failed.
+            CollectiveTimeout: the wait's own timeout passed.
+            BlockingInLoop: called on the thread of an event loop before it is done; `await` it there.
+        """
+        if not self._done:
+            self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
+        if self._error is not None:
+            raise self._error
+        return True
+
+    def _block(self, timeout_s: float | None) -> None:
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("Work.wait", "await work")
+        with self._lock:
+            if self._done:
+                return
+            if self._waiter is None:
+                self._waiter = threading.Event()
+            waiter = self._waiter
+        began = time.monotonic()
+        if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
+            waited_s = time.monotonic() - began
+            raise CollectiveTimeout(self.title, f"it was not done after {waited_s:.3g} s; it goes on, wait again")
+
+    def is_completed(self) -> bool:
+        """Whether it is done, well or not."""
+        return self._done
+
+    def is_success(self) -> bool:
+        """Whether it is done and did not fail."""
+        return self._done and self._error is None
+
+    def exception(self) -> BaseException | None:
+        """Why it failed; None when it did not, or still runs."""
+        return self._error
+
+    def result(self) -> list[torch.Tensor]:
+        """The output tensors; waits until they are there. Raises like `wait`."""
+        self.wait()
+        return self._result
+
+    def synchronize(self) -> None:
+        """Like `wait`; on devices with streams, makes the current stream wait."""
+        self.wait()
+
+    def block_current_stream(self) -> None:
+        """Makes the current stream wait, where there are streams, else the caller."""
+        self.wait()
+
+    def source_rank(self) -> int:
+        """The group's rank that sent what was received; -1 for anything but a receive that is done."""
+        return self._source
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
+        """A future of the output tensors."""
+        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+
+        def settle(work: Work) -> None:
+            if isinstance(work._error, Exception):
+                future.set_exception(work._error)  # type: ignore[arg-type]  # torch's stub takes the result's type
+            else:
+                future.set_result(work._result)
+
+        self.when_done(settle)
+        return future
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        """A future of 0 for success and 1 for failure; it never fails."""
+        future: torch.futures.Future[int] = torch.futures.Future()
+
+        def settle(work: Work) -> None:
+            future.set_result(0 if work._error is None else 1)
+
+        self.when_done(settle)
+        return future
+
+    def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
+        """Waits without blocking the loop; cancelling leaves the operation running."""
+        if not self._done:
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+
+            def settle(_: Work) -> None:
+                try:
+                    loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                except RuntimeError:  # the loop was closed: nobody awaits any more
+                    pass
+
+            self.when_done(settle)
+            yield from waiter
+        if self._error is not None:
+            raise self._error
+        return self._result
