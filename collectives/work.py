@@ -173,9 +173,13 @@ class Work:
             loop = asyncio.get_running_loop()
             waiter: asyncio.Future[None] = loop.create_future()
 
+            def wake() -> None:
+                if not waiter.done():
+                    waiter.set_result(None)
+
             def settle(_: Work) -> None:
                 try:
-                    loop.call_soon_threadsafe(lambda: waiter.done() or waiter.set_result(None))
+                    loop.call_soon_threadsafe(wake)
                 except RuntimeError:  # the loop was closed: nobody awaits any more
                     pass
 

@@ -168,10 +168,6 @@ def sees() -> dict[str, str]:
     return {key: info[key] for key in keys if info[key] != "0"}
 
 
-def num_calls() -> int:
-    return int(rpc.debug_info()["agent.client_active_calls"])
-
-
 def cancel_all() -> None:
     rpc.api._get_current_rpc_agent().caller.interrupt()
 
