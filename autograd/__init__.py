@@ -1,7 +1,47 @@
-"""Distributed autograd. It is installed as `rpcdist.autograd`."""
+"""Distributed autograd: backward passes through remote procedure calls. It is installed as `rpcdist.autograd`.
+
+The names are those of `torch.distributed.autograd`; `backward_async`, `queue_callback`, `draw` and the errors are ours.
+"""
 
 if __name__ != "rpcdist.autograd":
     raise ImportError(
         "this folder is installed as rpcdist.autograd; write `import rpcdist.autograd`, and take the repository's root "
         "off sys.path (run your script from another folder, or install the project with `pip install -e .`)"
     )
+
+from rpcdist.autograd._api import (  # noqa: F401  # torch has the private ones here, and programs use them
+    Mode,
+    _current_context,
+    _get_debug_info,
+    _get_max_id,
+    _init,
+    _is_valid_context,
+    _new_context,
+    _release_context,
+    _retrieve_context,
+    backward,
+    backward_async,
+    context,
+    get_gradients,
+    is_available,
+)
+from rpcdist.autograd._errors import AutogradError, BackwardError, ContextNotFound
+from rpcdist.autograd._runs import Captured, queue_callback
+from rpcdist.autograd._worker import AutogradWorker
+from rpcdist.rpc import _autograd_hooks
+
+__all__ = [
+    "AutogradError",
+    "BackwardError",
+    "Captured",
+    "ContextNotFound",
+    "Mode",
+    "backward",
+    "backward_async",
+    "context",
+    "get_gradients",
+    "is_available",
+    "queue_callback",
+]
+
+_autograd_hooks.install(AutogradWorker)

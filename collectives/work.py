@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from rpcdist.errors import BlockingInLoop, CollectiveTimeout
+from rpcdist.errors import CollectiveTimeout
 
 __all__ = ["Work"]
 
@@ -81,7 +81,7 @@ class Work:
     # ------------------------------------------------------------ for users
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
-        """Blocks until it is done.
+        """Blocks until it is done. On the thread of an event loop, `await` the work instead.
 
         Args:
             timeout: seconds or a `timedelta`; without one, the operation's own limit ends it. An operation whose wait
@@ -93,7 +93,6 @@ class Work:
         Raises:
             CollectiveError: the operation failed.
             CollectiveTimeout: the wait's own timeout passed.
-            BlockingInLoop: called on the thread of an event loop before it is done; `await` it there.
         """
         if not self._done:
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
@@ -102,8 +101,6 @@ class Work:
         return True
 
     def _block(self, timeout_s: float | None) -> None:
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("Work.wait", "await work")
         with self._lock:
             if self._done:
                 return

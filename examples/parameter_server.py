@@ -463,6 +463,8 @@ def main() -> None:
     if is_under_torchrun():
         run_process(int(os.environ["RANK"]), options)
     else:
+        # Importing torch takes each of them seconds, in which nothing else would be seen.
+        print(f"starting the server and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
         spawn_processes(options)
 

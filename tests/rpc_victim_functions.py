@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import os
 import signal
@@ -14,6 +15,7 @@ from typing import Any
 
 import psutil
 import torch
+from rpc_victims import until
 from torch.utils.data import DataLoader, TensorDataset
 
 from rpcdist import rpc
@@ -143,6 +145,22 @@ def call(how: str, to: str, path: str) -> Any:
             Path(path).touch()
             return rpc.rpc_sync(to, torch.Tensor.clone, (big,))
     raise ValueError(how)
+
+
+def call_and_lose_ctrl_c(how: str, to: str, path: str) -> Any:
+    """As `call`; once it runs, Ctrl-C comes in a way that does not wake this thread up."""
+
+    def interrupt() -> None:
+        until(Path(path).exists, "the call runs")
+        time.sleep(0.1)  # nothing outside shows that it waits
+        _thread.interrupt_main()
+
+    interrupting = threading.Thread(target=interrupt)
+    interrupting.start()
+    try:
+        return call(how, to, path)
+    finally:
+        interrupting.join(LIMIT_S)
 
 
 class Slow:
@@ -378,6 +396,12 @@ def num_unproven() -> int:
     """How many peers are in the middle of a handshake."""
     found: int = rpc.api._get_current_rpc_agent().node._server._unproven
     return found
+
+
+def limit_closing(seconds: float) -> None:
+    from rpcdist.rpc import _shutdown
+
+    _shutdown.CLOSE_LIMIT_S = seconds
 
 
 def limit_handshakes(seconds: float, count: int = 512) -> None:

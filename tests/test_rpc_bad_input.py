@@ -122,12 +122,22 @@ def test_a_function_that_is_missing_at_the_callee(world: World) -> None:
 def test_functions_that_have_no_name(world: World) -> None:
     for kind in ("lambda", "nested"):
         error = world["a"].begin(bad_input.call_nameless, "b", kind).error(Exception)
-        assert "rpcdist sends a function by its name" in text_of(error), (kind, error)
+        assert "sends a function by its name" in (text := text_of(error)) and "RpcOptions(by_value=True)" in text, text
 
 
 def test_what_is_no_function(world: World) -> None:
     for wrong in (None, 1, "f"):
         world["a"].begin(rpc.rpc_sync, "b", wrong).error(TypeError)
+
+
+@pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote], ids=lambda call: call.__name__)
+@pytest.mark.parametrize("args", [5, "text", torch.ones(2), torch.ones(1)], ids=["int", "str", "tensor", "one number"])
+def test_arguments_that_are_no_sequence(world: World, call: Any, args: Any) -> None:
+    error = world["a"].begin(call, "b", functions.make, args).error(TypeError)
+    assert f"not one of type {type(args).__name__}; write args=(value,)" in str(error)
+    error = world["a"].begin(call, "b", functions.make, (), [1]).error(TypeError)
+    assert "kwargs must be a dict" in str(error) and "list" in str(error)
+    assert world["a"].run(rpc.rpc_sync, "b", functions.make, [args]) is not None
 
 
 def test_wrong_arguments_of_a_function(world: World) -> None:

@@ -177,6 +177,18 @@ def test_ctrl_c_ends_every_wait_of_the_main_thread(victims: Victims, tmp_path: P
     world.shutdown("a", graceful=False)
 
 
+def test_ctrl_c_that_comes_just_before_the_sleep_ends_the_wait(victims: Victims, tmp_path: Path) -> None:
+    """[Note: lost Ctrl-C]"""
+    world = victims.world("a", "b", peer_timeout=CALM_S)
+    for number, how in enumerate(how for how in WAITS if how not in ("await", "all_gather")):
+        path = str(tmp_path / f"running{number}")
+        name, _, waited_s = world["a"].run(functions.error_of, functions.call_and_lose_ctrl_c, how, "b", path)
+        assert (how, name) == (how, "KeyboardInterrupt") and waited_s < PROMPT_S, how
+        world["a"].run(functions.cancel_all)
+    world["b"].kill()  # its handlers wait for ever
+    world.shutdown("a", graceful=False)
+
+
 INTERRUPTED = """
     import sys, time
     import torch

@@ -56,12 +56,12 @@ MISFITS: dict[str, tuple[list[Worker], type[RpcdistError], list[str]]] = {
     "duplicate name": (
         [("a", 0, 2), ("a", 1, 2)],
         DuplicateName,
-        ["RPC worker name a is not unique", "rank 0", "rank 1", "give every worker its own name"],
+        ["RPC worker name a is not unique", "rank 0", "rank 1", "give every worker its own name", "MASTER_PORT"],
     ),
     "duplicate rank": (
         [("a", 0, 3), ("b", 1, 3), ("c", 1, 3)],
         DuplicateName,
-        ["rank 1 is not unique", "'b'", "'c'", "RANK"],
+        ["rank 1 is not unique", "'b'", "'c'", "RANK", "two jobs"],
     ),
     "other world size": (
         [("a", 0, 2), ("b", 1, 3)],

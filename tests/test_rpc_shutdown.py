@@ -157,6 +157,17 @@ def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: 
     assert kind == "WorkerLost" and "'b'" in text and waited_s < 2 * PROMPT_S
 
 
+def test_a_handler_that_does_not_end_is_named(victims: Victims, tmp_path: Path) -> None:
+    world = victims.world("a", "b", peer_timeout=CALM_S)
+    world["b"].run(functions.limit_closing, 0.3)
+    waiting = world["a"].begin(functions.call, "rpc_sync", "b", str(tmp_path / "running"))
+    until((tmp_path / "running").exists, "the call runs")
+    world["b"].run(leave, graceful=False)
+    assert "1 jobs did not end" in (log := world["b"].log()), log
+    assert "from a: rpc_victim_functions:announce_and_wait" in log, log
+    waiting.error(WorkerLost)
+
+
 def test_elastic_workers_leave_one_by_one(victims: Victims) -> None:
     world = victims.world("a", "b", "c", world_size=None, peer_timeout=CALM_S)
     world["b"].run(references.hold_remote, "c", 1)

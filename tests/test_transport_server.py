@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 import threading
 import time
@@ -194,11 +195,16 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
         ({"job": "another"}, "job 'default'.*job 'another'"),
     ],
 )
-def test_who_does_not_belong_here_is_refused(nodes: Nodes, options: dict[str, Any], says: str) -> None:
+def test_who_does_not_belong_here_is_refused(
+    nodes: Nodes, options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
     server, client = nodes.make("server", serve=True), nodes.make("client", **options)
-    with pytest.raises(AuthenticationFailed, match=says):
-        open_link(client, server)
+    for _ in range(3):
+        with pytest.raises(AuthenticationFailed, match=says):
+            open_link(client, server)
     assert not server.sessions and not client.links
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "refused a connection from ipv4:127.0.0.1" in warnings[0].getMessage()
 
 
 def test_another_process_than_the_one_expected(nodes: Nodes) -> None:

@@ -22,50 +22,51 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from rpcdist._proto import autograd_pb2 as rpcdist_dot___proto_dot_autograd__pb2
 from rpcdist._proto import handshake_pb2 as rpcdist_dot___proto_dot_handshake__pb2
 from rpcdist._proto import rref_pb2 as rpcdist_dot___proto_dot_rref__pb2
 from rpcdist._proto import value_pb2 as rpcdist_dot___proto_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rpcdist/_proto/rpc.proto\x12\x07rpcdist\x1a\x1erpcdist/_proto/handshake.proto\x1a\x19rpcdist/_proto/rref.proto\x1a\x1arpcdist/_proto/value.proto\"t\n\x08\x45nvelope\x12\"\n\x08messages\x18\x01 \x03(\x0b\x32\x10.rpcdist.Message\x12%\n\thandshake\x18\x02 \x01(\x0b\x32\x12.rpcdist.Handshake\x12\x1d\n\x05piece\x18\x0f \x01(\x0b\x32\x0e.rpcdist.Piece\"\x91\x04\n\x07Message\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\r.rpcdist.CallH\x00\x12\x1f\n\x05reply\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ReplyH\x00\x12!\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0f.rpcdist.CancelH\x00\x12*\n\x0bstream_item\x18\x04 \x01(\x0b\x32\x13.rpcdist.StreamItemH\x00\x12(\n\nstream_end\x18\x05 \x01(\x0b\x32\x12.rpcdist.StreamEndH\x00\x12.\n\rstream_credit\x18\x06 \x01(\x0b\x32\x15.rpcdist.StreamCreditH\x00\x12$\n\x04rref\x18\x07 \x01(\x0b\x32\x14.rpcdist.RRefMessageH\x00\x12\x1b\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x0c.rpcdist.AckH\x00\x12\'\n\theartbeat\x18\t \x01(\x0b\x32\x12.rpcdist.HeartbeatH\x00\x12\x34\n\x10transfer_aborted\x18\x0c \x01(\x0b\x32\x18.rpcdist.TransferAbortedH\x00\x12,\n\x0cpiece_credit\x18\x0f \x01(\x0b\x32\x14.rpcdist.PieceCreditH\x00\x12\x10\n\x08transfer\x18\n \x01(\x04\x12\x13\n\x0b\x63ontrol_seq\x18\x0b \x01(\x04\x12\r\n\x05large\x18\r \x03(\x04\x12\x0f\n\x07wrapped\x18\x0e \x01(\x08\x42\x06\n\x04\x62ody\"G\n\x05Piece\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xca\x01\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x12\x19\n\x0f\x66unction_pickle\x18\x03 \x01(\x0cH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.rpcdist.RRefFetchH\x00\x12!\n\targuments\x18\x05 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12!\n\x06result\x18\x07 \x01(\x0b\x32\x11.rpcdist.RRefForkB\x08\n\x06target\"M\n\tRRefFetch\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x89\x01\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ValueH\x00\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x10.rpcdist.FailureH\x00\x12\x10\n\x06stream\x18\x04 \x01(\x08H\x00\x12\x11\n\x07\x63reated\x18\x05 \x01(\x08H\x00\x42\t\n\x07outcome\"\x9a\x02\n\x07\x46\x61ilure\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.rpcdist.Failure.Kind\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12!\n\texception\x18\x06 \x01(\x0b\x32\x0e.rpcdist.Value\"\x82\x01\n\x04Kind\x12\x08\n\x04USER\x10\x00\x12\r\n\tNOT_FOUND\x10\x01\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x11\n\rSERIALIZATION\x10\x04\x12\x0b\n\x07REFUSED\x10\x05\x12\x08\n\x04RREF\x10\x06\x12\x0c\n\x08SHUTDOWN\x10\x07\x12\x0c\n\x08INTERNAL\x10\x08\"\x14\n\x06\x43\x61ncel\x12\n\n\x02id\x18\x01 \x01(\x04\"7\n\nStreamItem\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.Value\":\n\tStreamEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x10.rpcdist.Failure\")\n\x0cStreamCredit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05items\x18\x02 \x01(\r\"\x1a\n\x03\x41\x63k\x12\x13\n\x0b\x63ontrol_seq\x18\x01 \x01(\x04\"\x0b\n\tHeartbeat\"\x1c\n\x0bPieceCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"3\n\x0fTransferAborted\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2:\n\x03Rpc\x12\x33\n\x07Session\x12\x11.rpcdist.Envelope\x1a\x11.rpcdist.Envelope(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rpcdist/_proto/rpc.proto\x12\x07rpcdist\x1a\x1drpcdist/_proto/autograd.proto\x1a\x1erpcdist/_proto/handshake.proto\x1a\x19rpcdist/_proto/rref.proto\x1a\x1arpcdist/_proto/value.proto\"t\n\x08\x45nvelope\x12\"\n\x08messages\x18\x01 \x03(\x0b\x32\x10.rpcdist.Message\x12%\n\thandshake\x18\x02 \x01(\x0b\x32\x12.rpcdist.Handshake\x12\x1d\n\x05piece\x18\x0f \x01(\x0b\x32\x0e.rpcdist.Piece\"\xbf\x04\n\x07Message\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\r.rpcdist.CallH\x00\x12\x1f\n\x05reply\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ReplyH\x00\x12!\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0f.rpcdist.CancelH\x00\x12*\n\x0bstream_item\x18\x04 \x01(\x0b\x32\x13.rpcdist.StreamItemH\x00\x12(\n\nstream_end\x18\x05 \x01(\x0b\x32\x12.rpcdist.StreamEndH\x00\x12.\n\rstream_credit\x18\x06 \x01(\x0b\x32\x15.rpcdist.StreamCreditH\x00\x12$\n\x04rref\x18\x07 \x01(\x0b\x32\x14.rpcdist.RRefMessageH\x00\x12\x1b\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x0c.rpcdist.AckH\x00\x12\'\n\theartbeat\x18\t \x01(\x0b\x32\x12.rpcdist.HeartbeatH\x00\x12\x34\n\x10transfer_aborted\x18\x0c \x01(\x0b\x32\x18.rpcdist.TransferAbortedH\x00\x12,\n\x0cpiece_credit\x18\x0f \x01(\x0b\x32\x14.rpcdist.PieceCreditH\x00\x12,\n\x08\x61utograd\x18\x10 \x01(\x0b\x32\x18.rpcdist.AutogradMessageH\x00\x12\x10\n\x08transfer\x18\n \x01(\x04\x12\x13\n\x0b\x63ontrol_seq\x18\x0b \x01(\x04\x12\r\n\x05large\x18\r \x03(\x04\x12\x0f\n\x07wrapped\x18\x0e \x01(\x08\x42\x06\n\x04\x62ody\"G\n\x05Piece\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06\x62uffer\x18\x02 \x01(\r\x12\x0e\n\x06offset\x18\x03 \x01(\x04\x12\x0c\n\x04\x64\x61ta\x18\x04 \x01(\x0c\"\xe4\x01\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x12\x19\n\x0f\x66unction_pickle\x18\x03 \x01(\x0cH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.rpcdist.RRefFetchH\x00\x12!\n\targuments\x18\x05 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12!\n\x06result\x18\x07 \x01(\x0b\x32\x11.rpcdist.RRefFork\x12\x18\n\x10\x61utograd_context\x18\x08 \x01(\x10\x42\x08\n\x06target\"M\n\tRRefFetch\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x89\x01\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ValueH\x00\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x10.rpcdist.FailureH\x00\x12\x10\n\x06stream\x18\x04 \x01(\x08H\x00\x12\x11\n\x07\x63reated\x18\x05 \x01(\x08H\x00\x42\t\n\x07outcome\"\x9a\x02\n\x07\x46\x61ilure\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.rpcdist.Failure.Kind\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12!\n\texception\x18\x06 \x01(\x0b\x32\x0e.rpcdist.Value\"\x82\x01\n\x04Kind\x12\x08\n\x04USER\x10\x00\x12\r\n\tNOT_FOUND\x10\x01\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x11\n\rSERIALIZATION\x10\x04\x12\x0b\n\x07REFUSED\x10\x05\x12\x08\n\x04RREF\x10\x06\x12\x0c\n\x08SHUTDOWN\x10\x07\x12\x0c\n\x08INTERNAL\x10\x08\"\x14\n\x06\x43\x61ncel\x12\n\n\x02id\x18\x01 \x01(\x04\"7\n\nStreamItem\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.Value\":\n\tStreamEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x10.rpcdist.Failure\")\n\x0cStreamCredit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05items\x18\x02 \x01(\r\"\x1a\n\x03\x41\x63k\x12\x13\n\x0b\x63ontrol_seq\x18\x01 \x01(\x04\"\x0b\n\tHeartbeat\"\x1c\n\x0bPieceCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"3\n\x0fTransferAborted\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2:\n\x03Rpc\x12\x33\n\x07Session\x12\x11.rpcdist.Envelope\x1a\x11.rpcdist.Envelope(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpcdist._proto.rpc_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_ENVELOPE']._serialized_start=124
-  _globals['_ENVELOPE']._serialized_end=240
-  _globals['_MESSAGE']._serialized_start=243
-  _globals['_MESSAGE']._serialized_end=772
-  _globals['_PIECE']._serialized_start=774
-  _globals['_PIECE']._serialized_end=845
-  _globals['_CALL']._serialized_start=848
-  _globals['_CALL']._serialized_end=1050
-  _globals['_RREFFETCH']._serialized_start=1052
-  _globals['_RREFFETCH']._serialized_end=1129
-  _globals['_REPLY']._serialized_start=1132
-  _globals['_REPLY']._serialized_end=1269
-  _globals['_FAILURE']._serialized_start=1272
-  _globals['_FAILURE']._serialized_end=1554
-  _globals['_FAILURE_KIND']._serialized_start=1424
-  _globals['_FAILURE_KIND']._serialized_end=1554
-  _globals['_CANCEL']._serialized_start=1556
-  _globals['_CANCEL']._serialized_end=1576
-  _globals['_STREAMITEM']._serialized_start=1578
-  _globals['_STREAMITEM']._serialized_end=1633
-  _globals['_STREAMEND']._serialized_start=1635
-  _globals['_STREAMEND']._serialized_end=1693
-  _globals['_STREAMCREDIT']._serialized_start=1695
-  _globals['_STREAMCREDIT']._serialized_end=1736
-  _globals['_ACK']._serialized_start=1738
-  _globals['_ACK']._serialized_end=1764
-  _globals['_HEARTBEAT']._serialized_start=1766
-  _globals['_HEARTBEAT']._serialized_end=1777
-  _globals['_PIECECREDIT']._serialized_start=1779
-  _globals['_PIECECREDIT']._serialized_end=1807
-  _globals['_TRANSFERABORTED']._serialized_start=1809
-  _globals['_TRANSFERABORTED']._serialized_end=1860
-  _globals['_RPC']._serialized_start=1862
-  _globals['_RPC']._serialized_end=1920
+  _globals['_ENVELOPE']._serialized_start=155
+  _globals['_ENVELOPE']._serialized_end=271
+  _globals['_MESSAGE']._serialized_start=274
+  _globals['_MESSAGE']._serialized_end=849
+  _globals['_PIECE']._serialized_start=851
+  _globals['_PIECE']._serialized_end=922
+  _globals['_CALL']._serialized_start=925
+  _globals['_CALL']._serialized_end=1153
+  _globals['_RREFFETCH']._serialized_start=1155
+  _globals['_RREFFETCH']._serialized_end=1232
+  _globals['_REPLY']._serialized_start=1235
+  _globals['_REPLY']._serialized_end=1372
+  _globals['_FAILURE']._serialized_start=1375
+  _globals['_FAILURE']._serialized_end=1657
+  _globals['_FAILURE_KIND']._serialized_start=1527
+  _globals['_FAILURE_KIND']._serialized_end=1657
+  _globals['_CANCEL']._serialized_start=1659
+  _globals['_CANCEL']._serialized_end=1679
+  _globals['_STREAMITEM']._serialized_start=1681
+  _globals['_STREAMITEM']._serialized_end=1736
+  _globals['_STREAMEND']._serialized_start=1738
+  _globals['_STREAMEND']._serialized_end=1796
+  _globals['_STREAMCREDIT']._serialized_start=1798
+  _globals['_STREAMCREDIT']._serialized_end=1839
+  _globals['_ACK']._serialized_start=1841
+  _globals['_ACK']._serialized_end=1867
+  _globals['_HEARTBEAT']._serialized_start=1869
+  _globals['_HEARTBEAT']._serialized_end=1880
+  _globals['_PIECECREDIT']._serialized_start=1882
+  _globals['_PIECECREDIT']._serialized_end=1910
+  _globals['_TRANSFERABORTED']._serialized_start=1912
+  _globals['_TRANSFERABORTED']._serialized_end=1963
+  _globals['_RPC']._serialized_start=1965
+  _globals['_RPC']._serialized_end=2023
 # @@protoc_insertion_point(module_scope)

@@ -1,3 +1,4 @@
+from rpcdist._proto import autograd_pb2 as _autograd_pb2
 from rpcdist._proto import handshake_pb2 as _handshake_pb2
 from rpcdist._proto import rref_pb2 as _rref_pb2
 from rpcdist._proto import value_pb2 as _value_pb2
@@ -21,7 +22,7 @@ class Envelope(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., handshake: _Optional[_Union[_handshake_pb2.Handshake, _Mapping]] = ..., piece: _Optional[_Union[Piece, _Mapping]] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "piece_credit", "transfer", "control_seq", "large", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "piece_credit", "autograd", "transfer", "control_seq", "large", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -33,6 +34,7 @@ class Message(_message.Message):
     HEARTBEAT_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_ABORTED_FIELD_NUMBER: _ClassVar[int]
     PIECE_CREDIT_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
@@ -48,11 +50,12 @@ class Message(_message.Message):
     heartbeat: Heartbeat
     transfer_aborted: TransferAborted
     piece_credit: PieceCredit
+    autograd: _autograd_pb2.AutogradMessage
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., piece_credit: _Optional[_Union[PieceCredit, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., piece_credit: _Optional[_Union[PieceCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., wrapped: bool = ...) -> None: ...
 
 class Piece(_message.Message):
     __slots__ = ("transfer", "buffer", "offset", "data")
@@ -67,7 +70,7 @@ class Piece(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result")
+    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context")
     ID_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_PICKLE_FIELD_NUMBER: _ClassVar[int]
@@ -75,6 +78,7 @@ class Call(_message.Message):
     ARGUMENTS_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_CONTEXT_FIELD_NUMBER: _ClassVar[int]
     id: int
     function: str
     function_pickle: bytes
@@ -82,7 +86,8 @@ class Call(_message.Message):
     arguments: _value_pb2.Value
     timeout_us: int
     result: _value_pb2.RRefFork
-    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ...) -> None: ...
+    autograd_context: int
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ...) -> None: ...
 
 class RRefFetch(_message.Message):
     __slots__ = ("rref", "fork")

@@ -8,7 +8,7 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Value(_message.Message):
-    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer")
+    __slots__ = ("encoding", "body", "tensors", "buffers", "rrefs", "body_buffer", "autograd")
     class Encoding(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         PLAIN: _ClassVar[Value.Encoding]
@@ -21,16 +21,26 @@ class Value(_message.Message):
     BUFFERS_FIELD_NUMBER: _ClassVar[int]
     RREFS_FIELD_NUMBER: _ClassVar[int]
     BODY_BUFFER_FIELD_NUMBER: _ClassVar[int]
+    AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
     encoding: Value.Encoding
     body: bytes
     tensors: _containers.RepeatedCompositeFieldContainer[Tensor]
     buffers: _containers.RepeatedCompositeFieldContainer[Buffer]
     rrefs: _containers.RepeatedCompositeFieldContainer[RRefFork]
     body_buffer: int
-    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ...) -> None: ...
+    autograd: AutogradLeg
+    def __init__(self, encoding: _Optional[_Union[Value.Encoding, str]] = ..., body: _Optional[bytes] = ..., tensors: _Optional[_Iterable[_Union[Tensor, _Mapping]]] = ..., buffers: _Optional[_Iterable[_Union[Buffer, _Mapping]]] = ..., rrefs: _Optional[_Iterable[_Union[RRefFork, _Mapping]]] = ..., body_buffer: _Optional[int] = ..., autograd: _Optional[_Union[AutogradLeg, _Mapping]] = ...) -> None: ...
+
+class AutogradLeg(_message.Message):
+    __slots__ = ("message", "stamp")
+    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+    STAMP_FIELD_NUMBER: _ClassVar[int]
+    message: int
+    stamp: int
+    def __init__(self, message: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device")
+    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device", "sparse")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -39,6 +49,7 @@ class Tensor(_message.Message):
     REQUIRES_GRAD_FIELD_NUMBER: _ClassVar[int]
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
+    SPARSE_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     buffer: int
     offset: int
@@ -47,7 +58,18 @@ class Tensor(_message.Message):
     requires_grad: bool
     parameter: bool
     device: str
-    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ...) -> None: ...
+    sparse: Sparse
+    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
+
+class Sparse(_message.Message):
+    __slots__ = ("indices", "values", "coalesced")
+    INDICES_FIELD_NUMBER: _ClassVar[int]
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    COALESCED_FIELD_NUMBER: _ClassVar[int]
+    indices: int
+    values: int
+    coalesced: bool
+    def __init__(self, indices: _Optional[int] = ..., values: _Optional[int] = ..., coalesced: bool = ...) -> None: ...
 
 class Buffer(_message.Message):
     __slots__ = ("size", "inline")

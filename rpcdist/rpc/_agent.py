@@ -20,10 +20,11 @@ from rpcdist.errors import PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc import _torch_state
 from rpcdist.rpc._arrived import Arrived, OutgoingRRefs
+from rpcdist.rpc._autograd_hooks import AutogradHooks, CallContext, make_hooks
 from rpcdist.rpc._caller import Caller
 from rpcdist.rpc._completers import Job
 from rpcdist.rpc._connections import Connections
-from rpcdist.rpc._dispatch import Dispatcher
+from rpcdist.rpc._dispatch import Dispatcher, describe_job
 from rpcdist.rpc._gather import Gatherings, Leader
 from rpcdist.rpc._gil import GilWait
 from rpcdist.rpc._loopback import Loopback
@@ -79,7 +80,10 @@ class Agent:
         self.incarnation = self.identity.incarnation
         self.closed = False
         self.pool = WorkerPool(
-            max_threads=options.max_worker_threads, cleanup=_torch_state.reset, on_exhausted=self._on_exhausted
+            max_threads=options.max_worker_threads,
+            cleanup=_torch_state.reset,
+            on_exhausted=self._on_exhausted,
+            describe=describe_job,
         )
         self.user_loop = UserLoop()
         self.loopback = Loopback(self.identity, ReceiveBuffer.allocate, self.on_messages)
@@ -95,6 +99,7 @@ class Agent:
         self.membership: Coordinator | None = None  # these three are given by `start_agent`
         self.interrupts: InterruptWatch | None = None
         self.store: Store | None = None
+        self.autograd: AutogradHooks | None = None
         self._tick_handle: asyncio.TimerHandle | None = None
         self._restore_torch: Callable[[], None] = lambda: None
 
@@ -105,6 +110,7 @@ class Agent:
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
+        self.autograd = make_hooks(self)
         self._restore_torch = replace_torch_functions()
         atexit.register(self._abandon)
         self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
@@ -135,13 +141,19 @@ class Agent:
     # ------------------------------------------------------------ values and replies
 
     def encode_for(
-        self, value: value_pb2.Value, obj: object, to: int
+        self, value: value_pb2.Value, obj: object, to: int, autograd: CallContext | None = None
     ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
-        """Encodes for a worker; remote references inside are shared with it."""
+        """Encodes for a worker; remote references inside are shared with it, tensors that require grad recorded."""
         externals = OutgoingRRefs(self.rrefs, PyRRef, to, value)
+        record = None if autograd is None else lambda tensors: autograd.sending(value, tensors, to)
         try:
             large = encode_into(
-                value, obj, externals, by_value=self.options.by_value, map_device=self.directory.device_map(to)
+                value,
+                obj,
+                externals,
+                by_value=self.options.by_value,
+                map_device=self.directory.device_map(to),
+                on_tensors=record,
             )
         except BaseException:
             self.give_back(externals.forks, to)
@@ -184,7 +196,10 @@ class Agent:
                 self._on_reply(session, message.reply, buffers, jobs)
             elif kind == "call":
                 self.dispatcher.admit(session, message.call, buffers, jobs)
-            elif kind == "rref":
+            elif kind == "autograd" and not message.control_seq:
+                if self.autograd is not None:
+                    self.autograd.on_message(session.peer, message.autograd, buffers)
+            elif kind == "rref" or kind == "autograd":
                 acknowledge = self.connections.take_control(session, message) or acknowledge
             elif kind == "ack":
                 self.connections.acknowledged(session, message.ack.control_seq)
@@ -217,7 +232,9 @@ class Agent:
             return
         if reply.stream:
             timeout_s = None if call.timeout_s == float("inf") else call.timeout_s
-            payload = self.streams.open(call.id, call.peer, session, call.what(), timeout_s)
+            payload = self.streams.open(call, session, timeout_s)
+        elif isinstance(payload, Arrived):
+            payload.autograd = call.autograd
         call.completer.replied(reply, payload, jobs)
 
     def _on_stream_item(self, session: AnySession, item: rpc_pb2.StreamItem, buffers: Sequence[ReceiveBuffer]) -> None:
@@ -257,6 +274,8 @@ class Agent:
         self.caller.fail_all(stopped)
         self.streams.fail_where(lambda peer, session: True, lambda what: stopped)
         self.dispatcher.cancel_all()
+        if self.autograd is not None:
+            self.autograd.close()
         self.rrefs.close()
         if self.world_size is None and self.membership is not None:
             self._say_goodbye(self.membership)
@@ -296,6 +315,7 @@ class Agent:
         stats = self.pool.stats()
         return {
             **self.rrefs.debug_info(),
+            **(self.autograd.counts() if self.autograd is not None else {}),
             "agent.thread_pool_size": str(self.options.num_worker_threads),
             "agent.num_idle_threads": str(stats.idle),
             "agent.server_active_calls": str(len(self.dispatcher)),

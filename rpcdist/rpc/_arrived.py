@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING
+
+import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
@@ -11,6 +14,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._values import ReceiveBuffer, decode
 
 if TYPE_CHECKING:
+    from rpcdist.rpc._autograd_hooks import CallContext
     from rpcdist.rpc._rref.manager import RRefManager, Token
     from rpcdist.rpc.future import Future
 
@@ -24,9 +28,13 @@ class Arrived:
 
     The shares of remote references are received when this is made, on the I/O loop; what decoding does not claim is
     given back.
+
+    Attributes:
+        plain_only: refuse pickles.
+        autograd: the autograd context to which the value belongs, or None.
     """
 
-    __slots__ = ("_buffers", "_manager", "_tokens", "_value", "plain_only")
+    __slots__ = ("_buffers", "_manager", "_sender", "_tokens", "_value", "autograd", "plain_only")
 
     def __init__(
         self,
@@ -35,11 +43,14 @@ class Arrived:
         manager: RRefManager,
         sender: Identity,
         plain_only: bool = False,
+        autograd: CallContext | None = None,
     ) -> None:
         self._value = value
         self._buffers = buffers
         self._manager = manager
+        self._sender = sender.id
         self.plain_only = plain_only
+        self.autograd = autograd
         self._tokens: list[Token] | None = None
         if value.rrefs:
             self._tokens = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
@@ -51,13 +62,15 @@ class Arrived:
     def decode(self) -> object:
         """The value. Runs user code when it is pickled."""
         try:
-            if self._tokens is None:
-                return decode(self._value, self._buffers, None, plain_only=self.plain_only)
-            return decode(
-                self._value, self._buffers, _IncomingRRefs(self._manager, self._tokens), plain_only=self.plain_only
-            )
+            context = self.autograd
+            attach = None if context is None else partial(self._attach, context)
+            externals = None if self._tokens is None else _IncomingRRefs(self._manager, self._tokens)
+            return decode(self._value, self._buffers, externals, plain_only=self.plain_only, on_tensors=attach)
         finally:
             self.discard()
+
+    def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
+        context.received(self._value, tensors, self._sender)
 
     def discard(self) -> None:
         """Gives back the remote references that nobody claimed; idempotent."""

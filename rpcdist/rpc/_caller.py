@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calls import CallTable, Completer, PendingCall
 from rpcdist.rpc._completers import FutureCompleter, SyncCompleter
 from rpcdist.rpc._functions import encode_function, unwrap
@@ -79,6 +82,7 @@ class Caller:
         target = message.call.fetch
         target.rref.CopyFrom(id_to_pb(rref))
         target.fork.CopyFrom(id_to_pb(fork))
+        context = self._join_autograd(message.call, owner)
         call = self._send_call(
             owner,
             message,
@@ -87,6 +91,7 @@ class Caller:
             self._deadline(timeout_s),
             FutureCompleter(self._agent, future),
             lambda: f"to_here() of {rref}",
+            autograd=context,
         )
         future._on_cancel = lambda: self.cancel(call, None)
         return future
@@ -106,13 +111,14 @@ class Caller:
         deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
         message = rpc_pb2.Message()
         call = message.call
-        func, args, kwargs = unwrap(func, tuple(args) if args else (), kwargs or {})
+        func, args, kwargs = unwrap(func, _positional(args), _by_keyword(kwargs))
         name = encode_function(func, by_value=self._agent.options.by_value)
         if isinstance(name, str):
             call.function = name
         else:
             call.function_pickle = name
-        large, forks = self._agent.encode_for(call.arguments, (args, kwargs), to)
+        context = None if name == CONTRIBUTE else self._join_autograd(call, to)
+        large, forks = self._agent.encode_for(call.arguments, (args, kwargs), to, context)
         if result is not None:
             call.result.CopyFrom(result)
 
@@ -120,7 +126,16 @@ class Caller:
             called = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
             return f"rpc to {self._agent.worker_name_of(to)!r} of {called}"
 
-        return self._send_call(to, message, large, timeout_s, deadline, completer, what, forks)
+        return self._send_call(to, message, large, timeout_s, deadline, completer, what, forks, context)
+
+    def _join_autograd(self, call: rpc_pb2.Call, to: int) -> CallContext | None:
+        """Takes the autograd context of this thread or task along, if there is one."""
+        current = current_autograd.get()
+        if current is None:
+            return None
+        context = current.for_call()
+        call.autograd_context = context.joined_by(to)
+        return context if call.autograd_context else None
 
     def _deadline(self, timeout_s: float) -> Deadline:
         return Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
@@ -135,6 +150,7 @@ class Caller:
         completer: Completer,
         what: Callable[[], str],
         forks: list[value_pb2.RRefFork] | None = None,
+        autograd: CallContext | None = None,
     ) -> PendingCall:
         if self._agent.closed:
             raise RpcdistError("RPC is shutting down in this process")
@@ -143,6 +159,7 @@ class Caller:
         if deadline.is_finite:
             message.call.timeout_us = max(1, int(deadline.remaining_s() * 1e6))
         call.forks = forks or None
+        call.autograd = autograd
         gathers = message.call.function == CONTRIBUTE and not large and not forks
         call.repeatable = message if gathers or message.call.HasField("fetch") else None
         self.calls.add(call)
@@ -225,3 +242,25 @@ class Caller:
         """On the I/O loop."""
         if self._timer is not None:
             self._timer.cancel()
+
+
+def _positional(args: Any) -> tuple[Any, ...]:
+    if type(args) is tuple:
+        return args
+    if args is None:
+        return ()
+    # These can be taken apart, too, but nobody who writes `args=tensor` or `args="text"` means that.
+    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
+        raise TypeError(
+            f"args must be a tuple or list of the function's arguments, not one of type {type(args).__name__}; write "
+            "args=(value,) to pass one value"
+        )
+    return tuple(args)
+
+
+def _by_keyword(kwargs: Any) -> Mapping[str, Any]:
+    if kwargs is None:
+        return {}
+    if type(kwargs) is not dict and not isinstance(kwargs, Mapping):
+        raise TypeError(f"kwargs must be a dict of the function's keyword arguments, not a {type(kwargs).__name__}")
+    return kwargs

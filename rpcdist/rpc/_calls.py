@@ -19,6 +19,7 @@ from rpcdist.transport import Session
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
+    from rpcdist.rpc._autograd_hooks import CallContext
 
 __all__ = ["CallTable", "Completer", "PendingCall"]
 
@@ -57,10 +58,12 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker
             is declared lost.
+        autograd: the autograd context in which it was made, or None.
     """
 
     __slots__ = (
         "_agent",
+        "autograd",
         "completer",
         "deadline",
         "forks",
@@ -97,6 +100,7 @@ class PendingCall:
         self.session: object | None = None
         self.repeatable: rpc_pb2.Message | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
+        self.autograd: CallContext | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"

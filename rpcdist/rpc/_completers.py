@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._arrived import Arrived
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calls import Job, PendingCall
 from rpcdist.rpc._failures import exception_of
+from rpcdist.rpc._interrupt import acquire
 from rpcdist.rpc._pool import blocking
 from rpcdist.rpc.future import Future
 
@@ -27,6 +29,12 @@ def result_of(reply: rpc_pb2.Reply, payload: object, may_unpickle: bool) -> obje
     if reply.HasField("failure"):
         raise exception_of(reply.failure, may_unpickle=may_unpickle)
     return payload  # a stream, or nothing
+
+
+def _settle_inside(context: CallContext, future: Future[Any]) -> None:
+    """Callbacks of a call that was made in an autograd context run in it. Each job has a `contextvars` context."""
+    current_autograd.set(context)
+    future._settle()
 
 
 class SyncCompleter:
@@ -59,7 +67,7 @@ class SyncCompleter:
         left_s = call.deadline.wait_s()
         try:
             with blocking():
-                ended = self._lock.acquire(timeout=-1 if left_s is None else min(left_s, threading.TIMEOUT_MAX))
+                ended = acquire(self._lock, left_s)
         except BaseException:  # Ctrl-C in the main thread
             agent.caller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
@@ -89,7 +97,8 @@ class FutureCompleter:
     def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
         future = self.future
         if future._deliver(partial(result_of, reply, payload, self._agent.options.allow_pickle)):
-            jobs.append((future._settle, ()))
+            context = payload.autograd if isinstance(payload, Arrived) else None
+            jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
         elif future.cancelled() and isinstance(payload, Arrived):
             payload.discard()
 

@@ -119,7 +119,10 @@ class Connections:
         peer = session.peer
         inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
         if inbox.accept(message.control_seq):
-            self._agent.rrefs.on_message(peer.id, peer.incarnation, message.rref)
+            if message.HasField("rref"):
+                self._agent.rrefs.on_message(peer.id, peer.incarnation, message.rref)
+            elif message.HasField("autograd") and self._agent.autograd is not None:
+                self._agent.autograd.on_message(peer, message.autograd, ())
         return inbox.applied
 
     def refusal(self, identity: Identity) -> str | None:
@@ -191,12 +194,14 @@ class Connections:
     def on_closed(self, session: Session, reason: str) -> None:
         """A worker's connection to us ended; it may come back, and its lease says until when."""
         self._sessions.discard(session)
+        self._tell_autograd(session.peer, _lost(session, reason, "a backward pass"))
         self._leases.seen(session.peer)
         self._agent.dispatcher.session_ended(session)
         self._shares_uncertain(session.peer)
 
     def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
         """Our connection to a worker ended: what was sent on it will not be answered."""
+        self._tell_autograd(peer.identity, _lost(session, reason, "a backward pass"))
         self._leases.seen(peer.identity)
         for call in self._agent.caller.calls:
             if call.session is session:
@@ -229,6 +234,9 @@ class Connections:
         exc = WorkerLost(peer.identity.name, "a connection", silence, reason)
         self._leases.seen(peer.identity)  # it may hold shares although it was never connected
         self._agent.rrefs.worker_lost(peer.identity.id, exc, peer.identity.incarnation)
+        self._tell_autograd(peer.identity, WorkerLost(peer.identity.name, "a backward pass", silence, reason))
+        if self._agent.autograd is not None:
+            self._agent.autograd.worker_dead(peer.identity)
         for call in unsent:
             call.on_not_sent(silence, reason)
         membership = self._agent.membership
@@ -236,6 +244,10 @@ class Connections:
             membership.service.lost(peer.identity)
         for listener in list(self.loss_listeners):
             listener(peer.identity, exc)
+
+    def _tell_autograd(self, identity: Identity, exc: WorkerLost) -> None:
+        if self._agent.autograd is not None and not self._agent.closed:
+            self._agent.autograd.worker_lost(identity, exc)
 
     def _shares_uncertain(self, identity: Identity) -> None:
         if not self._agent.closed and self._agent.directory.knows(identity.id):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import deque
 
-from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation
 
 __all__ = ["ControlInbox", "ControlOutbox"]
@@ -30,9 +30,12 @@ class ControlOutbox:
     def __repr__(self) -> str:
         return f"<ControlOutbox {len(self)} unacknowledged>"
 
-    def add(self, body: rref_pb2.RRefMessage) -> rpc_pb2.Message:
+    def add(self, body: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> rpc_pb2.Message:
         """Numbers a message; send what is returned."""
-        message = rpc_pb2.Message(control_seq=self._next, rref=body)
+        if isinstance(body, rref_pb2.RRefMessage):
+            message = rpc_pb2.Message(control_seq=self._next, rref=body)
+        else:
+            message = rpc_pb2.Message(control_seq=self._next, autograd=body)
         self._next += 1
         self._unacknowledged.append(message)
         return message

@@ -23,6 +23,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._arrived import Arrived
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calls import Job
 from rpcdist.rpc._failures import failure_of
 from rpcdist.rpc._functions import decode_function, function_name
@@ -35,7 +36,7 @@ from rpcdist.rpc.functions import is_async_execution
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent, AnySession
 
-__all__ = ["ActiveCall", "Dispatcher"]
+__all__ = ["ActiveCall", "Dispatcher", "describe_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,18 @@ MAX_KNOWN_COROUTINES = 4096
 class ActiveCall:
     """A call that this worker is handling."""
 
-    __slots__ = ("arguments", "call", "cancelled", "deadline", "entry", "handle", "is_chained", "producer", "session")
+    __slots__ = (
+        "arguments",
+        "autograd",
+        "call",
+        "cancelled",
+        "deadline",
+        "entry",
+        "handle",
+        "is_chained",
+        "producer",
+        "session",
+    )
 
     def __init__(self, session: AnySession, call: rpc_pb2.Call, arguments: Arrived | None, deadline: Deadline) -> None:
         self.session = session
@@ -56,6 +68,7 @@ class ActiveCall:
         self.handle: Any = None  # of the user loop, while a coroutine runs
         self.producer: Producer | None = None
         self.entry: Any = None  # remote(): where the result is kept
+        self.autograd: CallContext | None = None  # the caller's, in which the function runs
         self.is_chained = False  # the function has returned a future, and that is waited for
 
     @property
@@ -96,6 +109,10 @@ class Dispatcher:
             arguments = Arrived(call.arguments, buffers, agent.rrefs, session.peer, plain_only)
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = ActiveCall(session, call, arguments, deadline)
+        if call.autograd_context and agent.autograd is not None:
+            active.autograd = agent.autograd.admit(call.autograd_context, session.peer)
+            if arguments is not None:
+                arguments.autograd = active.autograd
         self._active[session, call.id] = active
         if not self.accepting:
             self.fail(active, RpcdistError(f"worker {agent.worker_name!r} has shut down"))
@@ -149,6 +166,7 @@ class Dispatcher:
     def run(self, active: ActiveCall) -> None:
         """Runs a call on this thread."""
         token = current_deadline.set(active.deadline)
+        outer = current_autograd.set(active.autograd)
         try:
             if not self._wanted(active):
                 return
@@ -162,6 +180,7 @@ class Dispatcher:
             self.fail(active, exc)
         finally:
             current_deadline.reset(token)
+            current_autograd.reset(outer)
 
     def _wanted(self, active: ActiveCall) -> bool:
         if active.cancelled:
@@ -260,7 +279,9 @@ class Dispatcher:
             else:
                 self._agent.pool.submit(self._finish, active, outcome)
 
-        active.handle = self._agent.user_loop.submit(run, done, deadline=active.deadline, context=copy_context())
+        context = copy_context()
+        context.run(current_autograd.set, active.autograd)
+        active.handle = self._agent.user_loop.submit(run, done, deadline=active.deadline, context=context)
         if active.cancelled:  # between the check and here
             active.handle.cancel()
 
@@ -272,8 +293,8 @@ class Dispatcher:
             if active.entry is not None:
                 self._agent.rrefs.set_value(active.entry, result)
                 reply = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, created=True))
-                self._forget(active)
                 active.session.send(reply)
+                self._forget(active)
             elif isinstance(result, (Generator, AsyncGenerator)):
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
@@ -281,15 +302,21 @@ class Dispatcher:
             else:
                 message = rpc_pb2.Message()
                 message.reply.id = active.call.id
-                large, forks = self._agent.encode_for(message.reply.value, result, active.session.peer.id)
-                self._forget(active)
+                peer = active.session.peer.id
+                large, forks = self._agent.encode_for(message.reply.value, result, peer, active.autograd)
                 self._agent.send_reply(active.session, message, large, forks)
+                self._forget(active)
         except BaseException as exc:
             self.fail(active, exc)
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
         """Answers a call with an exception."""
-        self._forget(active)
+        try:
+            self._send_failure(active, exc)
+        finally:
+            self._forget(active)  # not before: a shutdown that waits for this may close the connections then
+
+    def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
         if active.arguments is not None:
             active.arguments.discard()
         agent = self._agent
@@ -310,7 +337,7 @@ class Dispatcher:
             active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        to = (self._agent, active.session, active.call.id)
+        to = (self._agent, active.session, active.call.id, active.autograd)
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, stream=True)))
         producer: Producer
         if isinstance(generator, Generator):
@@ -363,6 +390,12 @@ class Dispatcher:
         """Cancels what is left."""
         for active in list(self._active.values()):
             self._cancel(active)
+
+
+def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:
+    """For messages: the call that a job of the pool serves, or else the job's function."""
+    active = next((argument for argument in arguments if isinstance(argument, ActiveCall)), None)
+    return repr(function) if active is None else repr(active)
 
 
 def _arguments(active: ActiveCall) -> tuple[tuple[Any, ...], dict[str, Any]]:

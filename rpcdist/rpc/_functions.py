@@ -83,7 +83,7 @@ def encode_function(func: Callable[..., Any], *, by_value: bool = False) -> str 
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
         exc.add_note(
             "rpcdist sends a function by its name. Define it at the top level of a module that both sides can import, "
-            "or ask for sending by value."
+            "or let the caller send it by value: RpcOptions(by_value=True)."
         )
         raise
 
@@ -144,7 +144,7 @@ def _advice(reference: str, reason: str) -> str:
     if module_name in ("__main__", "__mp_main__"):
         advice = (
             "It belongs to the caller's script; start the callee from the same script, define it in a module that both "
-            "can import, or send it by value."
+            "can import, or send it by value: RpcOptions(by_value=True)."
         )
     return f"function {reference!r} was not found on the callee: {reason}. {advice} {NOT_ON_CALLEE}"
 

@@ -26,6 +26,7 @@ from rpcdist.ids import Identity, check_worker_name
 __all__ = ["MemberRecord", "MembershipTable", "Verdict"]
 
 Outcome = JoinReply.Outcome
+_OTHER_JOB = "; if they belong to two jobs, give each an address of its own (MASTER_PORT)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +182,11 @@ class MembershipTable:
         same_name = self._living.get(name)
         if same_name is not None:
             text = f"RPC worker name {name} is not unique: {same_name} and {member} share it"
-            return Verdict(Outcome.DUPLICATE_NAME, f"{text}; give every worker its own name")
+            return Verdict(Outcome.DUPLICATE_NAME, f"{text}; give every worker its own name{_OTHER_JOB}")
         for other in self._living.values():
             if other.identity.id == rank:
                 text = f"rank {rank} is not unique: {other} and {member} share it"
-                return Verdict(Outcome.DUPLICATE_ID, f"{text}; give every worker its own rank (RANK)")
+                return Verdict(Outcome.DUPLICATE_ID, f"{text}; give every worker its own rank (RANK){_OTHER_JOB}")
         return None
 
     def _may_replace(self, identity: Identity) -> bool:

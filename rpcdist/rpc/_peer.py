@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._control import ControlOutbox
@@ -122,7 +122,7 @@ class Peer:
         if self.state is PeerState.IDLE:
             self._start_connecting()
 
-    def send_control(self, body: rref_pb2.RRefMessage) -> None:
+    def send_control(self, body: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
         """Sends a control message until it is acknowledged; dropped when the worker is gone. [Note: late comers]"""
         with self._lock:
             if self.is_gone or self.state is PeerState.CLOSED:

@@ -56,7 +56,7 @@ class PoolStats(NamedTuple):
 class _Worker:
     """One thread of the pool; its baton is a lock that is free for a moment when the thread shall wake up."""
 
-    __slots__ = ("baton", "blocked", "clock", "ended", "job", "pool", "thread")
+    __slots__ = ("arguments", "baton", "blocked", "clock", "ended", "job", "pool", "thread")
 
     def __init__(self, pool: WorkerPool, number: int) -> None:
         self.pool = pool
@@ -64,6 +64,7 @@ class _Worker:
         self.ended = _new_baton()
         self.clock: int | None = None
         self.job: Function | None = None
+        self.arguments: tuple[object, ...] = ()
         self.blocked = 0
         self.thread = threading.Thread(target=pool._work, args=(self,), name=f"{pool.name}-{number}", daemon=True)
 
@@ -108,6 +109,10 @@ def _log_error(error: BaseException, function: Function) -> None:
     logger.error("a job of the worker pool failed: %r", function, exc_info=error)
 
 
+def _describe(function: Function, arguments: tuple[object, ...]) -> str:
+    return repr(function)  # not of the arguments, which may be large
+
+
 class WorkerPool:
     """Runs synchronous jobs in threads; see the rules above.
 
@@ -122,6 +127,7 @@ class WorkerPool:
         on_error: gets what a job raises, `SystemExit` included, on the job's thread; the thread goes on in any case.
         on_exhausted: gets jobs that could not run (rule 4), on the monitor's thread; it must not block.
         cleanup: called after each job on its thread, to take away what a user function left behind there.
+        describe: names a job in messages.
     """
 
     def __init__(
@@ -135,6 +141,7 @@ class WorkerPool:
         on_error: Callable[[BaseException, Function], object] = _log_error,
         on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None,
         cleanup: Callable[[], object] | None = None,
+        describe: Callable[[Function, tuple[object, ...]], str] = _describe,
     ) -> None:
         self.name = name
         self.max_threads = max_threads
@@ -144,6 +151,7 @@ class WorkerPool:
         self._on_error = on_error
         self._on_exhausted = on_exhausted
         self._cleanup = cleanup
+        self._describe = describe
 
         self._queue: deque[Job] = deque()
         self._workers: set[_Worker] = set()
@@ -223,9 +231,9 @@ class WorkerPool:
             if deadline.expired():
                 break
             self._join(workers[0], deadline)
-        jobs = [worker.job for worker in list(self._workers) if worker.thread is not me]
-        left = [repr(job) for job in jobs if job is not None]
-        never_ran = [f"{job[0]!r} (never started)" for job in self._drop_queue()]
+        jobs = [(worker.job, worker.arguments) for worker in list(self._workers) if worker.thread is not me]
+        left = [self._describe(job, arguments) for job, arguments in jobs if job is not None]
+        never_ran = [f"{self._describe(job[0], job[1])} (never started)" for job in self._drop_queue()]
         if left or never_ran:
             logger.error(
                 "the worker pool was closed after %.1f s, but %d jobs did not end and %d never ran:\n%s",
@@ -290,6 +298,7 @@ class WorkerPool:
                 if self._park(worker):
                     continue
                 return
+            worker.arguments = arguments
             worker.job = function
             if queue and (self._monitor_parked or self._monitor is None):
                 self._wake_monitor()  # more than one job came for the one thread that was woken
@@ -297,6 +306,7 @@ class WorkerPool:
                 Context().run(function, *arguments)
             except BaseException as error:
                 self._report(error, function)
+            worker.arguments = ()
             del arguments  # an idle thread must not keep values alive
             if cleanup is not None:
                 cleanup()
@@ -405,8 +415,10 @@ class WorkerPool:
         parts = []
         for worker in list(self._workers):
             frame = frames.get(worker.thread.ident or 0)
-            if frame is not None and worker.job is not None and worker is not _local.worker:
-                parts.append(f"{worker.thread.name} in {worker.job!r}:\n{''.join(traceback.format_stack(frame, 12))}")
+            job, arguments = worker.job, worker.arguments
+            if frame is not None and job is not None and worker is not _local.worker:
+                stack = "".join(traceback.format_stack(frame, 12))
+                parts.append(f"{worker.thread.name} in {self._describe(job, arguments)}:\n{stack}")
         return "\n".join(parts)
 
     def after_fork_in_child(self) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._failures import failure_of
 from rpcdist.rpc._torch_state import StateSlot
 
@@ -36,8 +37,11 @@ class Producer(Protocol):
 class _Sender:
     """Puts items and the end on the wire."""
 
-    def __init__(self, agent: Agent, session: AnySession, id: int, ended: Callable[[], None]) -> None:
+    def __init__(
+        self, agent: Agent, session: AnySession, id: int, autograd: CallContext | None, ended: Callable[[], None]
+    ) -> None:
         self._agent = agent
+        self._autograd = autograd
         self._session = session
         self._id = id
         self._ended = ended
@@ -45,7 +49,8 @@ class _Sender:
     def item(self, item: object) -> None:
         message = rpc_pb2.Message()
         message.stream_item.id = self._id
-        large, forks = self._agent.encode_for(message.stream_item.value, item, self._session.peer.id)
+        peer = self._session.peer.id
+        large, forks = self._agent.encode_for(message.stream_item.value, item, peer, self._autograd)
         self._agent.send_reply(self._session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:
@@ -69,14 +74,16 @@ class SyncProducer:
         agent: Agent,
         session: AnySession,
         id: int,
+        autograd: CallContext | None,
         generator: Generator[Any, Any, Any],
         ended: Callable[[], None],
     ) -> None:
         self._pool = agent.pool
         self._generator = generator
         self._context = Context()
+        self._context.run(current_autograd.set, autograd)
         self._state = StateSlot()
-        self._sender = _Sender(agent, session, id, ended)
+        self._sender = _Sender(agent, session, id, autograd, ended)
         self._credits = 0
         self._running = False
         self._cancelled = False
@@ -146,15 +153,23 @@ class AsyncProducer:
     """Draws from an async generator on the user loop; a waiting producer costs no thread."""
 
     def __init__(
-        self, agent: Agent, session: AnySession, id: int, generator: AsyncGenerator[Any, Any], ended: Callable[[], None]
+        self,
+        agent: Agent,
+        session: AnySession,
+        id: int,
+        autograd: CallContext | None,
+        generator: AsyncGenerator[Any, Any],
+        ended: Callable[[], None],
     ) -> None:
         self._agent = agent
         self._generator = generator
-        self._sender = _Sender(agent, session, id, ended)
+        self._sender = _Sender(agent, session, id, autograd, ended)
         self._credits = 0
         self._lock = threading.Lock()
         self._wake: Callable[[], object] | None = None
-        self._handle = agent.user_loop.submit(self._drive, self._done, deadline=NEVER, context=copy_context())
+        context = copy_context()
+        context.run(current_autograd.set, autograd)
+        self._handle = agent.user_loop.submit(self._drive, self._done, deadline=NEVER, context=context)
 
     def credit(self, items: int) -> None:
         with self._lock:

@@ -15,12 +15,16 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
 from rpcdist.rpc._arrived import Arrived
 from rpcdist.rpc._failures import exception_of
+from rpcdist.rpc._interrupt import longest_sleep_s
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
+    from rpcdist.rpc._autograd_hooks import CallContext
+    from rpcdist.rpc._calls import PendingCall
 
 __all__ = ["DEFAULT_WINDOW", "Stream", "StreamState"]
 
@@ -37,11 +41,13 @@ class StreamState:
     Attributes:
         id: the call's number.
         what: the call, for messages.
+        autograd: the autograd context of the call, or None.
     """
 
     def __init__(
         self, id: int, what: str, window: int, grant: Callable[[int], None], cancel: Callable[[], None]
     ) -> None:
+        self.autograd: CallContext | None = None
         self.id = id
         self.what = what
         self._grant = grant
@@ -88,9 +94,13 @@ class StreamState:
 
     def take(self, timeout_s: float | None) -> object:
         """The next item, or `_END`; blocks."""
+        deadline = Deadline.after(timeout_s)
+        slice_s = longest_sleep_s()
         with self._condition:
-            if not self._condition.wait_for(lambda: self._items or self._ended, timeout_s):
-                raise self._late(timeout_s)
+            while not self._items and not self._ended:
+                if deadline.expired():
+                    raise self._late(timeout_s)
+                self._condition.wait(min(slice_s, deadline.remaining_s()))
             return self._next_locked()
 
     async def take_async(self, timeout_s: float | None) -> object:
@@ -232,8 +242,9 @@ class StreamTable:
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, id: int, peer: int, session: object, what: str, timeout_s: float | None) -> Stream[object]:
+    def open(self, call: PendingCall, session: object, timeout_s: float | None) -> Stream[object]:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
+        id, peer = call.id, call.peer
 
         def grant(items: int) -> None:
             self._agent.connections.send_to(
@@ -244,7 +255,8 @@ class StreamTable:
             self._streams.pop(id, None)
             self._agent.connections.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
-        state = StreamState(id, what, DEFAULT_WINDOW, grant, cancel)
+        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
+        state.autograd = call.autograd
         self._streams[id] = (state, peer, session)
         return Stream(state, timeout_s, self._dropped.append)
 
@@ -253,6 +265,7 @@ class StreamTable:
         if entry is None:
             arrived.discard()  # cancelled at this end meanwhile
         else:
+            arrived.autograd = entry[0].autograd
             entry[0].arrived(arrived)
 
     def end(self, id: int, failure: rpc_pb2.Failure | None) -> None:

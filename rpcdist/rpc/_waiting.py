@@ -18,6 +18,7 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 import torch.futures
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
+from rpcdist.rpc._interrupt import acquire
 from rpcdist.rpc._pool import blocking
 from rpcdist.rpc.future import Future
 
@@ -187,7 +188,7 @@ class Completions(Generic[T]):
             left_s = self._left_s()
             try:
                 with blocking():
-                    if not self._arrived and not baton.acquire(True, -1.0 if left_s is None else left_s):
+                    if not self._arrived and not acquire(baton, left_s):
                         return bool(self._arrived)
             finally:
                 self._forget(sleeper)

@@ -19,33 +19,27 @@ Rules:
 [Note: frames]
     An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
     methods on that way forget `self` when they end: else the future, and all local variables of the functions that
-    waited for it, remote references among them, would live until the garbage collector comes.
-
-[Note: failures in C++]
-    Raising an exception stores the frames of the waiting function in it, and these hold the future: a cycle. Python
-    collects it, but not where a part of it is owned by C++, and with it would leak every local variable of every
-    function that waited for a failed call. So the C++ half holds a `_Failure`, which has a copy that is never raised.
+    waited for it, remote references among them, would live until the garbage collector comes. For the C++ half, which
+    that collector does not see, `rpcdist.rpc._future_failure` goes further.
 """
 
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
-import sys
-import threading
 import time
-import traceback
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, NoReturn, TypeVar, cast
+from typing import Any, Final, TypeVar, cast
 
 import torch
 import torch.futures
 
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.rpc._future_failure import Failure, raise_failure
+from rpcdist.rpc._interrupt import acquire
 from rpcdist.rpc._pool import blocking
 
 __all__ = ["Future"]
@@ -63,52 +57,6 @@ _init = _Base.__init__
 _base_set_result = _Base.set_result
 _NO_DEVICES: Final[list[torch.device]] = []
 _get_running_loop = asyncio._get_running_loop
-
-
-class _Failure:
-    """The C++ half of a failed future, and the judge of whether anybody looked at its error."""
-
-    __slots__ = ("_frames", "_template", "seen")
-
-    def __init__(self, error: BaseException) -> None:
-        self._template = _copy_of(error)
-        self._frames: traceback.StackSummary | None = None
-        if error.__traceback__ is not None:  # raised in this process; of a remote one the cause has the traceback
-            self._frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-        self.seen = isinstance(error, Cancelled)
-
-    def raise_copy(self) -> NoReturn:
-        self.seen = True
-        raise _copy_of(self._template)
-
-    def __repr__(self) -> str:
-        return f"<failure {self._template!r}>"
-
-    def __del__(self) -> None:
-        # Logging is more than a finalizer should do; asyncio does the same, and an error must not get lost.
-        if self.seen or sys.is_finalizing():
-            return
-        frames = "".join(self._frames.format()) if self._frames is not None else ""
-        logger.error("nobody looked at the error of a future:\n%s", frames, exc_info=self._template)
-
-
-def _copy_of(error: BaseException) -> BaseException:
-    """A copy without traceback; the same object where it cannot be copied (then frames may live longer)."""
-    try:
-        twin = copy.copy(error)
-    except Exception:
-        return error
-    if type(twin) is not type(error) or twin is error:
-        return error
-    cause = error.__cause__
-    if cause is not None and cause.__traceback__ is None:
-        twin.__cause__ = cause
-    return twin
-
-
-def _raise_failure(failure: _Failure) -> NoReturn:
-    """The function through which C++ turns the stored value into an error."""
-    failure.raise_copy()
 
 
 class Future(torch.futures.Future[T]):
@@ -151,7 +99,7 @@ class Future(torch.futures.Future[T]):
         self._callbacks: list[Callable[[Future[T]], object]] = []  # of the user
         self._debt: list[Callable[[], T]] | None = None  # rule 3
         self._error: BaseException | None = None
-        self._failure: _Failure | None = None
+        self._failure: Failure | None = None
         self.is_quiet = False
         """Set by those who take over the responsibility for an error, which is then not logged when unread."""
 
@@ -261,9 +209,9 @@ class Future(torch.futures.Future[T]):
             self._observers.append(baton)
             if self._finished or self._debt:
                 return True
-            left_s = -1.0 if ends_at is None else min(ends_at - time.monotonic(), threading.TIMEOUT_MAX)
-            if left_s > 0 or ends_at is None:
-                woken = baton.acquire(True, left_s)
+            left_s = None if ends_at is None else ends_at - time.monotonic()
+            if left_s is None or left_s > 0:
+                woken = acquire(baton, left_s)
             return woken
         finally:
             # A lock that stayed behind would be chosen by `_deliver`, and nobody would come. So this is one call of a
@@ -370,14 +318,14 @@ class Future(torch.futures.Future[T]):
 
     def _finish_error(self, error: BaseException) -> None:
         self._traceback: TracebackType | None = error.__traceback__
-        self._failure = failure = _Failure(error)
+        self._failure = failure = Failure(error)
         if self.is_quiet:
             failure.seen = True
         self._error = error
         self._on_cancel = None
         self._finished = True
         self._wake()
-        _Base._set_unwrap_func(self, _raise_failure)
+        _Base._set_unwrap_func(self, raise_failure)
         _base_set_result(self, failure)
         self._run_callbacks()
 

@@ -134,6 +134,7 @@ class RpcOptions(RpcBackendOptions):
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
+        autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
         allow_pickle: whether peers may send values that need pickle. Without it only plain values get through: None,
             bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
         _transports: torch's private argument; the names are checked and otherwise ignored.
@@ -163,6 +164,7 @@ class RpcOptions(RpcBackendOptions):
         by_value: bool = False,
         allow_functions: Sequence[str] | None = None,
         allow_pickle: bool = True,
+        autograd_mode: str = "smart",
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -187,6 +189,9 @@ class RpcOptions(RpcBackendOptions):
         self.by_value = by_value
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
+        if autograd_mode not in ("smart", "fast"):
+            raise ConfigError(f"autograd_mode is 'smart' or 'fast', but got {autograd_mode!r}")
+        self.autograd_mode = autograd_mode
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 

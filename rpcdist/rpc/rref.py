@@ -17,7 +17,7 @@ from typing import Any, Generic, NoReturn, TypeVar, cast
 import torch
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import NotInitialized, RpcdistError, RRefError, WorkerLost
+from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
 from rpcdist.rpc._rref.manager import RRefManager
@@ -193,20 +193,35 @@ class PyRRef(Generic[T]):
         return self._creation
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
-        """Runs the backward pass with the value as root.
+        """Runs the backward pass with the value as root; blocks.
 
         Args:
-            dist_autograd_ctx_id: the context of a distributed backward; -1, at the owner only, runs a local one.
+            dist_autograd_ctx_id: the context of a distributed backward, which begins at the owner; -1, at the owner
+                only, runs a local one.
             retain_graph: keep the graph for another backward.
+
+        Raises:
+            RRefError: the value is no tensor, or this is not the owner and no context is named. Otherwise as
+                `rpcdist.autograd.backward`.
         """
-        if dist_autograd_ctx_id != -1:
-            raise RpcdistError("RRef.backward in a distributed autograd context needs rpcdist.autograd, not built yet")
         if not self.is_owner():
-            raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            if dist_autograd_ctx_id == -1:
+                raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
+            from rpcdist.rpc import api  # both import this module
+            from rpcdist.rpc._rref import proxied
+
+            api.rpc_sync(self.owner(), proxied._backward, (self, dist_autograd_ctx_id, retain_graph))
+            return
         value = self.local_value()
         if not isinstance(value, torch.Tensor):
             raise RRefError("RRef should contain a tensor for .backward()")
-        value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+        if dist_autograd_ctx_id == -1:
+            value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
+            return
+        agent = current_agent()
+        assert agent.autograd is not None  # the agent has started
+        deadline = Deadline.after(agent.caller.timeout_of(UNSET_RPC_TIMEOUT)).earlier(current_deadline.get())
+        agent.autograd.backward(dist_autograd_ctx_id, [value], retain_graph, agent.options.autograd_mode, deadline)
 
     # ------------------------------------------------------------ as an object
 

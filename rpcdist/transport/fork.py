@@ -3,8 +3,9 @@
 `DataLoader(num_workers=2)` forks. The child inherits every socket, so peers of a parent that is killed would see no end
 of the connection while its workers live. In the child of a process that communicates, therefore:
 
- 1. the sockets of our server and to our peers are replaced by /dev/null, under the same descriptor numbers: gRPC's
-    state in the child still names these numbers, and must not touch a file that the child opens later;
+ 1. the sockets of our server and to our peers, and those that were noted one by one, are replaced by /dev/null, under
+    the same descriptor numbers: gRPC's state in the child still names these numbers, and must not touch a file that the
+    child opens later;
  2. `check_not_forked` raises from then on, so no call waits for threads that exist only in the parent;
  3. registered objects are told, and kept alive: their finalizers would talk to those threads.
 
@@ -35,6 +36,7 @@ __all__ = [
     "mark_stopped",
     "note_peer_port",
     "note_server_port",
+    "note_socket",
     "register",
 ]
 
@@ -58,6 +60,7 @@ class ForkGuard:
         self._running = False
         self._server_ports: frozenset[int] = frozenset()
         self._peers: frozenset[Peer] = frozenset()
+        self._sockets: frozenset[weakref.ref[socket.socket]] = frozenset()
         self._participants: tuple[weakref.ref[ForkParticipant], ...] = ()
         self._kept: list[ForkParticipant] = []
         self._lock = threading.Lock()  # for writers in the parent
@@ -83,6 +86,12 @@ class ForkGuard:
         with self._lock:
             self._peers |= {(None if host is None else _plain_host(host), port)}
 
+    def note_socket(self, noted: socket.socket) -> None:
+        """Remembers a socket of any family, for as long as it is open; call it as soon as there is one."""
+        with self._lock:
+            living = {reference for reference in self._sockets if (known := reference()) and known.fileno() >= 0}
+            self._sockets = frozenset(living | {weakref.ref(noted)})
+
     def register(self, participant: ForkParticipant) -> None:
         """Calls `participant.after_fork_in_child()` in children, as long as something else keeps it alive."""
         with self._lock:
@@ -96,6 +105,8 @@ class ForkGuard:
         self.in_child = True
         self._lock = threading.Lock()
         close_inherited_sockets(self._server_ports, self._peers)
+        noted = [known.fileno() for reference in self._sockets if (known := reference()) is not None]
+        _replace([descriptor for descriptor in noted if descriptor >= 0])
         failures: list[Exception] = []
         for reference in self._participants:
             participant = reference()
@@ -131,12 +142,17 @@ def close_inherited_sockets(server_ports: Collection[int], peers: Collection[Pee
     except FileNotFoundError:
         return 0
     ours = [descriptor for descriptor in descriptors if _is_ours(descriptor, server_ports, peers)]
-    if ours:
+    _replace(ours)
+    return len(ours)
+
+
+def _replace(descriptors: Collection[int]) -> None:
+    """Puts /dev/null under these numbers."""
+    if descriptors:
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
-        for descriptor in ours:
+        for descriptor in descriptors:
             os.dup2(null, descriptor, inheritable=False)
         os.close(null)
-    return len(ours)
 
 
 def _is_ours(descriptor: int, server_ports: Collection[int], peers: Collection[Peer]) -> bool:
@@ -175,6 +191,7 @@ mark_running = _guard.mark_running
 mark_stopped = _guard.mark_stopped
 note_server_port = _guard.note_server_port
 note_peer_port = _guard.note_peer_port
+note_socket = _guard.note_socket
 register = _guard.register
 check_not_forked = _guard.check_not_forked
 

@@ -6,15 +6,35 @@ imported. The classes are attributes of this module because tests send their own
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch.testing._internal.common_distributed import MultiProcessTestCase
-from torch.testing._internal.distributed.rpc import rpc_test
+from torch.testing._internal.distributed.rpc import dist_autograd_test, rpc_test
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
-__all__ = ["RpcTest", "TensorPipeAgentRpcTest"]
+__all__ = ["DistAutogradTest", "RpcTest", "TensorPipeAgentDistAutogradTest", "TensorPipeAgentRpcTest"]
 
 
 class RpcTest(rpc_test.RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
     """What any RPC backend has to do."""
+
+
+class DistAutogradTest(dist_autograd_test.DistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    """Distributed autograd on any backend."""
+
+    @property
+    def rpc_backend_options(self) -> Any:
+        """One test shows that torch's mode hangs on an unused result, so it gets that mode."""
+        options = super().rpc_backend_options
+        if self._testMethodName == "test_backward_unused_send_function" and hasattr(options, "autograd_mode"):
+            options.autograd_mode = "fast"
+        return options
+
+
+class TensorPipeAgentDistAutogradTest(
+    dist_autograd_test.TensorPipeAgentDistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Distributed autograd with sparse tensors."""
 
 
 class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):

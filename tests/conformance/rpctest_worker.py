@@ -133,6 +133,13 @@ class _State:
         # These two are completed by the tests that use them, and a future can be completed only once.
         tests.VALUE_FUTURE = concurrent.futures.Future()
         tests.DONE_FUTURE = concurrent.futures.Future()
+        # The autograd tests tell each other through these which contexts there are.
+        autograd_tests = importlib.import_module("torch.testing._internal.distributed.rpc.dist_autograd_test")
+        autograd_tests.rpc_done[:] = [False] * WORLD_SIZE
+        autograd_tests.ctx_ids[:] = [-1] * WORLD_SIZE
+        autograd_tests.known_context_ids.clear()
+        autograd_tests.DistAutogradTest._test_clean_context_backward_context_id = None
+        autograd_tests.SimulateBackwardError._simulate_error = True
 
 
 def _tests() -> Any:

@@ -14,6 +14,10 @@ def _rref_typeof_on_owner(rref: PyRRef[Any]) -> type:
     return type(rref.local_value())
 
 
+def _backward(rref: PyRRef[Any], context_id: int, retain_graph: bool) -> None:
+    rref.backward(context_id, retain_graph)
+
+
 def _local_invoke(rref: PyRRef[Any], method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return getattr(rref.local_value(), method)(*args, **kwargs)
 

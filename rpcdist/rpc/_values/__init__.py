@@ -1,7 +1,7 @@
 """Python values on the wire; docs/values.md describes the format and its promises."""
 
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, large_sizes
-from rpcdist.rpc._values.codec import Encoded, decode, encode, encode_into
+from rpcdist.rpc._values.codec import Encoded, OnTensors, decode, encode, encode_into
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
 from rpcdist.rpc._values.tensors import MapDevice
@@ -13,6 +13,7 @@ __all__ = [
     "Externals",
     "LargeBuffer",
     "MapDevice",
+    "OnTensors",
     "ReceiveBuffer",
     "Reducer",
     "decode",

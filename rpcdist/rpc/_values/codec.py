@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
+
+import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
@@ -16,7 +18,10 @@ from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 
-__all__ = ["Encoded", "decode", "encode", "encode_into"]
+__all__ = ["Encoded", "OnTensors", "decode", "encode", "encode_into"]
+
+OnTensors = Callable[[list[torch.Tensor]], object]
+"""Is given the tensor table of a value; the order is the same at both ends."""
 
 PLAIN_ITEMS: Final = 48
 """Values of more parts are pickled: the plain writer is Python, and slower from here on."""
@@ -58,6 +63,7 @@ def encode_into(
     by_value: bool = False,
     plain_only: bool = False,
     map_device: MapDevice | None = None,
+    on_tensors: OnTensors | None = None,
 ) -> list[LargeBuffer]:
     """Writes `obj` into `value`, which must be empty, and returns the memory that is not copied.
 
@@ -69,6 +75,7 @@ def encode_into(
         by_value: send the code of functions and classes that the receiver cannot import.
         plain_only: refuse what would need pickle.
         map_device: where tensors of other devices go at the receiver.
+        on_tensors: called when the value is complete, if it has tensors.
 
     Raises:
         SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
@@ -85,6 +92,7 @@ def encode_into(
         try:
             writer.write(obj)
             _fill(value, bytes(writer.body), writer, large, map_device)
+            tensors = writer.tensors
         except (NotPlain, UnsupportedTensor):
             if plain_only:
                 raise SerializationError(why_not_plain(obj, externals)) from None
@@ -93,11 +101,13 @@ def encode_into(
             parts = write_pickle(obj, externals, by_value)
             value.encoding = value_pb2.Value.PICKLE
             _fill(value, parts.body, parts, large, map_device)
-            found = parts.externals
+            found, tensors = parts.externals, parts.tensors
         else:
             found = writer.externals
         if found:
             _externalize(found, externals)
+        if on_tensors is not None and tensors:
+            on_tensors(tensors)
     except BaseException:
         value.Clear()
         raise
@@ -136,6 +146,7 @@ def decode(
     externals: Externals | None = None,
     *,
     plain_only: bool = False,
+    on_tensors: OnTensors | None = None,
 ) -> object:
     """The object that `encode_into` wrote.
 
@@ -146,6 +157,7 @@ def decode(
         large: the buffers that followed the message, complete, in the order of `large_sizes`.
         externals: receives remote references; without it they are refused.
         plain_only: refuse pickles and other devices than cpu and meta.
+        on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
 
     Raises:
         SerializationError: the value is damaged, refused, or cannot be rebuilt here.
@@ -161,6 +173,8 @@ def decode(
         )
     buffers = received_buffers(value, large)
     tensors = rebuild_tensors(value, buffers, plain_only)
+    if on_tensors is not None and tensors:
+        on_tensors(tensors)
     separate = value.body_buffer
     source: bytes | memoryview = body
     if separate:

@@ -105,8 +105,9 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
         exc.add_note(
             "rpcdist could not pickle a value that was to be sent. Send only data and what both sides can import. "
-            "Define functions and classes at the top level of a module, or ask for sending by value. Give classes that "
-            "hold locks, files or sockets a `__reduce__` or `__getstate__`."
+            "Define functions and classes at the top level of a module, or let the sender send them by value: "
+            "RpcOptions(by_value=True). Give classes that hold locks, files or sockets a `__reduce__` or "
+            "`__getstate__`."
         )
         raise
     except RecursionError as exc:
@@ -172,6 +173,9 @@ class _Reduction:
             return tensor_, (len(self.parts.tensors) - 1,)
         if tensor.dtype in _QUANTIZED and not tensor.is_nested:
             return _reduce_quantized(tensor)
+        if tensor.layout is torch.sparse_coo and tensor.dtype in DTYPE_CODES:
+            self.parts.tensors.append(tensor)
+            return tensor_, (len(self.parts.tensors) - 1,)
         # torch takes the others apart into strided tensors and storages, and forgets that a sparse one required grad.
         if tensor.requires_grad and tensor.layout is not torch.strided:
             return _requiring_grad, (tensor.detach(),)

@@ -52,12 +52,42 @@ def rebuild_tensors(
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):
-                return [_rebuild(message, buffers, owners) for message in headers]
-        return [_rebuild(message, buffers, owners) for message in headers]
+                return _rebuild_all(headers, buffers, owners, host_only)
+        return _rebuild_all(headers, buffers, owners, host_only)
     except (RuntimeError, ValueError, OverflowError, MemoryError, AssertionError) as exc:  # torch asserts devices
         if isinstance(exc, SerializationError):
             raise
         raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
+
+
+def _rebuild_all(
+    headers: Sequence[value_pb2.Tensor],
+    buffers: Sequence[bytes | ReceiveBuffer],
+    owners: dict[int, torch.Tensor],
+    host_only: bool,
+) -> list[torch.Tensor]:
+    tensors = [_rebuild(message, buffers, owners) for message in headers if not message.HasField("sparse")]
+    if len(tensors) == len(headers):
+        return tensors
+    if host_only:  # their indices are not checked
+        raise SerializationError("a sparse tensor arrived from a peer that may send dense ones only")
+    strided = iter(tensors)
+    table = [None if message.HasField("sparse") else next(strided) for message in headers]
+    return [made if made is not None else _sparse(header, table) for header, made in zip(headers, table, strict=True)]
+
+
+def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> torch.Tensor:
+    """A sparse tensor from its parts, which are elsewhere in the table."""
+    parts = message.sparse
+    if max(parts.indices, parts.values) >= len(table):
+        raise SerializationError("a sparse tensor arrived without its parts")
+    indices, values = table[parts.indices], table[parts.values]
+    if indices is None or values is None:
+        raise SerializationError("a sparse tensor arrived whose parts are sparse themselves")
+    tensor = torch.sparse_coo_tensor(
+        indices, values, tuple(message.shape), check_invariants=False, is_coalesced=parts.coalesced
+    )
+    return tensor.requires_grad_(message.requires_grad)
 
 
 def _rebuild(

@@ -69,8 +69,14 @@ def pack_tensors(
     views: list[_View] = []
     has_strides = False
     add_message = value.tensors.add
+    tensors, sparse = _with_parts(tensors)
     for tensor in tensors:
         message = add_message()
+        if sparse and tensor.layout is torch.sparse_coo:
+            message.shape.extend(tensor.shape)
+            message.requires_grad = tensor.requires_grad
+            message.sparse.CopyFrom(sparse[id(tensor)])
+            continue
         dtype = tensor.dtype
         code = DTYPE_CODES.get(dtype)
         if code is None or tensor.layout is not torch.strided or tensor.is_nested:
@@ -108,6 +114,23 @@ def pack_tensors(
     else:
         for cluster in _clusters(views):
             _send_cluster(value, cluster, large)
+
+
+def _with_parts(
+    tensors: Sequence[torch.Tensor],
+) -> tuple[Sequence[torch.Tensor], dict[int, value_pb2.Sparse] | None]:
+    """The tensors, with the indices and values of the sparse ones behind them, and where those stand, by `id`."""
+    if all(tensor.layout is torch.strided for tensor in tensors):
+        return tensors, None
+    parts = list(tensors)
+    sparse: dict[int, value_pb2.Sparse] = {}
+    for tensor in tensors:
+        if tensor.layout is torch.sparse_coo:
+            count = len(parts)
+            sparse[id(tensor)] = value_pb2.Sparse(indices=count, values=count + 1, coalesced=tensor.is_coalesced())
+            plain = tensor.detach()
+            parts += (plain._indices(), plain._values())
+    return parts, sparse
 
 
 def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDevice | None) -> torch.Tensor:

@@ -1,0 +1,169 @@
+"""The nodes that stand for messages in torch's graph.
+
+    SendRpc     takes the tensors of a message at its sender; its output is a dummy scalar, kept by the context
+    RecvRpc     makes the tensors of a message at its receiver; its backward hands their gradient to the run
+    GateOrder   made at backward time: waits for the gradient of a send, then lets its SendRpc run
+
+torch names the nodes SendRpcBackward and RecvRpcBackward, as it does its own.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any, Protocol, cast
+
+import torch
+from torch.autograd import Function
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+__all__ = [
+    "GateOrder",
+    "Gradients",
+    "RecordedRecv",
+    "RecordedSend",
+    "RecvNode",
+    "RecvRpc",
+    "RunInProgress",
+    "SendRpc",
+    "active_run",
+    "attach",
+    "running",
+    "token_edge",
+]
+
+Gradients = Sequence[torch.Tensor | None]
+
+
+class RunInProgress(Protocol):
+    """The engine call that executes nodes on this thread."""
+
+    def wait_for(self, send: RecordedSend) -> Gradients:
+        """The gradient of a send; blocks until it is there."""
+
+    def gradient_of(self, send: RecordedSend) -> Gradients:
+        """The same, after it is known to be there."""
+
+    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        """The gradient of a recv is ready."""
+
+
+class RecordedSend:
+    """A message whose tensors require grad, at its sender.
+
+    Attributes:
+        id, to, stamp: as in `_verdicts.Send`.
+        gate: the output of `SendRpc`, and its `node`, whose next functions are the edges of the tensors.
+    """
+
+    __slots__ = ("gate", "id", "node", "stamp", "to")
+
+    def __init__(self, id: int, to: int, stamp: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.id = id
+        self.to = to
+        self.stamp = stamp
+        with torch.enable_grad():
+            self.gate: torch.Tensor = SendRpc.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        self.node = cast(Node, self.gate.grad_fn)
+
+    def __repr__(self) -> str:
+        return f"<send {self.id:#x} to {self.to} at {self.stamp} [{len(self.node.next_functions)} tensors]>"
+
+
+class RecordedRecv:
+    """The same message at its receiver.
+
+    Attributes:
+        context_id: of the context in which it was received.
+        id, sender, stamp: as in `_verdicts.Recv`.
+        count: how many tensors it has.
+    """
+
+    __slots__ = ("context_id", "count", "id", "sender", "stamp")
+
+    def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int) -> None:
+        self.context_id = context_id
+        self.id = id
+        self.sender = sender
+        self.stamp = stamp
+        self.count = count
+
+    def __repr__(self) -> str:
+        return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"
+
+
+class _Running(threading.local):
+    run: RunInProgress | None = None
+
+
+running = _Running()
+"""What this thread's engine call belongs to. On machines without accelerators the engine uses the calling thread."""
+
+
+def active_run() -> RunInProgress:
+    if running.run is None:
+        raise RuntimeError(
+            "the graph of a distributed autograd context was used by an ordinary backward; call "
+            "rpcdist.autograd.backward(context_id, [loss]) for tensors that depend on RPCs"
+        )
+    return running.run
+
+
+class SendRpc(Function):
+    @staticmethod
+    def forward(ctx: Any, send: RecordedSend, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.send = send
+        return torch.empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        return None, *active_run().gradient_of(ctx.send)
+
+
+class RecvRpc(Function):
+    @staticmethod
+    def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:  # type: ignore[override]
+        ctx.recv = recv
+        ctx.set_materialize_grads(False)
+        # Not arguments of `apply`, so the very tensors get the history: no copies, and no views, which could not be
+        # changed in place. The list is emptied, since a tensor that its own node holds would never be freed.
+        outputs = tuple(tensors)
+        tensors.clear()
+        return outputs
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+        active_run().deliver(ctx.recv, gradients)
+        return None, None, None
+
+
+class GateOrder(Function):
+    @staticmethod
+    def forward(ctx: Any, send: RecordedSend, previous: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        ctx.send = send
+        return previous.clone()
+
+    @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+        active_run().wait_for(ctx.send)
+        return None, torch.zeros(()), torch.zeros(())
+
+
+RecvNode = type(
+    cast(tuple[torch.Tensor], RecvRpc.apply(torch.ones((), requires_grad=True), None, [torch.ones(())]))[0].grad_fn  # type: ignore[no-untyped-call]
+)
+_token = torch.ones((), requires_grad=True)
+
+
+def token_edge() -> GradientEdge:
+    """Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
+    return get_gradient_edge(_token)
+
+
+def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
+    """Makes `tensors`, leaves that have just arrived, the outputs of a recv."""
+    for tensor in tensors:
+        tensor.requires_grad_(False)
+    with torch.inference_mode(False), torch.enable_grad():
+        outputs = RecvRpc.apply(_token, recv, list(tensors))  # type: ignore[no-untyped-call]
+    return cast(Node, outputs[0].grad_fn)

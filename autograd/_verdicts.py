@@ -1,0 +1,497 @@
+"""What one worker does in a backward pass: events in, actions out.
+
+Rules of this file: no sockets, no clock, no torch. docs/autograd.md explains the words; in short, a *send* is a message
+whose tensors require grad, at its sender; a *recv* is the same message at its receiver. Gradients flow from recvs to
+sends. The *sources* of a worker's pass are the roots and the tensors of its sends, numbered; sets of sources are bit
+masks.
+
+Invariants:
+    1. Every send gets exactly one verdict from its receiver: which of its tensors the pass needs gradients for. A send
+       that the receiver does not know, or that nothing used there, has the empty verdict.
+    2. The verdict of a recv follows from those of the sources that reach it. Lamport stamps grow along this relation,
+       so it has no cycles, and verdicts end by themselves, whatever the gradients do.
+    3. A group (sources that share inner nodes of the graph) runs once, when all its sources are decided, and if any is
+       used. Then each of its used recvs is answered with one gradient.
+    4. A verdict "used" may be left out where the gradient follows in any case without waiting for anybody; the gradient
+       then stands for it.
+    5. A worker is done when it has heard from all its neighbours, its groups have ended, and those neighbours that
+       began because of it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+
+__all__ = [
+    "Action",
+    "ChildDone",
+    "Decided",
+    "Event",
+    "Finished",
+    "GradientArrived",
+    "GroupEnded",
+    "LocalGraph",
+    "PassState",
+    "PeerBegan",
+    "Recv",
+    "Run",
+    "Send",
+    "SendBegin",
+    "SendDone",
+    "SendVerdicts",
+    "Started",
+    "Verdicts",
+]
+
+Verdicts = Mapping[int, int | None]
+"""By message: a mask of the tensors that are used, or None while that is open."""
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """A message that this worker sent.
+
+    Attributes:
+        id: of the message.
+        to: the receiver.
+        stamp: Lamport time.
+        first: its tensors are the sources `first` to `first + count - 1`.
+        count: how many tensors.
+    """
+
+    id: int
+    to: int
+    stamp: int
+    first: int
+    count: int
+
+    @property
+    def mask(self) -> int:
+        return ((1 << self.count) - 1) << self.first
+
+
+@dataclass(frozen=True, slots=True)
+class Recv:
+    """A message that this worker received.
+
+    Attributes:
+        id: of the message.
+        sender: who gets the gradient.
+        stamp: Lamport time at the sender.
+        feeders: for each of its tensors, the sources whose gradients reach it.
+    """
+
+    id: int
+    sender: int
+    stamp: int
+    feeders: tuple[int, ...]
+
+    @property
+    def reached_by(self) -> int:
+        mask = 0
+        for feeders in self.feeders:
+            mask |= feeders
+        return mask
+
+
+@dataclass(frozen=True, slots=True)
+class LocalGraph:
+    """What of the graph is on this worker.
+
+    Attributes:
+        num_roots: sources 0 to num_roots - 1 are roots.
+        sends: all of them.
+        recvs: all of them.
+        groups: the sources of each group; every source is in exactly one.
+    """
+
+    num_roots: int
+    sends: tuple[Send, ...] = ()
+    recvs: tuple[Recv, ...] = ()
+    groups: tuple[int, ...] = ()
+
+
+# ------------------------------------------------------------------------------------------------ events
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """The pass begins here: at the worker that called `backward` (no parent), or because a neighbour began."""
+
+    graph: LocalGraph
+    neighbours: frozenset[int]
+    parent: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerBegan:
+    """A neighbour takes part. `received` is all that it has received from here; `child` says that we are its parent."""
+
+    peer: int
+    child: bool
+    received: Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A neighbour says which of our messages are used."""
+
+    peer: int
+    verdicts: Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class GradientArrived:
+    """The gradient of a send; `used` is the mask of the tensors that have one."""
+
+    id: int
+    used: int
+
+
+@dataclass(frozen=True, slots=True)
+class GroupEnded:
+    """A group has run, and all its used recvs were answered."""
+
+    group: int
+
+
+@dataclass(frozen=True, slots=True)
+class ChildDone:
+    """A neighbour that began because of us is done."""
+
+    peer: int
+
+
+Event = Started | PeerBegan | Decided | GradientArrived | GroupEnded | ChildDone
+
+# ------------------------------------------------------------------------------------------------ actions
+
+
+@dataclass(frozen=True, slots=True)
+class SendBegin:
+    to: int
+    child: bool
+    received: Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class SendVerdicts:
+    to: int
+    verdicts: Verdicts
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Run a group.
+
+    Attributes:
+        group: its number.
+        used: the sources to run it from.
+        arrived: the sends whose gradients are there.
+        pending: the sends whose gradients will come while it runs, because it answers recvs that they depend on; in
+            the order in which they have to be waited for. If there are any, the run blocks.
+        recvs: the messages that have to be answered.
+    """
+
+    group: int
+    used: int
+    arrived: tuple[int, ...]
+    pending: tuple[int, ...]
+    recvs: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class SendDone:
+    to: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The worker that called `backward` is done, and so is everybody."""
+
+
+Action = SendBegin | SendVerdicts | Run | SendDone | Finished
+
+
+class _GroupPhase(Enum):
+    WAITING = 0
+    RUNNING = 1
+    ENDED = 2
+
+
+@dataclass(slots=True)
+class _Group:
+    """A group, and what lies on its borders. Recvs that nothing reaches are in none."""
+
+    number: int
+    sources: int
+    sends: list[Send] = field(default_factory=list)  # a send whose tensors lie apart is in several
+    recvs: list[Recv] = field(default_factory=list)
+    phase: _GroupPhase = _GroupPhase.WAITING
+    runs_freely: bool = False
+
+
+class PassState:
+    """One worker in one pass.
+
+    Args:
+        me: this worker.
+        fast: every send counts as used, without asking.
+    """
+
+    def __init__(self, me: int, fast: bool = False) -> None:
+        self.me = me
+        self.fast = fast
+        self.parent: int | None = None
+        self.is_started = False
+        self.is_done = False
+        self._early: list[Event] = []
+        self._sends: dict[int, Send] = {}
+        self._recvs: tuple[Recv, ...] = ()
+        self._roots = 0
+        self._decided = 0
+        self._used = 0
+        self._arrived: set[int] = set()
+        self._verdicts: dict[int, int] = {}  # of recvs, once they are known
+        self._groups: list[_Group] = []
+        self._groups_of: dict[int, list[_Group]] = {}  # by send
+        self._group_of: dict[int, _Group] = {}  # by recv
+        self._dirty: dict[int, _Group] = {}  # about which something became known
+        self._unended = 0
+        self._told: set[int] = set()  # neighbours that were sent our begin
+        self._unheard: set[int] = set()  # of those, who has not sent theirs
+        self._children: set[int] = set()
+        self._done_early: set[int] = set()
+
+    def __repr__(self) -> str:
+        if not self.is_started:
+            return f"<PassState of {self.me}, not started>"
+        return (
+            f"<PassState of {self.me} [{self._unended} of {len(self._groups)} groups left, "
+            f"children {sorted(self._children)}, unheard {sorted(self._unheard)}]>"
+        )
+
+    def handle(self, event: Event) -> list[Action]:
+        """The only doorway."""
+        if isinstance(event, Started):
+            return self._start(event)
+        if not self.is_started:
+            self._early.append(event)
+            return []
+        actions: list[Action] = []
+        self._take(event, actions)
+        self._advance(actions)
+        return actions
+
+    # ------------------------------------------------------------ events
+
+    def _start(self, event: Started) -> list[Action]:
+        self.is_started = True
+        self.parent = event.parent
+        self._lay_out(event.graph)
+        if self.fast:
+            for send in event.graph.sends:
+                self._decide(send, (1 << send.count) - 1)
+        self._told = set(event.neighbours) - {self.me}
+        self._unheard = set(self._told)
+        actions: list[Action] = []
+        early, self._early = self._early, []
+        for later in early:
+            self._take(later, actions)
+        self._hear(self.me, {recv.id: None for recv in self._recvs if recv.sender == self.me})
+        runs: list[Action] = []
+        self._advance(runs, quiet=True)
+        known = {action.to for action in actions if isinstance(action, SendBegin)}
+        actions += [self._begin(to) for to in sorted(self._told - known)]
+        return actions + runs
+
+    def _lay_out(self, graph: LocalGraph) -> None:
+        self._sends = {send.id: send for send in graph.sends}
+        self._recvs = graph.recvs
+        self._roots = self._decided = self._used = (1 << graph.num_roots) - 1
+        self._groups = [_Group(number, sources) for number, sources in enumerate(graph.groups)]
+        self._unended = len(self._groups)
+        owner = {bit: group for group in self._groups for bit in _bits(group.sources)}
+        for send in graph.sends:
+            groups = {owner[bit].number: owner[bit] for bit in range(send.first, send.first + send.count)}
+            self._groups_of[send.id] = list(groups.values())
+            for group in groups.values():
+                group.sends.append(send)
+        for recv in graph.recvs:
+            feeders = recv.reached_by
+            if feeders:
+                self._group_of[recv.id] = group = owner[(feeders & -feeders).bit_length() - 1]
+                group.recvs.append(recv)
+            else:
+                self._verdicts[recv.id] = 0
+        self._dirty = {group.number: group for group in self._groups}
+
+    def _begin(self, to: int) -> SendBegin:
+        received: dict[int, int | None] = {}
+        for recv in self._recvs:
+            if recv.sender == to:
+                verdict = self._verdicts.get(recv.id)
+                received[recv.id] = None if verdict and self._group_of[recv.id].runs_freely else verdict
+        return SendBegin(to, to == self.parent, received)
+
+    def _take(self, event: Event, actions: list[Action]) -> None:
+        match event:
+            case PeerBegan(peer, child, received):
+                self._unheard.discard(peer)
+                if child and peer not in self._done_early:
+                    self._children.add(peer)
+                if peer not in self._told:
+                    self._told.add(peer)
+                    actions.append(self._begin(peer))
+                self._hear(peer, received)
+            case Decided(_, verdicts):
+                self._apply(verdicts)
+            case GradientArrived(id, used):
+                if id in self._sends:
+                    self._arrived.add(id)
+                    self._decide(self._sends[id], used)
+                    self._touch(id)
+            case GroupEnded(group):
+                self._groups[group].phase = _GroupPhase.ENDED
+                self._unended -= 1
+            case ChildDone(peer):
+                if peer in self._unheard:  # overtook the begin of that peer
+                    self._done_early.add(peer)
+                self._children.discard(peer)
+            case Started():
+                raise AssertionError("a pass starts once")
+
+    def _hear(self, peer: int, received: Verdicts) -> None:
+        """Everything that a neighbour has received from here; what it has not is unused (invariant 1)."""
+        self._apply(received)
+        for send in self._sends.values():
+            if send.to == peer and send.id not in received:
+                self._decide(send, 0)
+
+    def _apply(self, verdicts: Verdicts) -> None:
+        for id, verdict in verdicts.items():
+            send = self._sends.get(id)
+            if send is not None and verdict is not None:
+                self._decide(send, verdict)
+
+    def _decide(self, send: Send, used: int) -> None:
+        if send.mask & ~self._decided:
+            self._decided |= send.mask
+            self._used |= (used << send.first) & send.mask
+            self._touch(send.id)
+
+    def _touch(self, send: int) -> None:
+        for group in self._groups_of[send]:
+            self._dirty[group.number] = group
+
+    # ------------------------------------------------------------ consequences
+
+    def _advance(self, actions: list[Action], quiet: bool = False) -> None:
+        """Carries everything as far as it goes.
+
+        Args:
+            actions: gets what is to be done.
+            quiet: the verdicts go with the begin messages, so do not send them.
+        """
+        news: list[Recv] = []
+        touched: dict[int, _Group] = {}
+        while self._dirty:
+            number, group = self._dirty.popitem()
+            touched[number] = group
+            self._settle(group, news)
+        runs = [run for number in sorted(touched) if (run := self._ready(touched[number])) is not None]
+        if not quiet:
+            actions += self._tell(news)
+        actions += runs
+        self._end_if_done(actions)
+
+    def _settle(self, group: _Group, news: list[Recv]) -> None:
+        """Decides the recvs of a group as far as possible."""
+        for recv in group.recvs:
+            if recv.id in self._verdicts or (verdict := self._verdict(recv)) is None:
+                continue
+            self._verdicts[recv.id] = verdict
+            if recv.sender == self.me:
+                self._apply({recv.id: verdict})
+            else:
+                news.append(recv)
+
+    def _verdict(self, recv: Recv) -> int | None:
+        verdict = 0
+        for index, feeders in enumerate(recv.feeders):
+            if feeders & self._used:
+                verdict |= 1 << index
+            elif feeders & ~self._decided:
+                return None
+        return verdict
+
+    def _ready(self, group: _Group) -> Run | None:
+        """The run of a group if it can begin; a group without used sources ends without one."""
+        if group.phase is not _GroupPhase.WAITING or group.sources & ~self._decided:
+            return None
+        used = group.sources & self._used
+        sends = [send for send in group.sends if send.mask & used]
+        recvs = [recv for recv in group.recvs if recv.reached_by & used]
+        pending = sorted((send for send in sends if send.id not in self._arrived), key=lambda send: -send.stamp)
+        if pending and not self._must_block(used, sends, recvs, pending):
+            return None
+        if not used:
+            group.phase = _GroupPhase.ENDED
+            self._unended -= 1
+            return None
+        group.phase = _GroupPhase.RUNNING
+        group.runs_freely = not pending
+        arrived = tuple(send.id for send in sends if send.id in self._arrived)
+        waits = tuple(send.id for send in pending)
+        return Run(group.number, used, arrived, waits, tuple(recv.id for recv in recvs))
+
+    def _must_block(self, used: int, sends: list[Send], recvs: list[Recv], pending: list[Send]) -> bool:
+        """Whether a missing gradient may depend on recvs of this very group, and the first gradients are there.
+
+        A gradient depends on recvs of its own stamp (a worker that calls itself) or greater ones. The gradient of the greatest stamp depends on none of the
+        group's, so it is waited for without a thread.
+        """
+        if not any(recv.stamp >= pending[-1].stamp for recv in recvs):
+            return False
+        return bool(used & self._roots) or max(sends, key=lambda send: send.stamp) is not pending[0]
+
+    def _tell(self, news: list[Recv]) -> list[Action]:
+        """Verdicts for others, except where the gradient follows at once (invariant 4)."""
+        by_sender: dict[int, dict[int, int | None]] = {}
+        for recv in news:
+            verdict = self._verdicts[recv.id]
+            if not (verdict and self._group_of[recv.id].runs_freely):
+                by_sender.setdefault(recv.sender, {})[recv.id] = verdict
+        return [SendVerdicts(to, verdicts) for to, verdicts in sorted(by_sender.items())]
+
+    def _end_if_done(self, actions: list[Action]) -> None:
+        if self.is_done or self._unended or self._unheard or self._children:
+            return
+        self.is_done = True
+        actions.append(Finished() if self.parent is None else SendDone(self.parent))
+
+    # ------------------------------------------------------------ views
+
+    def verdict_of(self, recv: int) -> int:
+        """Which tensors of a received message are used; 0 if that is not known."""
+        return self._verdicts.get(recv, 0)
+
+    def waits_for(self) -> dict[int, str]:
+        """What keeps the pass from ending here, by worker."""
+        found: dict[int, str] = dict.fromkeys(self._unheard, "has not begun")
+        found.update(dict.fromkeys(self._children, "is not done"))
+        for send in self._sends.values():
+            if send.mask & ~self._decided:
+                found[send.to] = "has not said whether it used what it was sent"
+            elif send.mask & self._used and send.id not in self._arrived:
+                found[send.to] = "owes a gradient"
+        return found
+
+
+def _bits(mask: int) -> Iterator[int]:
+    while mask:
+        lowest = mask & -mask
+        yield lowest.bit_length() - 1
+        mask ^= lowest

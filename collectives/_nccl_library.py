@@ -1,0 +1,180 @@
+"""NCCL and the GPU behind it, as far as the `nccl` backend uses them: CuPy's NCCL communicator, and torch's streams.
+
+This is the only module that imports CuPy, and it does so when a group is made. `Runtime` and what it hands out are the
+seam at which tests put a stand-in that needs no GPU; the methods of `Communicator` are those of `cupy.cuda.nccl`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Final, Protocol
+
+import torch
+
+from rpcdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+__all__ = ["OLDEST_CUPY", "Communicator", "CudaRuntime", "Event", "Runtime", "Stream"]
+
+OLDEST_CUPY: Final = 14
+"""CuPy 14.0 is the first with `commSplit`, and the first whose calls let other Python threads run while they block."""
+
+_ADVICE: Final = (
+    "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x and nvidia-nccl-cu13) on a "
+    'machine with an NVIDIA GPU, or choose the backend "tcp" for CPU tensors'
+)
+
+
+class Event(Protocol):
+    """A point in a stream."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
+class Stream(Protocol):
+    """A queue of work of one device."""
+
+    @property
+    def cuda_stream(self) -> int: ...
+
+    def record_event(self) -> Event: ...
+
+    def wait_event(self, event: Event) -> None: ...
+
+
+class Communicator(Protocol):
+    """CuPy's `NcclCommunicator`: memory is given by addresses, and `count` counts elements of the datatype."""
+
+    def allReduce(self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, stream: int) -> None: ...
+
+    def reduce(
+        self, sendbuf: int, recvbuf: int, count: int, datatype: int, op: int, root: int, stream: int
+    ) -> None: ...
+
+    def broadcast(self, sendbuff: int, recvbuff: int, count: int, datatype: int, root: int, stream: int) -> None: ...
+
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None: ...
+
+    def reduceScatter(
+        self, sendbuf: int, recvbuf: int, recvcount: int, datatype: int, op: int, stream: int
+    ) -> None: ...
+
+    def send(self, sendbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
+
+    def recv(self, recvbuf: int, count: int, datatype: int, peer: int, stream: int) -> None: ...
+
+    def commSplit(self, color: int, key: int) -> Communicator | None: ...
+
+    def check_async_error(self) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def destroy(self) -> None: ...
+
+
+class Runtime(Protocol):
+    """One device and its NCCL.
+
+    Attributes:
+        device: that the tensors of a group live on.
+        version: of NCCL, e.g. 22907 for 2.29.7.
+        errors: what calls raise when NCCL or CUDA fail.
+    """
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def version(self) -> int: ...
+
+    @property
+    def errors(self) -> tuple[type[Exception], ...]: ...
+
+    def unique_id(self) -> bytes:
+        """A new name for a group, under which its ranks find one another."""
+
+    def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        """Blocks until all ranks have come; other threads run meanwhile. Nothing can end it early."""
+
+    def grouped(self) -> AbstractContextManager[None]:
+        """The calls in this block start together, at its end."""
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """What torch does in this block goes to the stream."""
+
+    def current_stream(self) -> Stream: ...
+
+    def new_stream(self) -> Stream: ...
+
+    def is_capturing(self) -> bool:
+        """Whether the current stream records a CUDA graph."""
+
+
+class CudaRuntime:
+    """The real `Runtime`.
+
+    Raises (constructor):
+        ConfigError: CuPy, NCCL or a GPU is missing; says what to install.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._nccl = _load_nccl()
+        self.device = device
+        self.version = int(self._nccl.get_version())
+        # KeyError: CuPy does not know the names of NCCL's newest errors, and fails in looking them up.
+        self.errors: tuple[type[Exception], ...] = (self._nccl.NcclError, torch.AcceleratorError, KeyError)
+
+    def unique_id(self) -> bytes:
+        return bytes(self._nccl.get_unique_id())
+
+    def connect(self, size: int, unique_id: bytes, rank: int) -> Communicator:
+        with torch.cuda.device(self.device):  # NCCL takes the thread's current device
+            communicator: Communicator = self._nccl.NcclCommunicator(size, unique_id, rank)
+        return communicator
+
+    @contextmanager
+    def grouped(self) -> Iterator[None]:
+        with torch.cuda.device(self.device):
+            self._nccl.groupStart()
+            try:
+                yield
+            finally:
+                self._nccl.groupEnd()
+
+    @contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        assert isinstance(stream, torch.cuda.Stream)
+        with torch.cuda.device(self.device), torch.cuda.stream(stream):
+            yield
+
+    def current_stream(self) -> Stream:
+        stream: Stream = torch.cuda.current_stream(self.device)
+        return stream
+
+    def new_stream(self) -> Stream:
+        stream: Stream = torch.cuda.Stream(self.device)
+        return stream
+
+    def is_capturing(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
+
+def _load_nccl() -> ModuleType:
+    if not torch.cuda.is_available():
+        raise ConfigError(f'the backend "nccl" needs a GPU that torch can use, and there is none here; {_ADVICE}')
+    try:
+        cupy = import_module("cupy")
+        nccl = import_module("cupy.cuda.nccl")
+    except ImportError as exc:
+        raise ConfigError(f'the backend "nccl" needs CuPy with NCCL ({exc}); {_ADVICE}') from exc
+    if not getattr(nccl, "available", False):
+        raise ConfigError(f'the backend "nccl" found CuPy {cupy.__version__} but no NCCL library; {_ADVICE}')
+    if int(str(cupy.__version__).split(".")[0]) < OLDEST_CUPY:
+        raise ConfigError(f'the backend "nccl" needs CuPy {OLDEST_CUPY} or newer, not {cupy.__version__}; {_ADVICE}')
+    return nccl

@@ -1,0 +1,71 @@
+"""Sleeping until a word of shared memory changes: Linux's futex(2), by way of ctypes.
+
+Both calls let other Python threads run. Words have 32 bits.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+from typing import Final
+
+__all__ = ["unavailable", "wait", "wake"]
+
+_SYS_FUTEX: Final = 202  # on x86-64
+_WAIT: Final = 0  # not FUTEX_PRIVATE: the waiters are other processes
+_WAKE: Final = 1
+_EVERYBODY: Final = (1 << 31) - 1
+
+
+class _TimeSpec(ctypes.Structure):
+    _fields_ = (("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long))
+
+
+def _load() -> ctypes._NamedFuncPointer | None:
+    try:
+        call = ctypes.CDLL(None, use_errno=True).syscall
+    except (OSError, AttributeError, TypeError):
+        return None
+    call.restype = ctypes.c_long
+    call.argtypes = (
+        ctypes.c_long,
+        ctypes.c_void_p,
+        ctypes.c_long,
+        ctypes.c_ulong,
+        ctypes.c_void_p,
+        ctypes.c_void_p,
+        ctypes.c_long,
+    )
+    return call
+
+
+_syscall = _load()
+
+
+def unavailable() -> str | None:
+    """Why it cannot be used here, or None when it can."""
+    if _syscall is None:
+        return "the C library has no syscall function"
+    word = ctypes.c_uint32(1)
+    if _syscall(_SYS_FUTEX, ctypes.addressof(word), _WAIT, 0, None, None, 0) == -1:
+        code = ctypes.get_errno()
+        if code == errno.EAGAIN:  # the right answer: the word is not 0
+            return None
+        return f"futex failed: {errno.errorcode.get(code, code)}"
+    return "futex gave a wrong answer"
+
+
+def wait(address: int, value: int, limit_s: float) -> None:
+    """Sleeps while the word at `address` is `value`, at most `limit_s`; may return early for no reason.
+
+    A full memory barrier lies between what this thread has stored before and the look at the word.
+    """
+    assert _syscall is not None
+    limit = _TimeSpec(int(limit_s), int(limit_s % 1 * 1e9))
+    _syscall(_SYS_FUTEX, address, _WAIT, value & 0xFFFFFFFF, ctypes.addressof(limit), None, 0)
+
+
+def wake(address: int) -> None:
+    """Wakes all that sleep on the word at `address`."""
+    assert _syscall is not None
+    _syscall(_SYS_FUTEX, address, _WAKE, _EVERYBODY, None, None, 0)

@@ -1,0 +1,70 @@
+"""Where everything lies in the segment of a group. Pure: numbers in, numbers out.
+
+    what        how many        content
+    headers     2 x size        flag (8 bytes), fingerprint, zeros
+    sleepers    size            one byte for each rank: whether it sleeps until this rank raises its flag
+    tables      2 x size        sizes of the chunks that this rank sends, then of those that it takes (8 bytes each)
+    buffers     2 x size        data that this rank publishes
+
+"2 x size" is: for each half (see [Note: steps] in `_signals`), for each rank. Each thing but the sleepers is written
+by one rank only and lies in cache lines of its own, two together since some processors fetch lines in pairs. Buffers
+lie on pages of their own.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+__all__ = ["ALIGNMENT", "BUFFER_BYTES", "LINE", "Layout", "segment_size"]
+
+LINE: Final = 128
+PAGE: Final = 4096
+ALIGNMENT: Final = 64
+"""Pieces in a buffer start at multiples of this: a cache line, and whole elements of every dtype."""
+BUFFER_BYTES: Final = 512 << 10
+"""Of one buffer. Four of them (two ranks, two halves) have to stay in the caches on their way."""
+
+
+def _up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The places for a group of `size` ranks; all results are offsets in bytes from the segment's start."""
+
+    size: int
+    buffer_bytes: int = BUFFER_BYTES
+
+    def header(self, half: int, rank: int) -> int:
+        return (half * self.size + rank) * LINE
+
+    @property
+    def sleepers_bytes(self) -> int:
+        """Of one rank's row."""
+        return _up(self.size, LINE)
+
+    def sleepers(self, rank: int) -> int:
+        return self.header(2, 0) + rank * self.sleepers_bytes
+
+    @property
+    def table_bytes(self) -> int:
+        """Of one rank's table."""
+        return _up(16 * self.size, LINE)
+
+    def table(self, half: int, rank: int) -> int:
+        return self.sleepers(self.size) + (half * self.size + rank) * self.table_bytes
+
+    def buffer(self, half: int, rank: int) -> int:
+        start = _up(self.table(2, 0), PAGE)
+        return start + (half * self.size + rank) * _up(self.buffer_bytes, PAGE)
+
+    @property
+    def total_bytes(self) -> int:
+        return self.buffer(2, 0)
+
+
+def segment_size(size: int) -> int:
+    """How many bytes of shared memory a group of `size` ranks needs; they are taken when they are first used."""
+    return Layout(size).total_bytes

@@ -1,0 +1,145 @@
+"""Runs one plan: round by round, all messages of a round at once, on the caller's thread."""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._plane import Control, PlaneTimeout
+from rpcdist.collectives._plans import Plan, Receive, Round, Send
+from rpcdist.collectives._reduce import Reducer
+from rpcdist.collectives._sockets._buffers import Buffer, Scratch, memory_of
+from rpcdist.collectives._sockets._framing import Frame
+from rpcdist.collectives._sockets._links import Links
+from rpcdist.collectives._sockets._transfers import LANDING_BYTES, Receiving, Reduction, Sending, Transfer
+
+__all__ = ["Runner"]
+
+_CHECK_INTERVAL_MS: Final = 50
+_LANDING_SLOT: Final = -1
+
+
+class Runner:
+    """Runs the plan of one operation.
+
+    Args:
+        rank: of this process in the group.
+        links: connections of the group.
+        control: of the operation.
+        frame: makes the headers.
+        buffers: what the plan's regions are in.
+        reducer: for plans that reduce.
+        finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
+        scratch: memory for what arrives to be reduced.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        links: Links,
+        control: Control,
+        frame: Frame,
+        buffers: Sequence[Buffer],
+        reducer: Reducer | None,
+        finish: Callable[[torch.Tensor], object] | None,
+        scratch: Scratch,
+    ) -> None:
+        self._rank = rank
+        self._links = links
+        self._control = control
+        self._frame = frame
+        self._buffers = buffers
+        self._reducer = reducer
+        self._finish = finish
+        self._scratch = scratch
+
+    def run(self, plan: Plan) -> None:
+        """Runs all rounds; raises like `Plane.run`."""
+        for number, round_ in enumerate(plan):
+            receiving = [self._receiving(number, step) for step in round_.receives]
+            transfers: list[Transfer] = [self._sending(number, step) for step in round_.sends]
+            self._move([*transfers, *receiving])
+            for transfer in receiving:
+                transfer.complete()
+            self._make_final(round_)
+
+    def _make_final(self, round_: Round) -> None:
+        if self._finish is not None and round_.final is not None and round_.final.count:
+            buffer = self._buffers[round_.final.buffer]
+            self._finish(buffer.numbers(*buffer.bounds(round_.final)))
+
+    # ------------------------------------------------------------ from steps to messages
+
+    def _sending(self, number: int, step: Send) -> Sending:
+        payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else memoryview(b"")
+        return Sending(step.peer, self._frame.header(number, len(payload)), payload)
+
+    def _receiving(self, number: int, step: Receive) -> Receiving:
+        region = step.region
+        if not region.count:
+            return Receiving(step.peer, self._frame, self._frame.header(number, 0), memoryview(b""), 0, None)
+        payload = self._buffers[region.buffer].bytes_of(region)
+        size = len(payload)
+        expected = self._frame.header(number, size)
+        if step.operand is None:
+            return Receiving(step.peer, self._frame, expected, payload, size, None)
+        reduction = self._reduction(step)
+        return Receiving(step.peer, self._frame, expected, reduction.memory, size, reduction)
+
+    def _reduction(self, step: Receive) -> Reduction:
+        assert self._reducer is not None and step.operand is not None
+        source, destination = self._buffers[step.operand.buffer], self._buffers[step.region.buffer]
+        operand = source.numbers(*source.bounds(step.operand))
+        target = destination.numbers(*destination.bounds(step.region))
+        if target.data_ptr() != operand.data_ptr():
+            landing, memory = target, destination.bytes_of(step.region)
+        else:
+            size = target.nbytes if step.late else min(target.nbytes, LANDING_BYTES)
+            landing = self._scratch.get(_LANDING_SLOT, size // target.element_size(), target.dtype)
+            memory = memory_of(landing)
+        return Reduction(self._reducer.combine, target, operand, landing, memory, step.peer < self._rank, step.late)
+
+    # ------------------------------------------------------------ moving them
+
+    def _move(self, transfers: list[Transfer]) -> None:
+        pending = transfers
+        while True:
+            pending = [transfer for transfer in pending if not self._advance(transfer)]
+            if not pending:
+                return
+            self._wait(pending)
+
+    def _advance(self, transfer: Transfer) -> bool:
+        if transfer.link is None:
+            transfer.link = self._links.get(transfer.peer, self._control)
+            if transfer.link is None:
+                return False
+        return transfer.advance()
+
+    def _wait(self, pending: list[Transfer]) -> None:
+        """Waits until one of them can go on."""
+        masks: dict[int, int] = {}
+        for transfer in pending:
+            if transfer.link is None:
+                masks[self._links.wakeup_fd] = select.POLLIN
+            else:
+                descriptor = transfer.link.fileno()
+                masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
+        poller = select.poll()
+        for descriptor, mask in masks.items():
+            poller.register(descriptor, mask)
+        wakeup_fd = self._control.wakeup_fd
+        if wakeup_fd >= 0:
+            poller.register(wakeup_fd, select.POLLIN)
+        while True:
+            ready = poller.poll(_CHECK_INTERVAL_MS)
+            self._control.check()
+            if any(descriptor != wakeup_fd for descriptor, _ in ready):
+                break
+            if self._control.deadline.expired():
+                raise PlaneTimeout(frozenset(transfer.peer for transfer in pending))
+        if any(descriptor == self._links.wakeup_fd for descriptor, _ in ready):
+            self._links.drain_wakeups()

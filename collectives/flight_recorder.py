@@ -1,0 +1,134 @@
+"""The flight recorder: the last operations of this process's groups, to see what ran when something failed.
+
+The newest 1,000 operations are kept (`RPCDIST_FLIGHT_RECORDER_SIZE`; 0 switches it off), over all groups. When a group
+fails, they are written to a file of their own for each rank in `RPCDIST_FLIGHT_RECORDER_DIR` (by default the folder
+`rpcdist-flight-<user id>` of the system's temporary folder), where the next failure of that rank overwrites it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from pathlib import Path
+from typing import Final
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["Record", "dump", "entries", "note", "write_dump"]
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+DEFAULT_SIZE: Final = 1000
+SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
+FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
+
+
+class Record:
+    """One operation of one rank. Times are in nanoseconds since the epoch.
+
+    Attributes:
+        group: the group's name.
+        sequence: its number among the group's operations of that family ("collective", or "point" for send and recv).
+        operation: e.g. "all_reduce".
+        dtype: e.g. "float32"; empty without tensors.
+        input_sizes, output_sizes: the numbers of elements, tensor by tensor.
+        state: "queued", "running", "done" or "failed".
+        error: why it failed.
+    """
+
+    __slots__ = (
+        "detail", "dtype", "ended_ns", "error", "group", "input_sizes", "operation", "output_sizes", "queued_ns",
+        "sequence", "started_ns", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        group: str,
+        sequence: int,
+        operation: str,
+        dtype: str = "",
+        input_sizes: list[int] | None = None,
+        output_sizes: list[int] | None = None,
+        detail: str = "",
+    ) -> None:
+        self.group = group
+        self.sequence = sequence
+        self.operation = operation
+        self.dtype = dtype
+        self.input_sizes = input_sizes or []
+        self.output_sizes = output_sizes or []
+        self.detail = detail
+        self.state = "queued"
+        self.error = ""
+        self.queued_ns = time.time_ns()
+        self.started_ns = 0
+        self.ended_ns = 0
+
+    def start(self) -> None:
+        self.state = "running"
+        self.started_ns = time.time_ns()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.ended_ns = time.time_ns()
+        self.state = "done" if error is None else "failed"
+        if error is not None:
+            self.error = str(error)
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+def _capacity() -> int:
+    text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_SIZE))
+    if not text.isdigit():
+        raise ConfigError(f"{SIZE_VARIABLE} has to be a whole number of operations, not {text!r}")
+    return int(text)
+
+
+_records: deque[Record] = deque(maxlen=_capacity())  # appending is atomic, so the hot path takes no lock
+_dump_lock = threading.Lock()
+note = _records.append
+
+
+def entries() -> list[Record]:
+    """The operations that are remembered, oldest first."""
+    return list(_records)
+
+
+def dump(rank: int | None = None) -> str:
+    """All of it as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
+    fields = {"version": VERSION, "pid": os.getpid(), "rank": rank, "time_ns": time.time_ns()}
+    return json.dumps({**fields, "entries": [record.to_json() for record in entries()]})
+
+
+def default_folder() -> Path:
+    """Where failures are written to."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")
+
+
+def write_dump(rank: int, folder: Path | None = None) -> Path | None:
+    """Writes the dump to `rank<rank>.json` in a folder that only this user can read, replacing an older one.
+
+    Returns:
+        The file; None, with a warning in the log, when it could not be written: that must not hide the failure itself.
+    """
+    folder = folder or default_folder()
+    path = folder / f"rank{rank}.json"
+    try:
+        with _dump_lock:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            handle, temporary = tempfile.mkstemp(prefix=".rank", dir=folder)
+            with os.fdopen(handle, "w") as file:
+                file.write(dump(rank))
+            os.replace(temporary, path)
+    except OSError as exc:
+        logger.warning("the flight recorder could not write %s: %s", path, exc)
+        return None
+    return path

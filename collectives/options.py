@@ -1,0 +1,139 @@
+"""Options of the lower-case methods of `ProcessGroup`, and the debug level; names and defaults are torch's."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field
+from datetime import timedelta
+from enum import IntEnum
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._operation import ReduceOp
+from rpcdist.errors import ConfigError
+
+__all__ = [
+    "AllToAllOptions",
+    "AllgatherOptions",
+    "AllreduceCoalescedOptions",
+    "AllreduceOptions",
+    "BarrierOptions",
+    "BroadcastOptions",
+    "DebugLevel",
+    "GatherOptions",
+    "OperationOptions",
+    "ReduceOptions",
+    "ReduceScatterOptions",
+    "ScatterOptions",
+    "get_debug_level",
+    "set_debug_level",
+    "set_debug_level_from_env",
+]
+
+UNSET_TIMEOUT: Final = timedelta(milliseconds=-1000)
+"""Stands for the group's own timeout, as in torch."""
+
+
+@dataclass
+class OperationOptions:
+    """What all operations have; `timeout` is the group's own unless it is positive."""
+
+    timeout: timedelta = UNSET_TIMEOUT
+    asyncOp: bool = True  # torch's spelling
+
+    @property
+    def timeout_s(self) -> float | None:
+        """Seconds; None for the group's own."""
+        seconds = self.timeout.total_seconds()
+        return seconds if seconds > 0 else None
+
+
+@dataclass
+class BroadcastOptions(OperationOptions):
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass
+class AllreduceOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
+
+
+@dataclass
+class AllreduceCoalescedOptions(AllreduceOptions):
+    pass
+
+
+@dataclass
+class ReduceOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
+    rootRank: int = 0
+    rootTensor: int = 0
+
+
+@dataclass
+class AllgatherOptions(OperationOptions):
+    pass
+
+
+@dataclass
+class GatherOptions(OperationOptions):
+    rootRank: int = 0
+
+
+@dataclass
+class ScatterOptions(OperationOptions):
+    rootRank: int = 0
+
+
+@dataclass
+class ReduceScatterOptions(OperationOptions):
+    reduceOp: object = ReduceOp.SUM
+
+
+@dataclass
+class AllToAllOptions(OperationOptions):
+    pass
+
+
+@dataclass
+class BarrierOptions(OperationOptions):
+    device_ids: list[int] = field(default_factory=list)
+    device: torch.device | None = None
+
+
+class DebugLevel(IntEnum):
+    """How much is checked and reported beyond the ordinary."""
+
+    OFF = 0
+    INFO = 1
+    DETAIL = 2
+
+
+class _Debug:
+    level: DebugLevel | None = None
+
+
+def get_debug_level() -> DebugLevel:
+    """What was set, or else what TORCH_DISTRIBUTED_DEBUG says.
+
+    Operations are compared between ranks at every level, so DETAIL is not needed to find a mismatch.
+    """
+    if _Debug.level is None:
+        set_debug_level_from_env()
+    assert _Debug.level is not None
+    return _Debug.level
+
+
+def set_debug_level(level: DebugLevel) -> None:
+    """Sets it for this process."""
+    _Debug.level = DebugLevel(level)
+
+
+def set_debug_level_from_env() -> None:
+    """Reads TORCH_DISTRIBUTED_DEBUG again: OFF (the default), INFO or DETAIL."""
+    text = os.environ.get("TORCH_DISTRIBUTED_DEBUG", "OFF").upper() or "OFF"
+    if text not in DebugLevel.__members__:
+        raise ConfigError(f"TORCH_DISTRIBUTED_DEBUG has to be OFF, INFO or DETAIL, not {text!r}")
+    _Debug.level = DebugLevel[text]

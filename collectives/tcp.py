@@ -1,0 +1,214 @@
+"""The `tcp` backend: groups of CPU tensors over shared memory within a host and TCP between hosts."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from rpcdist.collectives._sockets.plane import SocketPlane
+
+from rpcdist.collectives._backend import Backend, GroupContext
+from rpcdist.collectives._engine import Engine
+from rpcdist.collectives._failure import FailureKind, GroupFailure
+from rpcdist.collectives._hybrid import Hosts, HybridPlane
+from rpcdist.collectives._local_process import LocalProcess, acquire_local_process, bind_host
+from rpcdist.collectives._operation import Operation
+from rpcdist.collectives._plane import Plane
+from rpcdist.collectives._point.mailboxes import Mailboxes
+from rpcdist.collectives._shared import SharedMemoryPlane, segment_size, unsupported_here
+from rpcdist.collectives._solo import SoloPlane
+from rpcdist.collectives._topology import Meeting, find_hosts, meet, share_memory, watch_sockets
+from rpcdist.collectives._watch import Watch
+from rpcdist.collectives.work import Work
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError
+from rpcdist.transport import fork
+from rpcdist.transport.sockets import SocketHub
+
+__all__ = ["TcpBackend", "TcpOptions"]
+
+logger = logging.getLogger(__name__)
+
+SHARED_MEMORY_VARIABLE = "RPCDIST_SHARED_MEMORY"
+EXIT_LIMIT_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class TcpOptions:
+    """`pg_options` of the `tcp` backend.
+
+    Attributes:
+        shared_memory: whether ranks of one host may use shared memory; the default is what `RPCDIST_SHARED_MEMORY` says
+            (0 or 1), and 1 without it. A rank that says no takes part through sockets.
+    """
+
+    shared_memory: bool | None = None
+
+    def allows_shared_memory(self) -> bool:
+        if self.shared_memory is not None:
+            return self.shared_memory
+        text = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
+        if text not in ("0", "1"):
+            raise ConfigError(f"{SHARED_MEMORY_VARIABLE} is 0 or 1, not {text!r}")
+        return text == "1"
+
+
+class TcpBackend(Backend):
+    """See `Backend`; made on every rank of the group at about the same time.
+
+    Raises (constructor):
+        RendezvousError: some ranks did not come; names them.
+        TransportError: a rank cannot be reached, or did not prove the job token.
+    """
+
+    name: ClassVar[str] = "tcp"
+
+    def __init__(self, context: GroupContext) -> None:
+        self.context = context
+        options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
+        deadline = Deadline.after(context.timeout_s)
+        self._process: LocalProcess | None = None
+        self._watch: Watch | None = None
+        self._closed = False
+        self._plane: Plane
+        if context.size == 1:
+            self._plane = SoloPlane()
+            self._mailboxes = Mailboxes(context.name, 0, context.ranks)
+            self._engine = self._new_engine()
+        else:
+            self._process = acquire_local_process(bind_host(context.store))
+            try:
+                self._open(self._process, options, deadline)
+            except BaseException:
+                self._process.release()
+                raise
+        _living.add(self)
+
+    def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
+        context, hub = self.context, process.hub
+        meeting = meet(context, hub, deadline)
+        self._plane = _make_plane(context, hub, meeting, options, deadline)
+        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
+        self._engine = self._new_engine()
+        sockets = watch_sockets(context, hub, meeting, deadline)
+        self._watch = Watch(process.node, context.rank, context.ranks, context.name, self._engine)
+        self._watch.start(sockets, deadline.remaining_s() + 1)
+        self._engine.reporter = self._watch
+
+    def _new_engine(self) -> Engine:
+        engine = Engine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)
+        engine.on_failure = self._mailboxes.fail
+        return engine
+
+    def __repr__(self) -> str:
+        medium = type(self._plane).__name__.removesuffix("Plane")
+        return f"<TcpBackend rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
+
+    # ------------------------------------------------------------ Backend
+
+    def submit(
+        self,
+        operation: Operation,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+        result: list[torch.Tensor] | None = None,
+    ) -> Work:
+        return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
+
+    def send(
+        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
+    ) -> Work:
+        timeout_s = self.context.timeout_s if timeout_s is None else timeout_s
+        return self._mailboxes.send(tensor, peer, tag, asynchronous=asynchronous, timeout_s=timeout_s)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        asynchronous: bool = False,
+        timeout_s: float | None = None,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        timeout_s = self.context.timeout_s if timeout_s is None else timeout_s
+        return self._mailboxes.recv(tensor, peer, tag, asynchronous=asynchronous, timeout_s=timeout_s, finish=finish)
+
+    def abort(self, reason: str) -> None:
+        me = self.context.ranks[self.context.rank]
+        failure = GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}")
+        if self._engine.fail(failure):
+            self._engine.reporter.report(failure)
+
+    def close(self, timeout_s: float) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        _living.discard(self)
+        self._engine.close(timeout_s)
+        self._mailboxes.close()
+        if self._watch is not None:
+            self._watch.close(self._engine.sequence)
+        self._plane.close()
+        self._engine.free()
+        if self._process is not None:
+            self._process.release()
+
+
+def _make_plane(
+    context: GroupContext, hub: SocketHub, meeting: Meeting, options: TcpOptions, deadline: Deadline
+) -> Plane:
+    """The fastest plane that the ranks share."""
+    refused = unsupported_here()
+    allowed = options.allows_shared_memory()
+    if refused is not None and allowed:
+        logger.warning("collectives use TCP within this host: %s", refused)
+    hosts = find_hosts(context, hub, meeting, allowed and refused is None, deadline)
+    largest = max(map(len, hosts.members))
+    size_bytes = segment_size(len(hosts.members[hosts.index_of(context.rank)])) if largest > 1 else 0
+    segment = None
+    if largest > 1:
+        segment, hosts = share_memory(context, hub, meeting, hosts, size_bytes, deadline)
+    addresses = list(meeting.addresses)
+    if len(hosts.members) == context.size:
+        return SocketPlane(context.rank, context.size, hub, f"{meeting.uid}/all", addresses)
+    mine = hosts.members[hosts.index_of(context.rank)]
+    local: Plane
+    if segment is None:
+        local = SoloPlane()
+    else:
+        local = SharedMemoryPlane(mine.index(context.rank), len(mine), segment)
+    if len(hosts.members) == 1:
+        return local
+    return _make_hybrid(context, hub, meeting, hosts, local)
+
+
+def _make_hybrid(context: GroupContext, hub: SocketHub, meeting: Meeting, hosts: Hosts, local: Plane) -> Plane:
+    leaders = hosts.leaders
+    between = None
+    if context.rank in leaders:
+        addresses = [meeting.addresses[rank] for rank in leaders]
+        between = SocketPlane(leaders.index(context.rank), len(leaders), hub, f"{meeting.uid}/leaders", addresses)
+    everyone = SocketPlane(context.rank, context.size, hub, f"{meeting.uid}/all", list(meeting.addresses))
+    return HybridPlane(context.rank, hosts, local, between, everyone)
+
+
+_living: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
+
+
+def _close_at_exit() -> None:
+    """Scripts written for torch may leave groups open: their peers should see a rank that left, not one that died."""
+    if not fork.in_forked_child():
+        for backend in list(_living):
+            backend.close(EXIT_LIMIT_S)
+
+
+atexit.register(_close_at_exit)  # the transport has registered before, and so it stops after this

@@ -1,0 +1,35 @@
+"""Training one model on many workers: pipelines of stages, and data parallelism.
+
+A name is imported when it is first used, so that a script that needs one part does not load the others.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from rpcdist.parallel import pipeline as pipeline
+    from rpcdist.parallel.pipeline import Pipeline as Pipeline
+
+__all__ = ["Pipeline", "pipeline"]
+
+# Where each name is defined; None for a submodule.
+_HOMES: dict[str, str | None] = {
+    "Pipeline": "rpcdist.parallel.pipeline",
+    "pipeline": None,
+}
+
+
+def __getattr__(name: str) -> object:
+    """Imports what `name` needs, at its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'rpcdist.parallel' has no attribute {name!r}")
+    home = _HOMES[name]
+    if home is None:
+        return importlib.import_module(f"rpcdist.parallel.{name}")
+    return getattr(importlib.import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,381 @@
+"""The driver's side of a pipeline: makes the stages at their workers, and has them execute steps."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import secrets
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+import rpcdist.rpc as rpc
+from rpcdist.errors import ConfigError, RpcdistError, WorkerLost
+from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError
+from rpcdist.parallel.pipeline._microbatches import merge
+from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
+from rpcdist.parallel.pipeline._runner import LossFunction, Order, Plan, Report, Runner, StageSource, clock_s
+from rpcdist.parallel.pipeline._schedules import Action, Schedule
+from rpcdist.parallel.pipeline._simulation import Slot, format_grid
+from rpcdist.parallel.pipeline._timeline import Timeline
+
+__all__ = ["Pipeline", "PipelineOptimizer", "StepResult"]
+
+T = TypeVar("T")
+GRACE_S = 5.0  # a runner ends at the step's timeout and says what it waits for; its driver waits that much longer
+ABORT_LIMIT_S = 5.0  # for the runners to end a failed step
+NUM_CLOCK_READINGS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What came out of one batch.
+
+    Attributes:
+        loss: of the batch, as the unsplit model would compute it.
+        losses: of each micro-batch, float, shape (micro-batches,).
+        outputs: of the last stage, merged over the micro-batches; None if they were not asked for.
+    """
+
+    loss: float
+    losses: Tensor
+    outputs: object
+
+
+class Pipeline:
+    """A sequential model, cut into stages that live on several workers.
+
+        pipe = Pipeline([embed, blocks, head], ["worker0", "worker1", "worker2"], num_microbatches=8, loss_fn=loss)
+        optimizer = pipe.make_optimizer(torch.optim.Adam, lr=1e-3)
+        for inputs, targets in batches:
+            optimizer.zero_grad()
+            pipe.step(inputs, targets)
+            optimizer.step()
+
+    Each stage takes what the stage before returns: a value, or a tuple of values for several positional arguments.
+    Tensors among them carry gradients back if they require them. After `step` each parameter's `.grad`, at its worker,
+    is that of the unsplit model (batch normalisation and dropout see micro-batches, not batches).
+
+    Any process of the job may drive a pipeline, also one of its workers. The stages live as long as this object.
+    Its methods may be called on any thread, one at a time.
+
+    Args:
+        stages: each a module, which is copied to its worker, or a function that makes it there (importable at the
+            worker; `functools.partial` binds arguments).
+        workers: names of workers; stage `s` lives on `workers[s % len(workers)]`.
+        schedule: "gpipe", "1f1b" or "interleaved" (see `rpcdist.parallel.pipeline.schedule`), or a list of actions
+            per worker, as `Action` or as text like "2F0".
+        num_microbatches: parts of a batch. Batches that are not divisible make parts that differ by one.
+        loss_fn: called as `loss_fn(output, *targets)` at the last stage; returns one number. Importable there.
+        loss_reduction: whether `loss_fn` is the "mean" or the "sum" over the examples of a batch.
+        devices: of each worker's stages, "cuda:0" for example; by default all are on the CPU.
+        timeout: of each step, and of every other operation, in seconds; 0 for none, by default that of `init_rpc`.
+
+    Raises:
+        ConfigError: the arguments do not fit together; for a schedule the text shows its grid.
+        Exception: a stage could not be made.
+    """
+
+    def __init__(
+        self,
+        stages: Sequence[StageSource],
+        workers: Sequence[str],
+        *,
+        schedule: str | Sequence[Sequence[Action | str]] = "1f1b",
+        num_microbatches: int = 4,
+        loss_fn: LossFunction | None = None,
+        loss_reduction: Reduction = "mean",
+        devices: Sequence[str | torch.device] | None = None,
+        timeout: float = rpc.constants.UNSET_RPC_TIMEOUT,
+    ) -> None:
+        _check(workers, loss_reduction, devices)
+        self.schedule: Schedule = make_schedule(schedule, len(workers), len(stages), num_microbatches)
+        self.num_microbatches = num_microbatches
+        self.loss_reduction: Reduction = loss_reduction
+        self.timeline: Timeline | None = None
+        """Of the last step that succeeded."""
+        self._plan = Plan(f"pipeline-{secrets.token_hex(8)}", tuple(workers), len(stages), loss_fn)
+        self._timeout = timeout
+        self._busy = threading.Lock()
+        self._step = 0
+        self._num_optimizers = 0
+        places = [str(device) for device in devices] if devices else ["cpu"] * len(workers)
+        self._runners: list[rpc.RRef[Runner]] = [
+            rpc.remote(name, Runner, args=(self._plan, worker, self._of_worker(worker, stages), places[worker]))
+            for worker, name in enumerate(workers)
+        ]
+        self._ask("zero_grad")  # waits until all are made, and raises what went wrong
+        self._clock_offsets_s = [_clock_offset_s(name) for name in workers]
+
+    def __repr__(self) -> str:
+        return f"<Pipeline of {self._plan.num_stages} stages on {', '.join(self.workers)} [step {self._step}]>"
+
+    @property
+    def workers(self) -> tuple[str, ...]:
+        """Their names; stage `s` lives on `workers[s % len(workers)]`."""
+        return self._plan.workers
+
+    @property
+    def num_stages(self) -> int:
+        return self._plan.num_stages
+
+    def grid(self) -> str:
+        """The schedule as a table: a row per worker, a column per unit of time if every action takes one."""
+        return format_grid(self.schedule)
+
+    def _of_worker(self, worker: int, values: Sequence[T] | Mapping[int, T]) -> dict[int, T]:
+        return {stage: values[stage] for stage in range(worker, len(values), len(self.workers))}
+
+    # ------------------------------------------------------------ batches
+
+    def step(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
+        """Forward and backward of one batch: adds its gradients to those of the parameters.
+
+        Args:
+            inputs: of the first stage, a tensor or a tuple of arguments; tensors are cut along their first dimension.
+                Not to be changed meanwhile. They get no gradients.
+            targets: the same for `loss_fn`.
+            with_outputs: return the outputs of the last stage, too.
+
+        Raises:
+            PipelineError: an action failed; the text names stage, micro-batch and worker. All gradients are None
+                then, so nothing of a step that failed half-way is left, and the next step may be tried.
+            PipelineTimeout: a worker waited too long for another.
+            ConfigError: the batch cannot be cut.
+        """
+        self._check_loss()
+        return self._run(inputs, targets, with_backward=True, with_outputs=with_outputs)
+
+    def evaluate(self, inputs: object, targets: object, *, with_outputs: bool = False) -> StepResult:
+        """The loss of one batch, without gradients; see `step`. Call `eval()` before for modules that care."""
+        self._check_loss()
+        return self._run(inputs, targets, with_backward=False, with_outputs=with_outputs)
+
+    def forward(self, inputs: object) -> Any:
+        """The outputs of the last stage for one batch, without gradients."""
+        return self._run(inputs, None, with_backward=False, with_outputs=True).outputs
+
+    __call__ = forward
+
+    def _check_loss(self) -> None:
+        if self._plan.loss_fn is None:
+            raise ConfigError("this pipeline has no loss: give loss_fn to Pipeline(...), or call forward()")
+
+    def _run(self, inputs: object, targets: object, *, with_backward: bool, with_outputs: bool) -> StepResult:
+        batch = make_batch(inputs, targets, self.num_microbatches, self.loss_reduction)
+        actions = restrict(self.schedule, len(batch.inputs), with_backward=with_backward)
+        if not self._busy.acquire(blocking=False):
+            raise RpcdistError(f"{self!r} is busy: another thread is in the middle of a step")
+        try:
+            self._step += 1
+            timeout_s = self._timeout_s()
+            orders = make_orders(
+                self._step, actions, self.num_stages, batch, with_outputs=with_outputs, timeout_s=timeout_s
+            )
+            reports = self._execute(orders)
+        finally:
+            self._busy.release()
+        self.timeline = self._timeline(actions, reports)
+        return _result(reports[(self.num_stages - 1) % len(reports)], batch.weights)
+
+    def _timeout_s(self) -> float:
+        timeout_s = rpc.get_rpc_timeout() if self._timeout == rpc.constants.UNSET_RPC_TIMEOUT else self._timeout
+        return timeout_s or math.inf
+
+    def _execute(self, orders: Sequence[Order]) -> list[Report]:
+        """Has all runners execute their orders; whatever ends this early ends the step everywhere."""
+        limit_s = orders[0].timeout_s + GRACE_S if math.isfinite(orders[0].timeout_s) else 0
+        calls: list[rpc.Future[Report]] = []
+        try:
+            for runner, order in zip(self._runners, orders, strict=True):
+                calls.append(runner.rpc_async(limit_s).run(order))
+                calls[-1].is_quiet = True  # only one error is reported, and it may be another's
+            for done in rpc.as_completed(calls):
+                done.value()
+        except Exception as exc:
+            raise self._end_failed_step(calls, exc) from exc
+        except BaseException:
+            self._end_failed_step(calls, RpcdistError("the driver was interrupted"))
+            raise
+        return [call.value() for call in calls]
+
+    def _end_failed_step(self, calls: Sequence[rpc.Future[Report]], exc: Exception) -> Exception:
+        """Ends the step everywhere, and finds the error that explains the others."""
+        aborts = [runner.rpc_async(ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
+        for abort in aborts:
+            abort.is_quiet = True
+        for call in [*aborts, *calls]:
+            _settle(call)
+        errors = [exc, *(error for call in calls if call.done() and (error := call.exception()) is not None)]
+        return min((self._explained(error, calls) for error in errors), key=_rank)
+
+    def _explained(self, error: BaseException, calls: Sequence[rpc.Future[Report]]) -> Exception:
+        """The error itself if it says where it happened, else one that does."""
+        if isinstance(error, PipelineError):
+            return error
+        worker = next((at for at, call in enumerate(calls) if call.done() and call.exception() is error), None)
+        if worker is None:
+            return error if isinstance(error, Exception) else RpcdistError(str(error))
+        stages = sorted(self._of_worker(worker, range(self.num_stages)))
+        reason = f"{type(error).__name__}: {error}"
+        explained = PipelineError(self.workers[worker], stages, None, f"step {self._step}", reason)
+        explained.__cause__ = error
+        return explained
+
+    # ------------------------------------------------------------ the modules
+
+    def make_optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PipelineOptimizer:
+        """One optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
+        self._num_optimizers += 1
+        self._ask("make_optimizer", self._num_optimizers, kind, options)
+        return PipelineOptimizer(self, self._num_optimizers)
+
+    def zero_grad(self) -> None:
+        """Sets the gradients of all parameters to None."""
+        self._ask("zero_grad")
+
+    def clip_grad_norm(self, max_norm: float) -> float:
+        """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns it as it was."""
+        norm = math.sqrt(sum(self._ask("squared_grad_norm")))
+        if norm > max_norm:
+            self._ask("scale_grads", max_norm / (norm + 1e-6))
+        return norm
+
+    def train(self, mode: bool = True) -> None:
+        """Training or evaluation mode, as of `torch.nn.Module`."""
+        self._ask("train", mode)
+
+    def eval(self) -> None:
+        """The same as `train(False)`."""
+        self.train(False)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """All parameters and buffers, named as in `torch.nn.Sequential(*stages)`, on the CPU."""
+        return self._flat("state_dict")
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """The gradient of each parameter by its name in `state_dict`, on the CPU."""
+        return self._flat("gradients")
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes what `state_dict` returned. Raises `RuntimeError` for names or shapes that do not fit."""
+        by_stage: dict[int, dict[str, Tensor]] = {stage: {} for stage in range(self.num_stages)}
+        for name, value in state.items():
+            stage, _, rest = name.partition(".")
+            if not stage.isdecimal() or int(stage) not in by_stage:
+                raise ConfigError(f"{name!r} does not begin with the number of one of {self.num_stages} stages")
+            by_stage[int(stage)][rest] = value
+        self._ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
+
+    def _flat(self, method: str) -> dict[str, Any]:
+        by_stage: dict[int, dict[str, Any]] = {}
+        for found in self._ask(method):
+            by_stage.update(found)
+        return {f"{stage}.{name}": value for stage, state in sorted(by_stage.items()) for name, value in state.items()}
+
+    def _ask(self, method: str, *args: object) -> list[Any]:
+        """Calls a method of all runners at the same time."""
+        return self._ask_each(method, [args] * len(self._runners))
+
+    def _ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        calls = [
+            getattr(runner.rpc_async(self._timeout), method)(*its)
+            for runner, its in zip(self._runners, args, strict=True)
+        ]
+        return rpc.wait_all(calls)
+
+    # ------------------------------------------------------------ times
+
+    def _timeline(self, actions: Schedule, reports: Sequence[Report]) -> Timeline:
+        slots = [
+            Slot(worker, action, start_s - offset_s, end_s - offset_s)
+            for worker, (row, report, offset_s) in enumerate(zip(actions, reports, self._clock_offsets_s, strict=True))
+            for action, (start_s, end_s) in zip(row, report.times, strict=True)
+        ]
+        return Timeline(self.workers, slots, actions)
+
+    def draw_timeline(self, path: str | Path, title: str = "") -> None:
+        """Writes a Gantt picture of the last step; see `Timeline.draw`."""
+        if self.timeline is None:
+            raise RpcdistError("there is no timeline yet: run a step first")
+        self.timeline.draw(path, title)
+
+
+class PipelineOptimizer:
+    """The optimizers of all stages, used as one. Made by `Pipeline.make_optimizer`."""
+
+    def __init__(self, pipeline: Pipeline, number: int) -> None:
+        self._pipeline = pipeline
+        self._number = number
+
+    def step(self) -> None:
+        """One step of every stage's optimizer, all at the same time."""
+        self._pipeline._ask("optimizer_step", self._number)
+
+    def zero_grad(self) -> None:
+        """Sets the gradients of all parameters to None."""
+        self._pipeline.zero_grad()
+
+    def change(self, **options: Any) -> None:
+        """Sets options of all parameter groups: `optimizer.change(lr=0.01)`."""
+        self._pipeline._ask("optimizer_change", self._number, options)
+
+    def state_dict(self) -> dict[int, dict[str, Any]]:
+        """That of each stage's optimizer, by stage."""
+        found: dict[int, dict[str, Any]] = {}
+        for of_worker in self._pipeline._ask("optimizer_state_dict", self._number):
+            found.update(of_worker)
+        return dict(sorted(found.items()))
+
+    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
+        """Takes what `state_dict` returned."""
+        self._pipeline._ask("optimizer_load_state_dict", self._number, dict(state))
+
+
+def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object] | None) -> None:
+    if len(set(workers)) != len(workers):
+        raise ConfigError(f"a worker occurs twice in {list(workers)}; several stages per worker are placed in turn")
+    if loss_reduction not in ("mean", "sum"):
+        raise ConfigError(f"loss_reduction={loss_reduction!r}: must be 'mean' or 'sum'")
+    if devices is not None and len(devices) != len(workers):
+        raise ConfigError(f"{len(devices)} devices for {len(workers)} workers; give one for each")
+
+
+def _result(last: Report, weights: Sequence[float]) -> StepResult:
+    """From the report of the last stage's worker."""
+    parts = range(len(weights))
+    losses = torch.stack([last.losses[part].reshape(()) for part in parts]) if last.losses else torch.empty(0)
+    outputs = merge([last.outputs[part] for part in parts]) if last.outputs else None
+    total = float((losses.double() * torch.tensor(weights, dtype=torch.float64)).sum()) if last.losses else math.nan
+    return StepResult(total, losses, outputs)
+
+
+def _rank(error: Exception) -> int:
+    """Small for errors that explain others."""
+    if isinstance(error, PipelineAborted):
+        return 3
+    if isinstance(error, PipelineError):
+        return 1 if isinstance(error.__cause__, WorkerLost) else 0
+    return 2
+
+
+def _settle(call: rpc.Future[Any]) -> None:
+    """Waits until a call has ended, for a limited time; how it ended does not matter."""
+    with contextlib.suppress(Exception):
+        call.wait(ABORT_LIMIT_S)
+
+
+def _clock_offset_s(worker: str) -> float:
+    """How far the worker's clock is ahead of ours: from the fastest of some questions."""
+    readings = []
+    for _ in range(NUM_CLOCK_READINGS):
+        asked_s = clock_s()
+        theirs_s = rpc.rpc_sync(worker, clock_s)
+        answered_s = clock_s()
+        readings.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+    return min(readings)[1]

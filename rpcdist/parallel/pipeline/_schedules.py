@@ -1,0 +1,169 @@
+"""Who computes what, and in which order: the schedules of a pipeline, as data.
+
+A schedule is a list of actions per worker. A worker executes its list in order, and each action waits only for the
+tensors that it needs. Stage `s` lives on worker `s % num_workers`, so the stages of a worker lie `num_workers` apart.
+
+Everything here is a pure function: no tensors, no clock, no network. What must hold of a schedule:
+ 1. For every stage and micro-batch there is exactly one forward and one backward, on the worker of the stage.
+ 2. The lists can be executed without deadlock (`rpcdist.parallel.pipeline._simulation` does it).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, cast
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["SCHEDULES", "Action", "Kind", "Schedule", "check_complete", "forward_only", "parse_action", "schedule"]
+
+Kind = Literal["F", "B"]
+KINDS: Final[tuple[Kind, ...]] = ("F", "B")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Action:
+    """One forward or backward of one micro-batch through one stage; prints as `2F0`: stage, kind, micro-batch."""
+
+    stage: int
+    kind: Kind
+    microbatch: int
+
+    def __str__(self) -> str:
+        return f"{self.stage}{self.kind}{self.microbatch}"
+
+    __repr__ = __str__
+
+    @property
+    def words(self) -> str:
+        """For messages: "backward of micro-batch 0"."""
+        return f"{'forward' if self.kind == 'F' else 'backward'} of micro-batch {self.microbatch}"
+
+
+Schedule = list[list[Action]]
+
+
+def parse_action(text: str) -> Action:
+    """The action that prints as `text`. Raises `ConfigError`."""
+    found = re.fullmatch(r"\s*(\d+)([FB])(\d+)\s*", text)
+    if found is None:
+        raise ConfigError(f"{text!r} is no action: write the stage, F or B, and the micro-batch, as in '2F0'")
+    return Action(int(found[1]), cast(Kind, found[2]), int(found[3]))
+
+
+def schedule(name: str, num_workers: int, num_microbatches: int, stages_per_worker: int = 1) -> Schedule:
+    """The actions of every worker, in order.
+
+    Args:
+        name: "gpipe" (all forwards, then all backwards: Huang et al., 2019), "1f1b" (one forward, one backward: keeps
+            no more micro-batches alive than there are stages from here to the end: Narayanan et al., 2019), or
+            "interleaved" (1F1B with several stages per worker, whose bubble is smaller by that factor: Narayanan et
+            al., 2021).
+        num_workers: the length of the pipeline.
+        num_microbatches: the parts of a batch.
+        stages_per_worker: how many stages each worker has. "1f1b" allows one only; "gpipe" goes through its stages
+            breadth first.
+
+    Raises:
+        ConfigError: there is no such schedule, or none for these numbers.
+    """
+    for what, number in (
+        ("num_workers", num_workers),
+        ("num_microbatches", num_microbatches),
+        ("stages_per_worker", stages_per_worker),
+    ):
+        if number < 1:
+            raise ConfigError(f"{what}={number}: must be at least 1")
+    make = SCHEDULES.get(name.lower())
+    if make is None:
+        raise ConfigError(f"there is no schedule {name!r}; choose one of {', '.join(SCHEDULES)}")
+    return [make(worker, num_workers, num_microbatches, stages_per_worker) for worker in range(num_workers)]
+
+
+def _gpipe(worker: int, num_workers: int, num_microbatches: int, stages_per_worker: int) -> list[Action]:
+    stages = [worker + local * num_workers for local in range(stages_per_worker)]
+    forwards = [Action(stage, "F", part) for stage in stages for part in range(num_microbatches)]
+    backwards = [Action(stage, "B", part) for stage in reversed(stages) for part in range(num_microbatches)]
+    return forwards + backwards
+
+
+def _one_forward_one_backward(
+    worker: int, num_workers: int, num_microbatches: int, stages_per_worker: int
+) -> list[Action]:
+    if stages_per_worker != 1:
+        raise ConfigError(
+            f"the schedule '1f1b' has one stage per worker, not {stages_per_worker}; choose 'interleaved', or as many "
+            "workers as stages"
+        )
+    forwards = [Action(worker, "F", part) for part in range(num_microbatches)]
+    backwards = [Action(worker, "B", part) for part in range(num_microbatches)]
+    return _alternate(forwards, backwards, num_warmup=num_workers - 1 - worker)
+
+
+def _interleaved(worker: int, num_workers: int, num_microbatches: int, stages_per_worker: int) -> list[Action]:
+    """Rounds of about `num_workers` micro-batches go through all stages of a worker before the next round begins."""
+    num_rounds = max(1, num_microbatches // num_workers)
+    if num_microbatches % num_rounds:
+        raise ConfigError(
+            f"the schedule 'interleaved' needs rounds of equal size: {num_microbatches} micro-batches on {num_workers} "
+            f"workers would make {num_rounds} unequal ones; take a multiple of {num_workers}"
+        )
+    round_size = num_microbatches // num_rounds
+    order = [
+        (local, part)
+        for start in range(0, num_microbatches, round_size)
+        for local in range(stages_per_worker)
+        for part in range(start, start + round_size)
+    ]
+    forwards = [Action(worker + local * num_workers, "F", part) for local, part in order]
+    last = stages_per_worker - 1
+    backwards = [Action(worker + (last - local) * num_workers, "B", part) for local, part in order]
+    # The first backward comes after the first round has gone through all stages; each worker before the last one is
+    # one forward and one backward further away from it.
+    num_warmup = (stages_per_worker - 1) * round_size + 2 * (num_workers - 1 - worker)
+    return _alternate(forwards, backwards, num_warmup)
+
+
+def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
+    """Some forwards, then forward and backward in turn, then the backwards that are left."""
+    num_warmup = min(num_warmup, len(forwards))
+    actions = forwards[:num_warmup]
+    for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
+        actions += [forward, backward]
+    return actions + backwards[len(forwards) - num_warmup :]
+
+
+SCHEDULES: Final[dict[str, Callable[[int, int, int, int], list[Action]]]] = {
+    "gpipe": _gpipe,
+    "1f1b": _one_forward_one_backward,
+    "interleaved": _interleaved,
+}
+"""The schedules by name: each makes the actions of one worker."""
+
+
+def forward_only(actions: Sequence[Sequence[Action]]) -> Schedule:
+    """The forwards of a schedule. They can be executed if the schedule can: a forward waits for forwards only."""
+    return [[action for action in row if action.kind == "F"] for row in actions]
+
+
+def check_complete(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int) -> list[str]:
+    """What is wrong with a schedule by rule 1, in words; empty if nothing is."""
+    problems = []
+    wanted = {
+        Action(stage, kind, part) for stage in range(num_stages) for part in range(num_microbatches) for kind in KINDS
+    }
+    seen: set[Action] = set()
+    for worker, row in enumerate(actions):
+        for action in row:
+            if action not in wanted:
+                problems.append(f"{action} is not among {num_stages} stages and {num_microbatches} micro-batches")
+            elif action.stage % len(actions) != worker:
+                problems.append(
+                    f"{action} is given to worker {worker}, but its stage lives on {action.stage % len(actions)}"
+                )
+            elif action in seen:
+                problems.append(f"{action} occurs twice")
+            seen.add(action)
+    return problems + [f"{action} is missing" for action in sorted(wanted - seen)]

@@ -1,0 +1,149 @@
+"""Executes a schedule on paper: when each action runs, what the bubble is, how many micro-batches are alive.
+
+Everything here is a pure function of the schedule and of the times that are given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from rpcdist.errors import ConfigError
+from rpcdist.parallel.pipeline._schedules import Action, check_complete
+
+__all__ = ["Slot", "bubble", "dependencies", "format_grid", "max_live_microbatches", "simulate", "validate"]
+
+
+@dataclass(frozen=True, slots=True)
+class Slot:
+    """An action that ran on a worker from `start_s` to `end_s`, in seconds of one clock."""
+
+    worker: int
+    action: Action
+    start_s: float
+    end_s: float
+
+
+def dependencies(action: Action, num_stages: int) -> list[Action]:
+    """What has to be done before an action can run."""
+    stage, part = action.stage, action.microbatch
+    if action.kind == "F":
+        return [Action(stage - 1, "F", part)] if stage > 0 else []
+    needed = [Action(stage, "F", part)]
+    return [*needed, Action(stage + 1, "B", part)] if stage + 1 < num_stages else needed
+
+
+def simulate(
+    actions: Sequence[Sequence[Action]],
+    forward_s: float | Sequence[float] = 1.0,
+    backward_s: float | Sequence[float] = 1.0,
+    transfer_s: float = 0.0,
+) -> list[Slot]:
+    """When each action runs if every worker starts the next one of its list as soon as it can.
+
+    Args:
+        actions: one list per worker.
+        forward_s: how long a forward takes, of all stages or of each.
+        backward_s: the same of a backward.
+        transfer_s: from the end of an action to the moment when another worker has its tensors.
+
+    Returns:
+        The actions in the order in which they start.
+
+    Raises:
+        ConfigError: the order cannot be executed; the text has the grid and says who waits for what.
+    """
+    num_stages = 1 + max((action.stage for row in actions for action in row), default=-1)
+    duration = {"F": _per_stage(forward_s, num_stages), "B": _per_stage(backward_s, num_stages)}
+    done: dict[Action, Slot] = {}
+    next_index, free_s = [0] * len(actions), [0.0] * len(actions)
+    progress = True
+    while progress:
+        progress = False
+        for worker, row in enumerate(actions):
+            while next_index[worker] < len(row):
+                action = row[next_index[worker]]
+                needed = dependencies(action, num_stages)
+                if not all(other in done for other in needed):
+                    break
+                ready_s = [done[other].end_s + transfer_s * (done[other].worker != worker) for other in needed]
+                start_s = max([free_s[worker], *ready_s])
+                free_s[worker] = start_s + duration[action.kind][action.stage]
+                done[action] = Slot(worker, action, start_s, free_s[worker])
+                next_index[worker] += 1
+                progress = True
+    stuck = [
+        (worker, row[at]) for worker, (row, at) in enumerate(zip(actions, next_index, strict=True)) if at < len(row)
+    ]
+    if stuck:
+        raise ConfigError(_describe_deadlock(actions, stuck, done, num_stages))
+    return sorted(done.values(), key=lambda slot: (slot.start_s, slot.worker))
+
+
+def _per_stage(time_s: float | Sequence[float], num_stages: int) -> Sequence[float]:
+    return time_s if isinstance(time_s, Sequence) else [time_s] * num_stages
+
+
+def _describe_deadlock(
+    actions: Sequence[Sequence[Action]],
+    stuck: Sequence[tuple[int, Action]],
+    done: Mapping[Action, Slot],
+    num_stages: int,
+) -> str:
+    lines = ["the schedule cannot be executed, its workers wait for one another:"]
+    for worker, action in stuck:
+        missing = [str(other) for other in dependencies(action, num_stages) if other not in done]
+        lines.append(f"  worker {worker} stops before {action}, which needs {' and '.join(missing)}")
+    return "\n".join([*lines, format_rows(actions)])
+
+
+def validate(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int) -> None:
+    """Raises `ConfigError`, with the grid, unless a schedule is complete and can be executed."""
+    if problems := check_complete(actions, num_stages, num_microbatches):
+        shown = [*problems[:8], f"and {len(problems) - 8} more"] if len(problems) > 8 else problems
+        raise ConfigError("\n".join(["this is no schedule:", *(f"  {text}" for text in shown), format_rows(actions)]))
+    simulate(actions)
+
+
+def bubble(slots: Sequence[Slot], num_workers: int) -> float:
+    """The share of their time, from 0 to 1, in which workers compute nothing, from the first start to the last end."""
+    if not slots:
+        return 0.0
+    length_s = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
+    busy_s = sum(slot.end_s - slot.start_s for slot in slots)
+    return 1 - busy_s / (num_workers * length_s) if length_s > 0 else 0.0
+
+
+def max_live_microbatches(actions: Sequence[Sequence[Action]]) -> list[int]:
+    """How many activations each worker keeps at most: forwards whose backward has not run yet, over all its stages."""
+    peaks = []
+    for row in actions:
+        live = peak = 0
+        for action in row:
+            live += 1 if action.kind == "F" else -1
+            peak = max(peak, live)
+        peaks.append(peak)
+    return peaks
+
+
+def format_grid(actions: Sequence[Sequence[Action]]) -> str:
+    """The schedule as a table: a row per worker, a column per unit of time if every action takes one."""
+    slots = simulate(actions)
+    length = int(max((slot.end_s for slot in slots), default=0))
+    cells = [[""] * length for _ in actions]
+    for slot in slots:
+        cells[slot.worker][int(slot.start_s)] = str(slot.action)
+    return _layout(cells)
+
+
+def format_rows(actions: Sequence[Sequence[Action]]) -> str:
+    """The lists of a schedule below one another, also of one that cannot be executed."""
+    length = max((len(row) for row in actions), default=0)
+    return _layout([[str(action) for action in row] + [""] * (length - len(row)) for row in actions])
+
+
+def _layout(cells: list[list[str]]) -> str:
+    width = max((len(cell) for row in cells for cell in row), default=0)
+    return "\n".join(
+        f"worker {worker}: " + " ".join(cell.ljust(width) for cell in row).rstrip() for worker, row in enumerate(cells)
+    )

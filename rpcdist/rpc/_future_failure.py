@@ -1,0 +1,67 @@
+"""The C++ half of a future that failed.
+
+[Note: failures in C++]
+    Raising an exception stores the frames of the waiting function in it, and these hold the future: a cycle. Python
+    collects it, but not where a part of it is owned by C++, and with it would leak every local variable of every
+    function that waited for a failed call. So the C++ half holds a `Failure`, which has a copy that is never raised.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import sys
+import traceback
+from typing import NoReturn
+
+from rpcdist.errors import Cancelled
+
+__all__ = ["Failure", "raise_failure"]
+
+logger = logging.getLogger("rpcdist.rpc.future")  # users know what they see of this as futures
+
+
+class Failure:
+    """The C++ half of a failed future, and the judge of whether anybody looked at its error."""
+
+    __slots__ = ("_frames", "_template", "seen")
+
+    def __init__(self, error: BaseException) -> None:
+        self._template = _copy_of(error)
+        self._frames: traceback.StackSummary | None = None
+        if error.__traceback__ is not None:  # raised in this process; of a remote one the cause has the traceback
+            self._frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
+        self.seen = isinstance(error, Cancelled)
+
+    def raise_copy(self) -> NoReturn:
+        self.seen = True
+        raise _copy_of(self._template)
+
+    def __repr__(self) -> str:
+        return f"<failure {self._template!r}>"
+
+    def __del__(self) -> None:
+        # Logging is more than a finalizer should do; asyncio does the same, and an error must not get lost.
+        if self.seen or sys.is_finalizing():
+            return
+        frames = "".join(self._frames.format()) if self._frames is not None else ""
+        logger.error("nobody looked at the error of a future:\n%s", frames, exc_info=self._template)
+
+
+def _copy_of(error: BaseException) -> BaseException:
+    """A copy without traceback; the same object where it cannot be copied (then frames may live longer)."""
+    try:
+        twin = copy.copy(error)
+    except Exception:
+        return error
+    if type(twin) is not type(error) or twin is error:
+        return error
+    cause = error.__cause__
+    if cause is not None and cause.__traceback__ is None:
+        twin.__cause__ = cause
+    return twin
+
+
+def raise_failure(failure: Failure) -> NoReturn:
+    """The function through which C++ turns the stored value into an error."""
+    failure.raise_copy()

@@ -1,0 +1,220 @@
+"""What travels on a raw socket before it is handed over: addresses, length-prefixed frames and the handshake.
+
+    client                                   server
+      handshake messages  <------------->            each: 4 bytes length (big-endian), then a `pb.Handshake`
+      purpose             --------------->           length, then UTF-8
+      <---------------    answer                     length, then a reason; empty: accepted
+      raw bytes           <------------->
+
+Both sides read exactly these bytes and never more, so the socket can be given to anybody afterwards.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from google.protobuf.message import DecodeError
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.interfaces import join_address, split_address
+
+__all__ = [
+    "MAX_PURPOSE_BYTES",
+    "ROLE",
+    "HubAddress",
+    "check_purpose",
+    "connect_tcp",
+    "connect_unix",
+    "has_abstract_sockets",
+    "prove_client",
+    "prove_server",
+    "same_user",
+    "tune",
+]
+
+ROLE: Final = "collective"
+MAX_PURPOSE_BYTES: Final = 512
+_MAX_ANSWER_BYTES: Final = 512
+_LENGTH: Final = struct.Struct(">I")
+_CREDENTIALS: Final = struct.Struct("=iII")  # struct ucred: pid, uid, gid
+_BUFFER_BYTES: Final = 4 << 20
+_BACKLOG_PAUSE_S: Final = 0.002
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where a hub listens.
+
+    Attributes:
+        host: of the TCP listener.
+        port: of the TCP listener.
+        unix_name: of the abstract Unix listener, without the leading zero byte; empty where there is none.
+    """
+
+    host: str
+    port: int
+    unix_name: str = ""
+
+    def __str__(self) -> str:
+        tcp = join_address(self.host, self.port)
+        return f"{tcp},@{self.unix_name}" if self.unix_name else tcp
+
+    @classmethod
+    def parse(cls, text: str) -> HubAddress:
+        """The inverse of `str`. Raises `ConfigError` for anything else."""
+        tcp, comma, unix = text.partition(",")
+        if comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100):
+            raise ConfigError(f"a hub's address is written host:port or host:port,@name, but it is {text[:200]!r}")
+        return cls(*split_address(tcp), unix[1:])
+
+
+def has_abstract_sockets() -> bool:
+    """Whether Unix sockets with names outside of the file system exist here: on Linux only."""
+    return sys.platform == "linux" and hasattr(socket, "AF_UNIX")
+
+
+def check_purpose(purpose: str) -> str:
+    """Returns `purpose`, or raises `ConfigError` if it is not printable text of bounded length."""
+    if not purpose or not purpose.isprintable() or len(purpose.encode()) > MAX_PURPOSE_BYTES:
+        raise ConfigError(f"a purpose is printable text of up to {MAX_PURPOSE_BYTES} bytes, not {purpose[:80]!r}")
+    return purpose
+
+
+def same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end of a Unix socket belongs to this user, by the kernel's word."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    uid: int = _CREDENTIALS.unpack(raw)[1]
+    return uid == os.getuid()
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave at once. TCP grows its own buffers; those of Unix sockets have to be asked for."""
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    else:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
+
+
+async def connect_tcp(connection: socket.socket, host: str, port: int) -> None:
+    """Connects; cancelling leaves the socket to its owner. Raises `OSError`."""
+    await asyncio.get_running_loop().sock_connect(connection, (host, port))
+
+
+async def connect_unix(connection: socket.socket, name: str) -> None:
+    """Connects to an abstract name; cancelling leaves the socket to its owner. Raises `OSError`."""
+    while True:
+        try:
+            connection.connect("\0" + name)
+            return
+        except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
+            await asyncio.sleep(_BACKLOG_PAUSE_S)
+
+
+async def prove_client(connection: socket.socket, side: ClientHandshake, purpose: str) -> None:
+    """Runs the client's side of everything up to the answer. The caller limits the time.
+
+    Raises:
+        AuthenticationFailed, ProtocolViolation, OSError: close the socket.
+    """
+    await _write_message(connection, side.start())
+    await _drive(connection, side)
+    await _write_frame(connection, purpose.encode())
+    answer = await _read_frame(connection, _MAX_ANSWER_BYTES)
+    if answer:
+        raise ProtocolViolation(f"the peer refused the connection for {purpose!r}: {_text(answer)}")
+
+
+async def prove_server(
+    connection: socket.socket,
+    side: ServerHandshake,
+    refusal: Callable[[str], str],
+    spoke: Callable[[], None],
+) -> str:
+    """Runs the server's side of everything up to the answer. The caller limits the time.
+
+    Args:
+        connection: not blocking.
+        side: the handshake.
+        refusal: takes the purpose; returns why the connection is not taken, or nothing.
+        spoke: called once the first message was read.
+
+    Returns:
+        The purpose.
+
+    Raises:
+        AuthenticationFailed, ProtocolViolation, OSError: close the socket.
+    """
+    await _drive(connection, side, spoke)
+    if side.role != ROLE:
+        raise AuthenticationFailed(f"the peer wants the role {side.role!r}; only {ROLE!r} is served here")
+    purpose = check_purpose(_text(await _read_frame(connection, MAX_PURPOSE_BYTES)))
+    reason = refusal(purpose)
+    await _write_frame(connection, reason.encode()[:_MAX_ANSWER_BYTES])
+    if reason:
+        raise ProtocolViolation(reason)
+    return purpose
+
+
+async def _drive(
+    connection: socket.socket, side: ClientHandshake | ServerHandshake, spoke: Callable[[], None] | None = None
+) -> None:
+    while not side.done:
+        message = await _read_message(connection)
+        if spoke is not None:
+            spoke()
+            spoke = None
+        reply = side.receive(message)
+        if reply is not None:
+            await _write_message(connection, reply)
+        side.check()
+
+
+async def _read_message(connection: socket.socket) -> pb.Handshake:
+    data = await _read_frame(connection, MAX_HANDSHAKE_BYTES)
+    message = pb.Handshake()
+    try:
+        message.ParseFromString(data)
+    except DecodeError as exc:
+        raise ProtocolViolation("a handshake message cannot be parsed; is the peer an rpcdist process?") from exc
+    return message
+
+
+async def _write_message(connection: socket.socket, message: pb.Handshake) -> None:
+    await _write_frame(connection, message.SerializeToString())
+
+
+async def _read_frame(connection: socket.socket, limit_bytes: int) -> bytes:
+    (size,) = _LENGTH.unpack(await _read_exactly(connection, _LENGTH.size))
+    if size > limit_bytes:
+        raise ProtocolViolation(f"a frame of {size} bytes, where {limit_bytes} are allowed; is the peer rpcdist?")
+    return await _read_exactly(connection, size)
+
+
+async def _read_exactly(connection: socket.socket, size: int) -> bytes:
+    loop = asyncio.get_running_loop()
+    data = b""
+    while len(data) < size:
+        piece = await loop.sock_recv(connection, size - len(data))
+        if not piece:
+            raise ConnectionResetError("the peer closed the connection during the handshake")
+        data += piece
+    return data
+
+
+async def _write_frame(connection: socket.socket, data: bytes) -> None:
+    await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(data)) + data)
+
+
+def _text(data: bytes) -> str:
+    text = data.decode(errors="replace")
+    return "".join(character if character.isprintable() else "?" for character in text)

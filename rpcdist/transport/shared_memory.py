@@ -1,0 +1,203 @@
+"""Memory that processes of one host share, without a name in the file system.
+
+A `Segment` is an anonymous file in memory (`memfd_create`), whose descriptor goes to the other processes over a Unix
+socket (`SCM_RIGHTS`). Nothing can be left behind: the kernel frees it when the last process that holds it ends, however
+it ends. Its size is sealed, so no process can cut it short under another one that has mapped it (SIGBUS), and it does
+not count against /dev/shm, which containers limit to 64 MiB.
+
+The sockets are the caller's: connected, and authenticated before anything here is read from them.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import socket
+import struct
+import sys
+import time
+from typing import Final
+
+__all__ = ["Segment", "SegmentError", "accept", "offer", "unavailable"]
+
+_OFFER: Final = struct.Struct("<8sQ")
+_MAGIC: Final = b"rpcdshm1"
+_MAX_DESCRIPTORS: Final = 4  # more than one is refused, but has to be received to be closed
+
+
+class SegmentError(OSError):
+    """A segment could not be made, or did not arrive as it should."""
+
+
+def unavailable() -> str | None:
+    """Why processes cannot share memory in this way here, as a clause for a message, or None when they can."""
+    if not hasattr(os, "memfd_create"):
+        return f"{sys.platform} has no memfd_create"
+    if not hasattr(socket, "AF_UNIX") or not hasattr(socket, "send_fds"):
+        return f"{sys.platform} cannot pass descriptors over Unix sockets"
+    try:
+        os.close(os.memfd_create("rpcdist probe", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING))
+    except OSError as exc:
+        return f"memfd_create failed: {exc.strerror}"
+    return None
+
+
+class Segment:
+    """A piece of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
+
+    Args:
+        descriptor: of the memory file; the segment closes it.
+        size_bytes: of the file.
+    """
+
+    def __init__(self, descriptor: int, size_bytes: int) -> None:
+        self._descriptor = descriptor
+        self.size_bytes = size_bytes
+
+    @classmethod
+    def create(cls, size_bytes: int) -> Segment:
+        """New memory. Pages are taken from the system when they are first touched.
+
+        Raises:
+            SegmentError: the system refuses.
+        """
+        try:
+            descriptor = os.memfd_create("rpcdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        except (AttributeError, OSError) as exc:
+            raise SegmentError(f"cannot create shared memory: {unavailable() or exc}") from exc
+        try:
+            os.ftruncate(descriptor, size_bytes)
+            _seal(descriptor)
+        except OSError as exc:
+            os.close(descriptor)
+            raise SegmentError(f"cannot create {size_bytes} bytes of shared memory: {exc.strerror}") from exc
+        return cls(descriptor, size_bytes)
+
+    @classmethod
+    def received(cls, descriptor: int, size_bytes: int) -> Segment:
+        """What another process offers as `size_bytes` of shared memory; takes the descriptor over, also when it fails.
+
+        Raises:
+            SegmentError: it has another size, or its size is not sealed.
+        """
+        try:
+            actual_bytes = os.fstat(descriptor).st_size
+            sealed = _is_sealed(descriptor)
+        except OSError as exc:
+            os.close(descriptor)
+            raise SegmentError(f"the descriptor that came is no shared memory: {exc.strerror}") from exc
+        if actual_bytes != size_bytes or not sealed:
+            os.close(descriptor)
+            problem = "its size is not sealed" if actual_bytes == size_bytes else f"it has {actual_bytes} bytes"
+            raise SegmentError(f"the shared memory that came is not what was offered ({size_bytes} bytes): {problem}")
+        return cls(descriptor, size_bytes)
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.size_bytes} bytes, {'closed' if self._descriptor < 0 else self._descriptor}>"
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def fileno(self) -> int:
+        """The descriptor; -1 once it is closed."""
+        return self._descriptor
+
+    def map(self) -> mmap.mmap:
+        """Makes the memory readable and writable here. The map outlives the segment's descriptor.
+
+        Raises:
+            SegmentError: the system refuses, or the segment is closed.
+        """
+        if self._descriptor < 0:  # for mmap, -1 would mean new memory
+            raise SegmentError(f"cannot map {self!r}")
+        try:
+            return mmap.mmap(self._descriptor, self.size_bytes, mmap.MAP_SHARED)
+        except (OSError, ValueError) as exc:
+            raise SegmentError(f"cannot map {self!r}: {exc}") from exc
+
+    def close(self) -> None:
+        """Gives the descriptor back; idempotent."""
+        descriptor, self._descriptor = self._descriptor, -1
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def offer(sock: socket.socket, segment: Segment) -> None:
+    """Passes a segment to the process at the other end of a Unix socket. The segment stays open here.
+
+    Raises:
+        SegmentError: the peer is gone, or does not read.
+    """
+    message = _OFFER.pack(_MAGIC, segment.size_bytes)
+    try:
+        sent = socket.send_fds(sock, [message], [segment.fileno()])
+    except OSError as exc:
+        raise SegmentError(f"cannot pass shared memory on: {exc}") from exc
+    if sent != len(message):
+        raise SegmentError("cannot pass shared memory on: the peer does not read")
+
+
+def accept(sock: socket.socket, timeout_s: float) -> Segment:
+    """Takes the segment that the process at the other end of a Unix socket offers.
+
+    Args:
+        sock: its own timeout is the same afterwards.
+        timeout_s: limit for the whole message.
+
+    Raises:
+        SegmentError: nothing came in time, the peer is gone, or it sent something else.
+    """
+    before = sock.gettimeout()
+    try:
+        message, descriptors = _receive(sock, time.monotonic() + timeout_s)
+    except TimeoutError as exc:
+        raise SegmentError(f"no shared memory was offered within {timeout_s:.3g} s") from exc
+    except OSError as exc:
+        raise SegmentError(f"cannot receive shared memory: {exc}") from exc
+    finally:
+        sock.settimeout(before)
+    if len(message) != _OFFER.size or message[: len(_MAGIC)] != _MAGIC or len(descriptors) != 1:
+        _close_all(descriptors)
+        raise SegmentError("the peer sent something else than one descriptor of shared memory")
+    return Segment.received(descriptors[0], _OFFER.unpack(message)[1])
+
+
+def _receive(sock: socket.socket, limit: float) -> tuple[bytes, list[int]]:
+    message = b""
+    descriptors: list[int] = []
+    try:
+        while len(message) < _OFFER.size:
+            sock.settimeout(max(0.001, limit - time.monotonic()))
+            data, more, _, _ = socket.recv_fds(
+                sock, _OFFER.size - len(message), _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+            )
+            descriptors += more
+            if not data:
+                break
+            message += data
+    except OSError:
+        _close_all(descriptors)
+        raise
+    return message, descriptors
+
+
+def _close_all(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+def _seal(descriptor: int) -> None:
+    import fcntl  # not on Windows
+
+    seals = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
+
+
+def _is_sealed(descriptor: int) -> bool:
+    import fcntl
+
+    needed = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
+    return fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & needed == needed

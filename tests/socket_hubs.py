@@ -1,0 +1,51 @@
+"""Socket hubs for tests: each with a node, and so an I/O loop, of its own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from rpcdist.transport.node import Node, NodeOptions
+from rpcdist.transport.sockets import SocketHub
+
+__all__ = ["LIMIT_S", "hubs", "open_hub", "read_exactly", "running_node"]
+
+LIMIT_S = 20.0
+
+
+@contextmanager
+def running_node(token: str | None = None, job: str = "default") -> Iterator[Node]:
+    node = Node(NodeOptions(token=token, job=job))
+    node.io.start()
+    try:
+        yield node
+    finally:
+        node.io.close()
+
+
+@contextmanager
+def open_hub(token: str | None = None, job: str = "default", host: str = "127.0.0.1") -> Iterator[SocketHub]:
+    with running_node(token, job) as node:
+        hub = SocketHub(node)
+        try:
+            hub.open(host)
+            yield hub
+        finally:
+            hub.close()
+
+
+@contextmanager
+def hubs(number: int) -> Iterator[list[SocketHub]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(open_hub()) for _ in range(number)]
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    connection.settimeout(LIMIT_S)
+    data = b""
+    while len(data) < size:
+        piece = connection.recv(size - len(data))
+        assert piece, f"the connection ended after {len(data)} of {size} bytes"
+        data += piece
+    return data

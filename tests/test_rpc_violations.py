@@ -1,0 +1,223 @@
+"""What peers get that have the job token and break the protocol, or are not who they should be."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any
+
+import grpc
+import grpc.aio
+import pytest
+import rpc_victim_functions as functions
+from leak_guard import LeakGuard
+from rpc_raw_peer import (
+    RawClient,
+    call_raw,
+    connected,
+    end_of_session,
+    free_port,
+    run_on_loop,
+    unharmed,
+)
+from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid
+
+from rpcdist import rpc
+from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
+from rpcdist.transport._frames import frame, piece_envelope
+from rpcdist.transport.handshake import request_proof
+from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
+
+pytestmark = pytest.mark.multiproc
+
+
+BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
+VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
+    "more than announced": (
+        [frame(BIG), piece_envelope(1, 0, 0, memoryview(b"x" * 1001))],
+        "a piece of 1001 bytes at 0",
+    ),
+    "more than announced, in pieces": (
+        [frame(BIG), *(piece_envelope(1, 0, at, memoryview(b"x" * 300)) for at in (0, 300, 600, 900))],
+        "a piece of 300 bytes at 900",
+    ),
+    "a piece at the wrong place": ([frame(BIG), piece_envelope(1, 0, 5, memoryview(b"x"))], "a piece of 1 bytes at 5"),
+    "a buffer that was not announced": ([frame(BIG), piece_envelope(1, 3, 0, memoryview(b"x"))], "buffer 3 of 1"),
+    "announced twice": ([frame(BIG), frame(BIG)], "transfer 1 was announced twice"),
+    "more than there is memory": (
+        [frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=1, large=[1 << 62]))],
+        "no memory for 4611686018427387904 announced bytes",
+    ),
+    "no envelope": ([b"\x0a\xff\xff\xff\xff\xff"], "that are no envelope"),
+    "a second handshake": (
+        [rpc_pb2.Envelope(handshake=handshake_pb2.Handshake(hello=handshake_pb2.Hello())).SerializeToString()],
+        "a handshake message arrived after the handshake was finished",
+    ),
+    "control messages out of order": (
+        [frame(rpc_pb2.Message(control_seq=7, rref=rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest())))],
+        "control message 7 arrived after 0",
+    ),
+    "a control message without content": ([frame(rpc_pb2.Message(control_seq=1, rref=rref_pb2.RRefMessage()))], ""),
+    "an item of a stream that is none": (
+        [frame(rpc_pb2.Message(wrapped=True, transfer=1, large=[3])), piece_envelope(1, 0, 0, memoryview(b"\xff" * 3))],
+        "a wrapped message cannot be parsed",
+    ),
+}
+
+
+@pytest.fixture(scope="module")
+def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        yield victims
+
+
+@pytest.fixture(scope="module")
+def world(victims: Victims) -> Iterator[World]:
+    """These workers outlive everything that is done to them here."""
+    world = victims.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    yield world
+    world.shutdown()
+
+
+@pytest.fixture
+def address(world: World) -> Iterator[str]:
+    with unharmed(world) as address:
+        yield address
+
+
+@pytest.mark.parametrize("what", VIOLATIONS)
+def test_a_violation_ends_its_session_with_a_named_error(address: str, what: str) -> None:
+    envelopes, says = VIOLATIONS[what]
+    code, details = end_of_session(address, envelopes)
+    assert code is grpc.StatusCode.ABORTED and says in details, (code, details)
+
+
+def test_messages_that_make_no_sense_harm_nobody(world: World, address: str) -> None:
+    odd = [
+        rpc_pb2.Message(),
+        rpc_pb2.Message(reply=rpc_pb2.Reply(id=12345)),
+        rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=12345)),
+        rpc_pb2.Message(stream_item=rpc_pb2.StreamItem(id=12345)),
+        rpc_pb2.Message(stream_end=rpc_pb2.StreamEnd(id=12345)),
+        rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=12345, items=1)),
+        rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=12345)),
+        rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=12345)),
+    ]
+    calls = [
+        rpc_pb2.Call(id=1),
+        rpc_pb2.Call(id=2, function=""),
+        rpc_pb2.Call(id=3, function="no colon"),
+        rpc_pb2.Call(id=4, function="os:no_such_function"),
+        rpc_pb2.Call(id=5, function=":"),
+        rpc_pb2.Call(id=6, function_pickle=b"no pickle"),
+        rpc_pb2.Call(id=7, function="os:getpid", arguments=value_pb2.Value(body=b"no value")),
+        rpc_pb2.Call(
+            id=8, function="os:getpid", arguments=value_pb2.Value(encoding=value_pb2.Value.PICKLE, body=b"no pickle")
+        ),
+        rpc_pb2.Call(id=9, function="os:getpid", arguments=value_pb2.Value(body_buffer=9)),
+        rpc_pb2.Call(id=10, fetch=rpc_pb2.RRefFetch()),
+    ]
+    messages = [rpc_pb2.Message(call=call) for call in calls]
+
+    async def run() -> dict[int, rpc_pb2.Reply]:
+        async with connected(address) as channel:
+            client = RawClient(channel)
+            await client.prove()
+            await client.call.write(b"".join(map(frame, [*odd, *messages])))
+            got: dict[int, rpc_pb2.Reply] = {}
+            with suppress(TimeoutError):
+                async with asyncio.timeout(3.0):
+                    while len(got) < len(calls):
+                        envelope = rpc_pb2.Envelope.FromString(await client.call.read())
+                        got.update({m.reply.id: m.reply for m in envelope.messages if m.HasField("reply")})
+            client.call.cancel()
+            return got
+
+    got = run_on_loop(run())
+    assert sorted(got) == list(range(1, 11))
+    assert all(reply.HasField("failure") and reply.failure.text for reply in got.values()), got
+
+
+def test_a_role_that_nobody_serves(address: str) -> None:
+    code, details = end_of_session(address, [frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1)))], role="nonsense")
+    assert code is grpc.StatusCode.ABORTED and "unexpected message" in details, (code, details)
+
+
+def test_a_proof_is_good_for_one_request(address: str) -> None:
+    path = "/rpcdist.Membership/Members"
+    other = "/rpcdist.Membership/Join"
+
+    async def run() -> None:
+        async with connected(address) as channel:
+            client = RawClient(channel, role="membership")
+            keys = await client.prove()
+
+            def proof(path: str, counter: int, key: bytes = keys.key) -> Any:
+                signed = request_proof(key, path, counter)
+                return (SESSION_KEY, keys.session_id), (COUNTER_KEY, str(counter)), (PROOF_KEY, signed)
+
+            assert (await call_raw(channel, path, b"", proof(path, 1)))[0] is grpc.StatusCode.OK
+            refused = [
+                proof(path, 1),  # again
+                proof(other, 2),  # of another method
+                proof(path, 3, b"k" * 32),  # with another key
+                (*proof(path, 4)[:2], (PROOF_KEY, b"")),
+                (proof(path, 5)[0], (COUNTER_KEY, "6"), proof(path, 5)[2]),  # with another number
+            ]
+            for metadata in refused:
+                code, details = await call_raw(channel, path, b"", metadata)
+                assert code is grpc.StatusCode.UNAUTHENTICATED, (metadata, code, details)
+            assert (await call_raw(channel, path, b"", proof(path, 5)))[0] is grpc.StatusCode.OK
+            code, _ = await call_raw(channel, path, b"\xff\xff", proof(path, 7))
+            assert code is grpc.StatusCode.INVALID_ARGUMENT
+            client.call.cancel()
+            with suppress(asyncio.CancelledError, grpc.aio.AioRpcError):
+                await client.call.read()
+            for counter in range(8, 200):  # the session is over, and its proofs with it
+                code, _ = await call_raw(channel, path, b"", proof(path, counter))
+                if code is grpc.StatusCode.UNAUTHENTICATED:
+                    break
+            assert code is grpc.StatusCode.UNAUTHENTICATED
+
+    run_on_loop(run())
+
+
+def test_a_worker_cannot_be_taken_out_by_another(world: World, address: str) -> None:
+    path = "/rpcdist.Membership/Leave"
+
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with connected(address) as channel:
+            client = RawClient(channel, role="membership")
+            keys = await client.prove()
+            members = "/rpcdist.Membership/Members"
+            metadata = (
+                (SESSION_KEY, keys.session_id),
+                (COUNTER_KEY, "1"),
+                (PROOF_KEY, request_proof(keys.key, members, 1)),
+            )
+            reply = membership_pb2.JoinReply.FromString(await channel.unary_unary(members)(b"", metadata=metadata))
+            request = membership_pb2.LeaveRequest(identity=reply.members[1].identity).SerializeToString()
+            metadata = (
+                (SESSION_KEY, keys.session_id),
+                (COUNTER_KEY, "2"),
+                (PROOF_KEY, request_proof(keys.key, path, 2)),
+            )
+            outcome = await call_raw(channel, path, request, metadata)
+            client.call.cancel()
+            return outcome
+
+    code, details = run_on_loop(run())
+    assert code is grpc.StatusCode.FAILED_PRECONDITION and "only its own process may" in details
+
+
+def test_the_same_token_but_another_process_at_the_address(victims: Victims) -> None:
+    """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
+    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    _, port = world["b"].run(functions.address).rsplit(":", 1)
+    world["b"].kill()
+    other = victims.world("c", port=int(port))
+    kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    assert kind == "WorkerLost" and "'c'" in text and "answers at the address of" in text
+    other.shutdown()

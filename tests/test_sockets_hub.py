@@ -1,0 +1,427 @@
+"""Raw sockets: whoever proves the token gets one, whichever side comes first; strangers harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+
+import pytest
+from socket_hubs import LIMIT_S, hubs, open_hub, read_exactly, running_node
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import (
+    AuthenticationFailed,
+    BlockingInLoop,
+    ConfigError,
+    ConnectFailed,
+    DeadlineExceeded,
+    ProtocolViolation,
+    TransportError,
+)
+from rpcdist.ids import Identity
+from rpcdist.transport import _sockets_wire, sockets
+from rpcdist.transport.handshake import ClientHandshake
+from rpcdist.transport.sockets import HubAddress, SocketHub
+from rpcdist.transport.token import job_token
+
+UNIX = [pytest.param(False, id="tcp")]
+if _sockets_wire.has_abstract_sockets():
+    UNIX.append(pytest.param(True, id="unix"))
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[SocketHub, SocketHub]]:
+    with hubs(2) as (a, b):
+        yield a, b
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    limit = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < limit
+        time.sleep(0.001)
+
+
+def talk(a: socket.socket, b: socket.socket) -> None:
+    """Nothing but the handshake happened on both, and each reads what the other writes."""
+    for one, other in ((a, b), (b, a)):
+        assert not one.getblocking()
+        with pytest.raises(BlockingIOError):
+            one.recv(1)
+        one.sendall(b"hello")
+        assert read_exactly(other, 5) == b"hello"
+        other.setblocking(False)
+
+
+@pytest.mark.parametrize("unix", UNIX)
+def test_the_side_that_expects_may_come_last(pair: tuple[SocketHub, SocketHub], unix: bool) -> None:
+    a, b = pair
+    with a.connect(b.address, "data 0", LIMIT_S, unix=unix) as here, b.expect("data 0", LIMIT_S) as there:
+        assert here.family == (socket.AF_UNIX if unix else socket.AF_INET)
+        talk(here, there)
+
+
+@pytest.mark.parametrize("unix", UNIX)
+def test_the_side_that_expects_may_come_first(pair: tuple[SocketHub, SocketHub], unix: bool) -> None:
+    a, b = pair
+    found: list[socket.socket] = []
+    waiter = threading.Thread(target=lambda: found.append(b.expect("data", LIMIT_S)))
+    waiter.start()
+    with a.connect(b.address, "data", LIMIT_S, unix=unix) as here:
+        waiter.join(LIMIT_S)
+        with found[0] as there:
+            talk(here, there)
+
+
+def test_tcp_does_not_wait_for_more_to_send(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+    with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:
+        for end in (here, there):
+            assert end.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+    with ExitStack() as stack:
+        for number, purpose in enumerate(["x", "y", "x"]):
+            connection = stack.enter_context(a.connect(b.address, purpose, LIMIT_S))
+            connection.send(b"%d" % number)
+        wait_for(lambda: len(b._room) == 3)
+        order = [stack.enter_context(b.expect(purpose, LIMIT_S)) for purpose in ("y", "x", "x")]
+        assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
+    assert len(b._room) == 0
+
+
+def test_without_a_unix_socket_tcp_is_taken(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+    parsed = HubAddress.parse(b.address)
+    for unix_name in ("", "rpcdist-nobody"):
+        address = str(HubAddress(parsed.host, parsed.port, unix_name))
+        with a.connect(address, "x", LIMIT_S) as here, b.expect("x", LIMIT_S):
+            assert here.family == socket.AF_INET
+        with pytest.raises(ConnectFailed):
+            a.connect(address, "x", LIMIT_S, unix=True)
+
+
+@pytest.mark.parametrize("text", ["127.0.0.1:80", "[::1]:80,@name"])
+def test_addresses_survive_being_text(text: str) -> None:
+    assert str(HubAddress.parse(text)) == text
+
+
+@pytest.mark.parametrize("text", ["", "host", "host:1,name", "host:1,@", "host:99999", f"host:1,@{'x' * 200}"])
+def test_malformed_addresses_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError):
+        HubAddress.parse(text)
+
+
+@pytest.mark.parametrize("purpose", ["", "a\nb", "x" * 513])
+def test_malformed_purposes_are_refused(pair: tuple[SocketHub, SocketHub], purpose: str) -> None:
+    a, b = pair
+    with pytest.raises(ConfigError):
+        a.connect(b.address, purpose, LIMIT_S)
+    with pytest.raises(ConfigError):
+        b.expect(purpose, LIMIT_S)
+
+
+def test_waits_have_limits_and_checks_end_them(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, _ = pair
+
+    def aborted() -> None:
+        raise InterruptedError("aborted")
+
+    with pytest.raises(DeadlineExceeded, match="'never'"):
+        a.expect("never", 0.05)
+    with pytest.raises(InterruptedError):
+        a.expect("never", LIMIT_S, aborted)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectFailed, match="no answer"):
+            a.connect(address, "x", 0.1)
+        with pytest.raises(InterruptedError):
+            a.connect(address, "x", LIMIT_S, check=aborted)
+    with pytest.raises(ConnectFailed):
+        a.connect(address, "x", LIMIT_S)
+
+
+def test_a_loop_is_not_blocked(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+
+    async def connect() -> None:
+        with pytest.raises(BlockingInLoop):
+            a.connect(b.address, "x", LIMIT_S)
+
+    asyncio.run(connect())
+
+
+def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
+    with hubs(2) as (a, b):
+        left = a.connect(b.address, "nobody", LIMIT_S)
+        errors: list[Exception] = []
+
+        def wait() -> None:
+            try:
+                b.expect("never", LIMIT_S)
+            except TransportError as exc:
+                errors.append(exc)
+
+        waiter = threading.Thread(target=wait)
+        waiter.start()
+        while "never" not in b._room._wanted:
+            time.sleep(0.001)
+        b.close()
+        b.close()
+        waiter.join(LIMIT_S)
+        assert "closed" in str(errors[0])
+        left.settimeout(LIMIT_S)
+        with left:
+            assert left.recv(1) == b""
+        with pytest.raises(TransportError):
+            b.connect(a.address, "x", LIMIT_S)
+        with pytest.raises(ConnectFailed):
+            a.connect(b.address, "x", LIMIT_S, unix=False)
+
+
+def test_a_hub_opens_once_and_needs_a_good_host() -> None:
+    with running_node() as node:
+        hub = SocketHub(node)
+        with pytest.raises(ConfigError, match="open"):
+            hub.address  # noqa: B018
+        with pytest.raises(TransportError):
+            hub.open("256.0.0.1")
+        try:
+            assert hub.open("127.0.0.1") == hub.open("127.0.0.1") == hub.address
+        finally:
+            hub.close()
+        with pytest.raises(TransportError):
+            SocketHub.open(hub, "127.0.0.1")
+
+
+# ------------------------------------------------------------ strangers
+
+
+def endpoint(hub: SocketHub, unix: bool) -> socket.socket:
+    """A stranger's bare connection."""
+    address = HubAddress.parse(hub.address)
+    if unix:
+        connection = socket.socket(socket.AF_UNIX)
+        connection.connect("\0" + address.unix_name)
+    else:
+        connection = socket.create_connection((address.host, address.port))
+    connection.settimeout(LIMIT_S)
+    return connection
+
+
+def message(step: pb.Handshake) -> bytes:
+    data = step.SerializeToString()
+    return len(data).to_bytes(4, "big") + data
+
+
+def hello(role: str = "collective") -> bytes:
+    side = ClientHandshake(job_token(), "default", role, Identity("stranger", -1, 1))
+    return message(side.start())
+
+
+def wrong_proof() -> bytes:
+    return hello() + message(pb.Handshake(proof=pb.Proof(proof=b"x" * 32)))
+
+
+STRANGERS: dict[str, Callable[[], bytes]] = {
+    "random bytes": lambda: b"\x00\x00\x00\x20" + os.urandom(64),
+    "a huge length": lambda: b"\xff\xff\xff\xff" + b"x" * 1000,
+    "an http request": lambda: b"GET / HTTP/1.1\r\n\r\n",
+    "an empty message": lambda: b"\x00\x00\x00\x00",
+    "a wrong proof": wrong_proof,
+    "half a handshake, then the end": hello,
+    "half a message, then the end": lambda: hello()[:20],
+    "the purpose without a proof": lambda: hello() + b"\x00\x00\x00\x06victim",
+}
+
+
+@pytest.mark.parametrize("unix", UNIX)
+@pytest.mark.parametrize("kind", STRANGERS)
+def test_strangers_are_turned_away_with_a_log_line(
+    pair: tuple[SocketHub, SocketHub], kind: str, unix: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    with endpoint(b, unix) as stranger:
+        with suppress(OSError):  # it may be closed at any moment
+            stranger.sendall(STRANGERS[kind]())
+            stranger.shutdown(socket.SHUT_WR)
+            while stranger.recv(4096):
+                pass
+    wait_for(lambda: "turned away" in caplog.text)
+    wait_for(lambda: not b._unproven)
+    assert len(b._room) == 0
+    with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
+        talk(here, there)
+
+
+@pytest.mark.parametrize("unix", UNIX)
+def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with open_hub(token="another token " * 2) as a, open_hub() as b:
+        with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
+            a.connect(b.address, "x", LIMIT_S, unix=unix)
+        wait_for(lambda: "turned away" in caplog.text)
+        assert "RPCDIST_TOKEN" in caplog.text and len(b._room) == 0
+
+
+def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    with open_hub(job="other") as a, open_hub() as b:
+        with pytest.raises(AuthenticationFailed, match="job"):
+            a.connect(b.address, "x", LIMIT_S)
+    with hubs(2) as (a, b):
+        monkeypatch.setattr(sockets, "ROLE", "rpc")  # as the client says it; the server's is in another module
+        with pytest.raises(ConnectFailed):
+            a.connect(b.address, "x", LIMIT_S, unix=False)
+        wait_for(lambda: "the role 'rpc'" in caplog.text)
+
+
+def test_silence_ends(
+    pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(sockets, "HANDSHAKE_LIMIT_S", 0.1)
+    with endpoint(pair[1], False) as silent, endpoint(pair[1], False) as half:
+        half.sendall(hello()[:10])
+        assert silent.recv(1) == b"" and half.recv(1) == b""
+    assert caplog.text.count("no complete handshake within 0.1 s") == 2
+
+
+def test_silent_strangers_make_room(
+    pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    monkeypatch.setattr(sockets, "MAX_UNPROVEN", 4)
+    monkeypatch.setattr(sockets, "_SILENCE_LIMIT_S", 0.05)
+    with ExitStack() as stack:
+        crowd = [stack.enter_context(endpoint(b, False)) for _ in range(10)]
+        with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:
+            talk(here, there)
+        assert len(b._unproven) <= 4
+        assert crowd[0].recv(1) == b""
+    assert "silent, and others are waiting" in caplog.text
+
+
+def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
+    pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    b._room._max_waiting = 2
+    b._room._limit_s = 0.3
+    b.announce("group/")
+    with (
+        a.connect(b.address, "unknown", LIMIT_S) as unknown,
+        a.connect(b.address, "group/1", LIMIT_S) as here,
+    ):
+        wait_for(lambda: len(b._room) == 2)
+        with pytest.raises(ProtocolViolation, match="2 connections wait"):
+            a.connect(b.address, "one too many", LIMIT_S)
+        unknown.settimeout(LIMIT_S)
+        assert unknown.recv(1) == b""
+        assert "nobody expected it" in caplog.text
+        with b.expect("group/1", LIMIT_S) as there:
+            talk(here, there)
+        with a.connect(b.address, "group/2", LIMIT_S) as late:
+            wait_for(lambda: len(b._room) == 1)
+            b.withdraw("group/")
+            late.settimeout(LIMIT_S)
+            assert late.recv(1) == b""
+
+
+def test_connections_may_be_handed_to_a_callback(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+    taken: dict[str, socket.socket] = {}
+    arrived = threading.Semaphore(0)
+
+    def take(purpose: str, connection: socket.socket) -> None:
+        taken[purpose] = connection
+        arrived.release()
+
+    with a.connect(b.address, "p2p/early", LIMIT_S) as early:
+        b.announce("p2p/", take)
+        with a.connect(b.address, "p2p/late", LIMIT_S) as late:
+            for _ in range(2):
+                assert arrived.acquire(timeout=LIMIT_S)
+            talk(early, taken["p2p/early"])
+            talk(late, taken["p2p/late"])
+    for connection in taken.values():
+        connection.close()
+
+
+def test_a_unix_peer_of_another_user_is_refused(
+    pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    if not _sockets_wire.has_abstract_sockets():
+        pytest.skip("there are no abstract Unix sockets here")
+    a, b = pair
+    monkeypatch.setattr(sockets, "same_user", lambda connection: False)
+    with pytest.raises(AuthenticationFailed, match="another user"):
+        a.connect(b.address, "x", LIMIT_S, unix=True)
+    with endpoint(b, True) as stranger:
+        assert stranger.recv(1) == b""
+    assert "another user" in caplog.text
+
+
+def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair
+    number = 150  # more than may be unproven at once
+
+    async def connect_all() -> list[socket.socket]:
+        return await asyncio.gather(*(a.open_connection(b.address, f"x{i}", LIMIT_S) for i in range(number)))
+
+    with caplog.at_level(logging.WARNING), ExitStack() as stack:
+        ends = [stack.enter_context(end) for end in a._node.run(connect_all(), LIMIT_S)]
+        others = [stack.enter_context(b.expect(f"x{i}", LIMIT_S)) for i in range(number)]
+        for i, end in enumerate(ends):
+            end.sendall(b"%4d" % i)
+        assert [int(read_exactly(other, 4)) for other in others] == list(range(number))
+    assert "turned away" not in caplog.text
+
+
+FORKING = """
+    import os, socket, sys
+    from rpcdist.transport.node import acquire_node
+    from rpcdist.transport.sockets import SocketHub
+
+    node = acquire_node()
+    hub = SocketHub(node)
+    hub.open("127.0.0.1")
+    ends = []
+    for unix in (False, True):
+        ends += [hub.connect(hub.address, "x", 10, unix=unix), hub.expect("x", 10)]
+    waiting = hub.connect(hub.address, "waits", 10, unix=True)
+    mine, theirs = socket.socketpair()      # not ours: stays open in the child
+    child = os.fork()
+    if child == 0:
+        links = [os.readlink(f"/proc/self/fd/{end.fileno()}") for end in [*ends, waiting, *hub._listeners]]
+        kept = os.readlink(f"/proc/self/fd/{mine.fileno()}").startswith("socket:")
+        hub.close()                         # does not wait for the parent's loop
+        os._exit(0 if kept and set(links) == {"/dev/null"} else 1)
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    for one, other in (ends[:2], ends[2:]):
+        one.send(b"x")
+        other.settimeout(10)
+        assert other.recv(1) == b"x"
+    for end in (*ends, waiting):
+        end.close()
+    hub.close()
+    node.release()
+    sys.exit(status)
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.skipif(sys.platform != "linux", reason="the test reads /proc")
+def test_forked_children_have_none_of_the_sockets() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FORKING)], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
