@@ -34,7 +34,7 @@ def _worker() -> AutogradWorker:
     return hooks
 
 
-class context:  # noqa: N801  # torch's name
+class context:
     """Records the RPCs of this thread, or of this task, for a distributed backward.
 
         with autograd.context() as context_id:
@@ -147,7 +147,10 @@ def _deadline(timeout_s: float) -> Deadline:
 
 
 def _new_context() -> Context:
-    if current_autograd.get() is not None:
+    current = current_autograd.get()
+    if not isinstance(current, Context):
+        current = None
+    if current is not None and not current.is_released:  # what ended with its agent is in nobody's way
         raise AutogradError("Already have an autograd context id for this thread.")
     made = _worker().contexts.new()
     current_autograd.set(made)
@@ -168,7 +171,7 @@ def _release_context(context_id: int, quietly: bool = False) -> None:
 
 def _current_context() -> Context:
     current = current_autograd.get()
-    if not isinstance(current, Context):
+    if not isinstance(current, Context) or current.is_released:
         raise AutogradError(
             "Current thread doesn't have a valid autograd context. Please wrap your code using: "
             "`with rpcdist.autograd.context() as context_id` to generate a valid context"

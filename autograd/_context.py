@@ -246,7 +246,7 @@ class ContextTable:
 
 def _check_not_checkpointed() -> None:
     """Recomputing a checkpointed region would make the call once more, in the middle of the backward pass."""
-    autograd: Any = torch._C._autograd  # type: ignore[attr-defined]
+    autograd: Any = torch._C._autograd
     hooks = autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):
         raise AutogradError(

@@ -26,8 +26,8 @@ class ContextNotFound(AutogradError):
 
     def __str__(self) -> str:
         return (
-            f"Could not find autograd context with id: {self.context_id}. Contexts end with their `with` block; use one "
-            "inside it, on workers that were called from it"
+            f"Could not find autograd context with id: {self.context_id}. Contexts end with their `with` block; use "
+            "them inside it, on workers that were called from it"
         )
 
 

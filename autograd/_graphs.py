@@ -21,8 +21,8 @@ import torch
 from torch.autograd.graph import GradientEdge, Node
 
 from rpcdist.autograd._errors import AutogradError
+from rpcdist.autograd._events import LocalGraph, Recv, Send
 from rpcdist.autograd._functions import RecordedRecv, RecordedSend, RecvNode
-from rpcdist.autograd._verdicts import LocalGraph, Recv, Send
 
 __all__ = ["Analysis", "Leaf", "analyse"]
 
@@ -105,9 +105,7 @@ def analyse(
     )
     local = LocalGraph(len(roots), tuple(numbered), facts, unions.groups())
     inner = {node: mask for node, mask in masks.items() if type(node) is not _AccumulateGrad}
-    return Analysis(
-        local, edges, leaves, {recv.id: recv for recv in recvs}, {send.id: send for send in sends}, inner
-    )
+    return Analysis(local, edges, leaves, {recv.id: recv for recv in recvs}, {send.id: send for send in sends}, inner)
 
 
 def _masks(edges: Sequence[GradientEdge]) -> dict[Node, int]:

@@ -20,16 +20,12 @@ from torch.autograd.graph import GradientEdge
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._context import Context
 from rpcdist.autograd._errors import BackwardError
-from rpcdist.autograd._functions import Gradients, RecordedRecv, RecordedSend
-from rpcdist.autograd._graphs import Analysis, analyse
-from rpcdist.autograd._runs import GroupRun
-from rpcdist.autograd._verdicts import (
+from rpcdist.autograd._events import (
     Action,
     Event,
     Finished,
     GradientArrived,
     GroupEnded,
-    PassState,
     Run,
     SendBegin,
     SendDone,
@@ -37,6 +33,10 @@ from rpcdist.autograd._verdicts import (
     Started,
     Verdicts,
 )
+from rpcdist.autograd._functions import Gradients, RecordedRecv, RecordedSend
+from rpcdist.autograd._graphs import Analysis, analyse
+from rpcdist.autograd._runs import GroupRun
+from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire import encode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
@@ -278,7 +278,9 @@ class BackwardPass:
             return
         error = exc
         if not isinstance(exc, BackwardError | DeadlineExceeded):
-            error = BackwardError(self._worker.id, self._worker.name_of(self._worker.id), type(exc).__qualname__, str(exc))
+            error = BackwardError(
+                self._worker.id, self._worker.name_of(self._worker.id), type(exc).__qualname__, str(exc)
+            )
             error.__cause__ = exc
         text = "".join(traceback.format_exception(exc))
         self.abort(error, text)

@@ -2,9 +2,9 @@
 
 [Note: gates]
     Usually all gradients that the group is run from are there. Where the graph of a worker leads out to another worker
-    and back in (A->B->A, through shared nodes), some will come only after others have been sent. For these, the tensors
-    of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the run, lets the
-    gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread, so it must be
+    and back in (A->B->A, through shared nodes), some will come only after others have been sent. For these, the
+    tensors of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the run,
+    lets the gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread, so it must be
     the last choice: the engine takes ready nodes by sequence number, order nodes get 0, and all others more than that.
     A gradient never depends on one of a smaller stamp, so what is waited for always comes, or the pass fails.
 """
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
+from rpcdist.autograd._events import Run
 from rpcdist.autograd._functions import (
     GateOrder,
     Gradients,
@@ -28,7 +29,6 @@ from rpcdist.autograd._functions import (
     token_edge,
 )
 from rpcdist.autograd._graphs import Analysis, Leaf
-from rpcdist.autograd._verdicts import Run
 
 if TYPE_CHECKING:
     from rpcdist.autograd._passes import BackwardPass
@@ -69,9 +69,7 @@ class GroupRun:
         for id in list(self._unanswered):
             self._owner.answer(self._analysis.recvs[id], [None] * self._analysis.recvs[id].count)
 
-    def _call(
-        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
-    ) -> Captured:
+    def _call(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool) -> Captured:
         leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
         wanted = [leaf.edge for leaf in leaves]
         if self._run.recvs:

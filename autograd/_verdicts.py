@@ -1,9 +1,6 @@
 """What one worker does in a backward pass: events in, actions out.
 
-Rules of this file: no sockets, no clock, no torch. docs/autograd.md explains the words; in short, a *send* is a message
-whose tensors require grad, at its sender; a *recv* is the same message at its receiver. Gradients flow from recvs to
-sends. The *sources* of a worker's pass are the roots and the tensors of its sends, numbered; sets of sources are bit
-masks.
+Rules of this file: no sockets, no clock, no torch. `_events` has the words.
 
 Invariants:
     1. Every send gets exactly one verdict from its receiver: which of its tensors the pass needs gradients for. A send
@@ -20,199 +17,31 @@ Invariants:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-__all__ = [
-    "Action",
-    "ChildDone",
-    "Decided",
-    "Event",
-    "Finished",
-    "GradientArrived",
-    "GroupEnded",
-    "LocalGraph",
-    "PassState",
-    "PeerBegan",
-    "Recv",
-    "Run",
-    "Send",
-    "SendBegin",
-    "SendDone",
-    "SendVerdicts",
-    "Started",
-    "Verdicts",
-]
+from rpcdist.autograd._events import (
+    Action,
+    ChildDone,
+    Decided,
+    Event,
+    Finished,
+    GradientArrived,
+    GroupEnded,
+    LocalGraph,
+    PeerBegan,
+    Recv,
+    Run,
+    Send,
+    SendBegin,
+    SendDone,
+    SendVerdicts,
+    Started,
+    Verdicts,
+)
 
-Verdicts = Mapping[int, int | None]
-"""By message: a mask of the tensors that are used, or None while that is open."""
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """A message that this worker sent.
-
-    Attributes:
-        id: of the message.
-        to: the receiver.
-        stamp: Lamport time.
-        first: its tensors are the sources `first` to `first + count - 1`.
-        count: how many tensors.
-    """
-
-    id: int
-    to: int
-    stamp: int
-    first: int
-    count: int
-
-    @property
-    def mask(self) -> int:
-        return ((1 << self.count) - 1) << self.first
-
-
-@dataclass(frozen=True, slots=True)
-class Recv:
-    """A message that this worker received.
-
-    Attributes:
-        id: of the message.
-        sender: who gets the gradient.
-        stamp: Lamport time at the sender.
-        feeders: for each of its tensors, the sources whose gradients reach it.
-    """
-
-    id: int
-    sender: int
-    stamp: int
-    feeders: tuple[int, ...]
-
-    @property
-    def reached_by(self) -> int:
-        mask = 0
-        for feeders in self.feeders:
-            mask |= feeders
-        return mask
-
-
-@dataclass(frozen=True, slots=True)
-class LocalGraph:
-    """What of the graph is on this worker.
-
-    Attributes:
-        num_roots: sources 0 to num_roots - 1 are roots.
-        sends: all of them.
-        recvs: all of them.
-        groups: the sources of each group; every source is in exactly one.
-    """
-
-    num_roots: int
-    sends: tuple[Send, ...] = ()
-    recvs: tuple[Recv, ...] = ()
-    groups: tuple[int, ...] = ()
-
-
-# ------------------------------------------------------------------------------------------------ events
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The pass begins here: at the worker that called `backward` (no parent), or because a neighbour began."""
-
-    graph: LocalGraph
-    neighbours: frozenset[int]
-    parent: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class PeerBegan:
-    """A neighbour takes part. `received` is all that it has received from here; `child` says that we are its parent."""
-
-    peer: int
-    child: bool
-    received: Verdicts
-
-
-@dataclass(frozen=True, slots=True)
-class Decided:
-    """A neighbour says which of our messages are used."""
-
-    peer: int
-    verdicts: Verdicts
-
-
-@dataclass(frozen=True, slots=True)
-class GradientArrived:
-    """The gradient of a send; `used` is the mask of the tensors that have one."""
-
-    id: int
-    used: int
-
-
-@dataclass(frozen=True, slots=True)
-class GroupEnded:
-    """A group has run, and all its used recvs were answered."""
-
-    group: int
-
-
-@dataclass(frozen=True, slots=True)
-class ChildDone:
-    """A neighbour that began because of us is done."""
-
-    peer: int
-
-
-Event = Started | PeerBegan | Decided | GradientArrived | GroupEnded | ChildDone
-
-# ------------------------------------------------------------------------------------------------ actions
-
-
-@dataclass(frozen=True, slots=True)
-class SendBegin:
-    to: int
-    child: bool
-    received: Verdicts
-
-
-@dataclass(frozen=True, slots=True)
-class SendVerdicts:
-    to: int
-    verdicts: Verdicts
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Run a group.
-
-    Attributes:
-        group: its number.
-        used: the sources to run it from.
-        arrived: the sends whose gradients are there.
-        pending: the sends whose gradients will come while it runs, because it answers recvs that they depend on; in
-            the order in which they have to be waited for. If there are any, the run blocks.
-        recvs: the messages that have to be answered.
-    """
-
-    group: int
-    used: int
-    arrived: tuple[int, ...]
-    pending: tuple[int, ...]
-    recvs: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class SendDone:
-    to: int
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """The worker that called `backward` is done, and so is everybody."""
-
-
-Action = SendBegin | SendVerdicts | Run | SendDone | Finished
+__all__ = ["PassState"]
 
 
 class _GroupPhase(Enum):
@@ -300,7 +129,7 @@ class PassState:
         early, self._early = self._early, []
         for later in early:
             self._take(later, actions)
-        self._hear(self.me, {recv.id: None for recv in self._recvs if recv.sender == self.me})
+        self._hear(self.me, {recv.id: self._verdicts.get(recv.id) for recv in self._recvs if recv.sender == self.me})
         runs: list[Action] = []
         self._advance(runs, quiet=True)
         known = {action.to for action in actions if isinstance(action, SendBegin)}
@@ -450,8 +279,8 @@ class PassState:
     def _must_block(self, used: int, sends: list[Send], recvs: list[Recv], pending: list[Send]) -> bool:
         """Whether a missing gradient may depend on recvs of this very group, and the first gradients are there.
 
-        A gradient depends on recvs of its own stamp (a worker that calls itself) or greater ones. The gradient of the greatest stamp depends on none of the
-        group's, so it is waited for without a thread.
+        A gradient depends on recvs of its own stamp (a worker that calls itself) or greater ones. The gradient of the
+        greatest stamp depends on none of the group's, so it is waited for without a thread.
         """
         if not any(recv.stamp >= pending[-1].stamp for recv in recvs):
             return False

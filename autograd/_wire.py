@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._verdicts import Verdicts
+from rpcdist.autograd._events import Verdicts
 
 __all__ = ["decode_verdicts", "encode_verdicts"]
 

@@ -17,8 +17,8 @@ from torch.autograd.graph import GradientEdge
 from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._errors import AutogradError, BackwardError
+from rpcdist.autograd._events import ChildDone, Decided, PeerBegan
 from rpcdist.autograd._passes import BackwardPass
-from rpcdist.autograd._verdicts import ChildDone, Decided, PeerBegan
 from rpcdist.autograd._wire import decode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, WorkerLost
@@ -120,13 +120,14 @@ class AutogradWorker:
             else:
                 future._fail(begun.error)
 
+        def start_timer() -> None:
+            if not begun.is_over:
+                timer.append(self._agent.node.io.loop.call_later(deadline.remaining_s(), begun.expire))
+
         begun.on_end = lambda: self.submit(ended)
         future._on_cancel = lambda: begun.fail(AutogradError("the backward pass was cancelled by its caller"))
         if deadline.is_finite:
-            loop = self._agent.node.io.loop
-            self._agent.node.io.call_soon(
-                lambda: timer.append(loop.call_later(deadline.remaining_s(), begun.expire)) if not begun.is_over else None
-            )
+            self._agent.node.io.call_soon(start_timer)
         begun.post(first)
         return future
 
@@ -189,9 +190,7 @@ class AutogradWorker:
 
     # ------------------------------------------------------------ what arrives (I/O loop)
 
-    async def _deliver(
-        self, peer: Identity, message: autograd_pb2.AutogradMessage
-    ) -> autograd_pb2.AutogradDelivered:
+    async def _deliver(self, peer: Identity, message: autograd_pb2.AutogradMessage) -> autograd_pb2.AutogradDelivered:
         if self._agent.closed:
             raise RpcdistError(f"worker {self._agent.worker_name!r} has shut down RPC")
         self.on_message(peer, message, ())
@@ -307,9 +306,7 @@ def _checked_roots(roots: Sequence[torch.Tensor]) -> list[GradientEdge]:
         if not root.requires_grad:
             raise AutogradError("requires_grad not set on root")
         if root.numel() != 1:
-            raise AutogradError(f"{root.name or 'a root'} is not a scalar, all roots need to be scalar")
+            raise AutogradError(f"a root of shape {tuple(root.shape)} is not a scalar, all roots need to be scalar")
         if root.grad_fn is None:
-            raise AutogradError(f"{root.name or 'a root'} does not have a valid gradient function.")
+            raise AutogradError(f"a root of shape {tuple(root.shape)} does not have a valid gradient function.")
     return [torch.autograd.graph.get_gradient_edge(root) for root in roots]
-
-

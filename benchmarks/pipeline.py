@@ -8,8 +8,8 @@ medians over the rounds.
 
 The bound is the length of a step in which tensors would travel in no time. It comes from the schedule, executed on
 paper with the times of a forward and a backward of each stage alone, without any pipeline, which both workers of our
-pair measure at the same time: their cores share caches and memory in the pipeline, too. Every process has one thread for
-computing. On a machine of two cores nothing is left for the threads that communicate.
+pair measure at the same time: their cores share caches and memory in the pipeline, too. Every process has one thread
+for computing. On a machine of two cores nothing is left for the threads that communicate.
 """
 
 from __future__ import annotations
@@ -42,17 +42,8 @@ SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # and the stages of each 
 BOUND_BUDGET = 0.85  # of the throughput that the schedule allows
 TORCH_BUDGET = 1.0  # our time / torch's time
 HEAD = (
-    "schedule",
-    "ours ms",
-    "torch ms",
-    "ours/torch",
-    "in rounds",
-    "bound ms",
-    "of bound",
-    "in rounds",
-    "bubble",
-    "ok",
-)
+    "schedule", "ours ms", "torch ms", "ours/torch", "in rounds", "bound ms", "of bound", "in rounds", "bubble", "ok",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,8 +58,8 @@ class Size:
 
     def __str__(self) -> str:
         return (
-            f"{self.num_layers} transformer layers of width {self.width}, {self.batch} sequences of {self.length} tokens "
-            f"in {self.microbatches} micro-batches"
+            f"{self.num_layers} transformer layers of width {self.width}, {self.batch} sequences of {self.length} "
+            f"tokens in {self.microbatches} micro-batches"
         )
 
 

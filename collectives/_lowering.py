@@ -12,7 +12,7 @@ import torch
 
 from rpcdist.collectives import _checks
 from rpcdist.collectives._dense import Copies, is_dense, same_kind, separate
-from rpcdist.collectives._operation import DTYPES, Kind, Operation
+from rpcdist.collectives._operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._reduce import unsupported
 from rpcdist.collectives._reduce_ops import canonical_op
 from rpcdist.errors import ConfigError
@@ -241,10 +241,17 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
     return [split * row for split in splits]
 
 
-def _check_reduces(op: object, tensor: torch.Tensor, what: str) -> None:
-    problem = unsupported(op, tensor.dtype)  # type: ignore[arg-type]
+_reducible: set[tuple[int, torch.dtype]] = set()  # asked once for each; by number, since enums hash slowly
+
+
+def _check_reduces(op: ReduceOp, tensor: torch.Tensor, what: str) -> None:
+    key = (op._value_, tensor.dtype)
+    if key in _reducible:
+        return
+    problem = unsupported(op, tensor.dtype)
     if problem is not None:
         raise ConfigError(f"{what} does not support this: {problem}")
+    _reducible.add(key)
 
 
 def _check_one_dtype(what: str, output: torch.Tensor, tensor: torch.Tensor) -> None:

@@ -24,8 +24,8 @@ OLDEST_CUPY: Final = 14
 """CuPy 14.0 is the first with `commSplit`, and the first whose calls let other Python threads run while they block."""
 
 _ADVICE: Final = (
-    "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x and nvidia-nccl-cu13) on a "
-    'machine with an NVIDIA GPU, or choose the backend "tcp" for CPU tensors'
+    "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x, nvidia-nccl-cu13) on "
+    'a machine with an NVIDIA GPU, or choose the backend "tcp" for CPU tensors'
 )
 
 

@@ -52,8 +52,8 @@ def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
     if found is None:
         raise TypeError(f"op is a ReduceOp, e.g. ReduceOp.SUM, not {op!r}")
     if found is ReduceOp.PREMUL_SUM:
-        state: tuple[object, ...] = getattr(op, "__getstate__", tuple)()
-        return found, state[1] if len(state) > 1 else None
+        factor: Factor | None = op.__getstate__()[1] if hasattr(op, "op") else None  # type: ignore[index]
+        return found, factor
     return found, None
 
 

@@ -41,7 +41,7 @@ _NO_COLOR: Final = -1
 
 @dataclass(frozen=True, slots=True)
 class NcclOptions:
-    """`pg_options` of the `nccl` backend; each is what its environment variable says (0 or 1) by default, and else False.
+    """`pg_options` of the `nccl` backend; by default each is what its environment variable says (0 or 1), else False.
 
     Attributes:
         blocking_wait: whether `Work.wait()` blocks the host until the device is done (`RPCDIST_NCCL_BLOCKING_WAIT`).

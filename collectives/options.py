@@ -31,7 +31,7 @@ __all__ = [
     "set_debug_level_from_env",
 ]
 
-UNSET_TIMEOUT: Final = timedelta(milliseconds=-1000)
+UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)
 """Stands for the group's own timeout, as in torch."""
 
 

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rpcdist.autograd._verdicts import (
+from rpcdist.autograd._events import (
     Action,
     ChildDone,
     Decided,
@@ -20,7 +20,6 @@ from rpcdist.autograd._verdicts import (
     GradientArrived,
     GroupEnded,
     LocalGraph,
-    PassState,
     PeerBegan,
     Recv,
     Run,
@@ -30,6 +29,7 @@ from rpcdist.autograd._verdicts import (
     SendVerdicts,
     Started,
 )
+from rpcdist.autograd._verdicts import PassState
 
 __all__ = ["Hop", "World", "build"]
 
@@ -77,9 +77,13 @@ class World:
     def begin(self) -> None:
         self._do(0, self.states[0].handle(Started(self.graphs[0], self.neighbours[0])))
 
-    def steps(self) -> Iterator[int]:
-        """Numbers of what may happen now: messages first, then runs."""
-        yield from range(len(self.flying))
+    def steps(self, in_order: bool = False) -> Iterator[int]:
+        """Numbers of what may happen now: messages first, then runs. `in_order` is per pair, as sessions keep it."""
+        pairs = set()
+        for number, (sender, to, _) in enumerate(self.flying):
+            if not in_order or (sender, to) not in pairs:
+                yield number
+            pairs.add((sender, to))
         for number, running in enumerate(self.running):
             if not running.pending or running.pending[0] in self.arrived:
                 yield len(self.flying) + number
@@ -101,15 +105,22 @@ class World:
     def key(self) -> object:
         """Equal for equal states."""
         states = tuple(
-            (s._decided, s._used, frozenset(s._arrived), tuple(g.phase for g in s._groups), s.is_done)
-            + (frozenset(s._told), frozenset(s._unheard), frozenset(s._children), repr(s._early))
+            (
+                *(s._decided, s._used, frozenset(s._arrived), tuple(g.phase for g in s._groups), s.is_done),
+                *(frozenset(s._told), frozenset(s._unheard), frozenset(s._children), repr(s._early)),
+            )
             for s in self.states.values()
         )
         runs = frozenset((r.worker, r.run.group, r.executed, tuple(r.pending), len(r.unanswered)) for r in self.running)
         return states, runs, tuple(sorted(map(repr, self.flying)))
 
     def fork(self) -> World:
-        return copy.deepcopy(self)
+        fixed: list[object] = [self.hops, self.graphs, self.neighbours]
+        for graph in self.graphs.values():
+            fixed += [graph.sends, graph.recvs, *graph.sends, *graph.recvs]
+        fixed += [what for _, _, what in self.flying]  # never changed
+        fixed += [running.run for running in self.running]
+        return copy.deepcopy(self, {id(kept): kept for kept in fixed})
 
     # ------------------------------------------------------------ inside
 

@@ -296,7 +296,7 @@ def combine(op: ReduceOp | None, tensors: list[torch.Tensor], factors: list[torc
         if dtype.is_floating_point or dtype.is_complex:
             return total / len(wide)
         return torch.div(total, len(wide), rounding_mode="trunc").to(dtype)
-    functions = {
+    functions: dict[ReduceOp, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
         ReduceOp.SUM: torch.add,
         ReduceOp.PREMUL_SUM: torch.add,
         ReduceOp.PRODUCT: torch.mul,

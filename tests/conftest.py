@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import hypothesis
 import pytest
 import pytest_asyncio
+from group_pool import group_pool as group_pool
 from leak_guard import GRACE_S, LeakGuard, loop_errors
 from rpc_cluster import cluster as cluster  # fixtures, for every test
 from rpc_cluster import running_cluster as running_cluster

@@ -1,8 +1,8 @@
 """Processes that stay alive and act as the ranks of groups. A killed one is replaced when it is needed again.
 
 A test calls `pool.run(size, function, *arguments)`: every one of the first `size` processes calls
-`function(rank, size, *arguments)`, a function at the top of a module of this folder. Results come back by rank; what a rank
-raised comes back as an exception. A process keeps what its functions store in `group_ranks.state`.
+`function(rank, size, *arguments)`, a function at the top of a module of this folder. Results come back by rank; what a
+rank raised comes back as an exception. A process keeps what its functions store in `group_ranks.state`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""NCCL and a GPU, played by the threads of one process on CPU tensors: what the `nccl` backend is tested on without a GPU.
+"""NCCL and a GPU, played by the threads of one process on CPU tensors, to test the `nccl` backend without a GPU.
 
-The communicator has the methods of CuPy's. A call does its work at once, or at the end of its group, on the caller's thread,
-after waiting for the calls of the other ranks; ranks whose calls do not match fail, where NCCL would hang. A call
-that `hangs` does nothing, and its stream is not done until the communicator is aborted.
+The communicator has the methods of CuPy's. A call does its work at once, or at the end of its group, on the caller's
+thread, after waiting for the calls of the other ranks; ranks whose calls do not match fail, where NCCL would hang. With
+`hangs`, calls do nothing, and their stream is not done until the communicator is aborted.
 """
 
 from __future__ import annotations

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 import threading
+import time
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Block", "Failing", "Head", "Loss", "Mixer", "Sleeping", "make_blocks", "sum_loss"]
+__all__ = ["Block", "Failing", "Head", "Loss", "Mixer", "Pass", "Sleeping", "make_blocks", "sum_loss"]
 
 WIDTH = 6
 
@@ -67,8 +69,15 @@ class _BadBackward(torch.autograd.Function):
         raise ArithmeticError("backward was told to fail")
 
 
+class Pass(Block):
+    """Passes the first value on, for a `Failing` or `Sleeping` stage behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x[:, :1], super().forward(x)[:, 1:]], dim=1)
+
+
 class Failing(Block):
-    """Fails for micro-batches that hold a negative first value: -1 forward, -2 backward, -3 by the death of the worker."""
+    """Fails where the first value is -1 (in the forward), -2 (in the backward) or -3 (by the death of the worker)."""
 
     def forward(self, x: Tensor) -> Tensor:
         sign = round(float(x.detach()[0, 0]))
@@ -77,7 +86,7 @@ class Failing(Block):
         if sign == -3:
             os._exit(7)
         y = super().forward(x)
-        return _BadBackward.apply(y) if sign == -2 else y  # type: ignore[no-any-return,no-untyped-call]
+        return _BadBackward.apply(y) if sign == -2 else y  # type: ignore[no-untyped-call]
 
 
 class Sleeping(Block):
@@ -98,3 +107,28 @@ def wake() -> None:
 
 def fall_asleep() -> None:
     _awake.clear()
+
+
+def step_of_doom(workers: Sequence[str], doomed: int) -> tuple[str, str, float]:
+    """A good step, then one in which the worker of stage `doomed` dies: the error, and how long it took."""
+    from rpcdist.parallel.pipeline import Pipeline, PipelineError
+
+    stages = [Failing(stage) if stage == doomed else Block(stage) for stage in range(len(workers))]
+    pipe = Pipeline(stages, workers, num_microbatches=4, loss_fn=Loss())
+    inputs = torch.rand(8, WIDTH, dtype=torch.float64)
+    pipe.step(inputs, inputs)
+    # Stages pass on what `tanh` leaves between -1 and 1, so that only the first stage sees this number.
+    inputs[4, 0] = -3
+    begin = time.monotonic()
+    try:
+        pipe.step(inputs, inputs)
+    except PipelineError as error:
+        return type(error).__name__, str(error), time.monotonic() - begin
+    return "", "", 0.0
+
+
+def num_runners() -> int:
+    """How many pipelines have stages on this worker."""
+    from rpcdist.parallel.pipeline import _runner
+
+    return len(_runner._runners)

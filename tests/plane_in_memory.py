@@ -103,19 +103,33 @@ def reference(operation: Operation, rank: int, inputs: Sequence[Sequence[torch.T
 
 def reduced(operation: Operation, tensors: list[torch.Tensor]) -> torch.Tensor:
     """The reduction, element by element, in the order of the ranks."""
-    op = operation.reduce_op
+    op, dtype = operation.reduce_op, tensors[0].dtype
     assert op is not None
+    tensors = [wide(tensor) for tensor in tensors]
     if op is ReduceOp.PREMUL_SUM:
         assert operation.factor is not None
-        tensors = [(tensor * operation.factor).to(tensor.dtype) for tensor in tensors]
+        tensors = [(tensor * operation.factor).to(dtype) for tensor in tensors]
+        tensors = [wide(tensor) for tensor in tensors]
     total = tensors[0].clone()
     for tensor in tensors[1:]:
         total = _STEPS[op](total, tensor)
     if op is ReduceOp.AVG:
         if total.dtype.is_floating_point or total.dtype.is_complex:
-            return total / len(tensors)
-        return torch.div(total, len(tensors), rounding_mode="trunc").to(total.dtype)
-    return total
+            total = total / len(tensors)
+        elif total.dtype is not torch.bool:
+            total = torch.div(total, len(tensors), rounding_mode="trunc")
+    return total.to(dtype)
+
+
+WIDE = {
+    torch.uint16: torch.int64, torch.uint32: torch.int64, torch.uint64: torch.int64, torch.complex32: torch.complex64,
+    torch.float8_e4m3fn: torch.float32, torch.float8_e5m2: torch.float32,
+}  # fmt: skip
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers in a dtype that torch calculates with."""
+    return tensor.to(WIDE.get(tensor.dtype, tensor.dtype))
 
 
 def _either(boolean: Callable[..., torch.Tensor], other: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:

@@ -7,13 +7,12 @@ from autograd_world import Hop, World, build
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rpcdist.autograd._verdicts import (
+from rpcdist.autograd._events import (
     Decided,
     Finished,
     GradientArrived,
     GroupEnded,
     LocalGraph,
-    PassState,
     PeerBegan,
     Recv,
     Run,
@@ -22,6 +21,7 @@ from rpcdist.autograd._verdicts import (
     SendVerdicts,
     Started,
 )
+from rpcdist.autograd._verdicts import PassState
 
 
 def test_a_call_and_its_result_as_a_table() -> None:
@@ -98,38 +98,70 @@ SHAPES = {
     "unused result": (hop(0, 1), hop(1, 0, 0), root()),
     "one of two calls used": (hop(0, 1), hop(1, 0, 0), hop(0, 2), hop(2, 0, 2), root(1)),
     "one of two tensors": (
-        hop(0, 1), hop(0, 1), Hop(1, 0, (need(0), need(1))), Hop(0, 0, (((2, 1),),)),
+        hop(0, 1),
+        hop(0, 1),
+        Hop(1, 0, (need(0), need(1))),
+        Hop(0, 0, (((2, 1),),)),
     ),
     "self call": (hop(0, 0), hop(0, 0, 0), root(1)),
     "self call, shared": (hop(0, 0, shares=True), hop(0, 0, 0), root(1, shares=True)),
     "ABAB": (hop(0, 1), hop(1, 0, 0), hop(0, 1, 1), hop(1, 0, 2), root(3)),
     "ABAB, all shared": (
-        hop(0, 1, shares=True), hop(1, 0, 0, shares=True), hop(0, 1, 1, shares=True), hop(1, 0, 2, shares=True),
+        hop(0, 1, shares=True),
+        hop(1, 0, 0, shares=True),
+        hop(0, 1, 1, shares=True),
+        hop(1, 0, 2, shares=True),
         root(3, shares=True),
     ),
     "three hops, all shared": (
-        hop(0, 1, shares=True), hop(1, 0, 0), hop(0, 1, 1, shares=True), hop(1, 0, 2), hop(0, 1, 3, shares=True),
-        hop(1, 0, 4), root(5, shares=True),
+        hop(0, 1, shares=True),
+        hop(1, 0, 0),
+        hop(0, 1, 1, shares=True),
+        hop(1, 0, 2),
+        hop(0, 1, 3, shares=True),
+        hop(1, 0, 4),
+        root(5, shares=True),
     ),
     "nested": (hop(0, 1), hop(1, 2, 0), hop(2, 1, 1), hop(1, 0, 0, 2), root(3)),
     "nested, inner result unused": (hop(0, 1), hop(1, 2, 0), hop(2, 1, 1), hop(1, 0, 0), root(3)),
     "nested call back": (hop(0, 1), hop(1, 0, 0), hop(0, 1, 1), hop(1, 0, 2), root(3)),
     "diamond": (hop(0, 1), hop(0, 2), hop(1, 0, 0), hop(2, 0, 1), root(2, 3)),
     "diamond, shared ends": (
-        hop(0, 1, shares=True), hop(0, 2, shares=True), hop(1, 0, 0), hop(2, 0, 1), root(2, 3, shares=True),
+        hop(0, 1, shares=True),
+        hop(0, 2, shares=True),
+        hop(1, 0, 0),
+        hop(2, 0, 1),
+        root(2, 3, shares=True),
     ),
     "ring": (hop(0, 1), hop(1, 2, 0), hop(2, 0, 1), root(2)),
     "ring twice, shared": (
-        hop(0, 1, shares=True), hop(1, 2, 0, shares=True), hop(2, 0, 1, shares=True), hop(0, 1, 2, shares=True),
-        hop(1, 2, 3, shares=True), hop(2, 0, 4, shares=True), root(5, shares=True),
+        hop(0, 1, shares=True),
+        hop(1, 2, 0, shares=True),
+        hop(2, 0, 1, shares=True),
+        hop(0, 1, 2, shares=True),
+        hop(1, 2, 3, shares=True),
+        hop(2, 0, 4, shares=True),
+        root(5, shares=True),
     ),
     "two workers talk, shared": (
-        hop(0, 1), hop(1, 2, 0, shares=True), hop(2, 1, 1, shares=True), hop(1, 2, 2, shares=True),
-        hop(2, 1, 3, shares=True), hop(1, 0, 4, shares=True), root(5),
+        hop(0, 1),
+        hop(1, 2, 0, shares=True),
+        hop(2, 1, 1, shares=True),
+        hop(1, 2, 2, shares=True),
+        hop(2, 1, 3, shares=True),
+        hop(1, 0, 4, shares=True),
+        root(5),
     ),
     "nothing remote": (root(),),
     "seven": (
-        hop(0, 1), hop(0, 2), hop(1, 2, 0), hop(2, 0, 1, 2), hop(2, 1, 2), hop(1, 0, 4), hop(1, 2, 4), root(3, 5),
+        hop(0, 1),
+        hop(0, 2),
+        hop(1, 2, 0),
+        hop(2, 0, 1, 2),
+        hop(2, 1, 2),
+        hop(1, 0, 4),
+        hop(1, 2, 4),
+        root(3, 5),
     ),
 }
 
@@ -145,14 +177,14 @@ def check_the_end(world: World) -> None:
                 assert state.verdict_of(recv.id) == used[recv.id]
 
 
-def explore(start: World, limit: int) -> int:
+def explore(start: World, limit: int, in_order: bool) -> int:
     """Every order of events; states that are reached twice are looked at once. Returns how many there are."""
     start.begin()
     seen = {start.key()}
     todo = [start]
     while todo:
         world = todo.pop()
-        steps = list(world.steps())
+        steps = list(world.steps(in_order))
         if not steps:
             check_the_end(world)
         for step in steps:
@@ -168,7 +200,9 @@ def explore(start: World, limit: int) -> int:
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_interleaving(name: str) -> None:
-    assert explore(build(SHAPES[name], 3), 40_000) >= 1
+    # Of these there are very many; sessions keep the order of messages between two workers.
+    in_order = name in ("seven", "ring", "diamond")
+    assert explore(build(SHAPES[name], 3), 40_000, in_order) >= 1
 
 
 @st.composite

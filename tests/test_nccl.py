@@ -7,6 +7,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TypeVar
 
 import pytest
@@ -32,6 +33,8 @@ from rpcdist.errors import (
 )
 
 T = TypeVar("T")
+
+pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")  # torch says so of complex32
 
 
 class Links(Reporter):
@@ -101,6 +104,11 @@ def on_ranks(
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(size)]
+
+
+@pytest.fixture(autouse=True)
+def flight_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("RPCDIST_FLIGHT_RECORDER_DIR", str(tmp_path))
 
 
 # ------------------------------------------------------------ results
@@ -205,7 +213,7 @@ def test_waiting_makes_the_current_stream_wait_without_blocking_the_host() -> No
 def test_blocking_wait_waits_for_the_device() -> None:
     def run(rank: Rank) -> None:
         rank.runtime.hangs = True
-        with pytest.raises(CollectiveTimeout, match="all_reduce #1 .* timed out on rank 10"):
+        with pytest.raises(CollectiveTimeout, match=r"all_reduce #1 .* timed out on rank 10"):
             rank.backend.submit(rank.all_reduce(torch.ones(2)), timeout_s=0.05)
 
     on_ranks(1, run, options=NcclOptions(blocking_wait=True))
@@ -276,11 +284,14 @@ def test_recv_from_any_source_is_refused() -> None:
 
 
 def test_a_timeout_ends_the_group_on_all_ranks_and_aborts_its_communicator() -> None:
+    submitted = threading.Event()
+
     def run(rank: Rank) -> None:
         rank.runtime.hangs = True
-        work = rank.backend.submit(
-            rank.all_reduce(torch.ones(2)), asynchronous=True, timeout_s=0.05 if rank.me == 0 else None
-        )
+        assert rank.me or submitted.wait(LIMIT_S)
+        timeout_s = None if rank.me else 0.05
+        work = rank.backend.submit(rank.all_reduce(torch.ones(2)), asynchronous=True, timeout_s=timeout_s)
+        submitted.set()
         with pytest.raises(
             CollectiveTimeout, match=r"all_reduce #1 \(SUM, 8 bytes of float32\).* timed out on rank 10"
         ):
@@ -303,9 +314,12 @@ def test_abort_frees_a_call_that_waits_for_a_peer() -> None:
 
 
 def test_an_asynchronous_error_ends_the_group() -> None:
+    submitted = threading.Barrier(2)
+
     def run(rank: Rank) -> None:
         rank.runtime.hangs = True
         work = rank.backend.submit(rank.all_reduce(torch.ones(2)), asynchronous=True)
+        submitted.wait(LIMIT_S)
         if rank.me == 1:
             rank.runtime.async_error = StandInError("unhandled system error")
         with pytest.raises(CollectiveError, match="NCCL reported on rank 11: unhandled system error"):
@@ -316,7 +330,7 @@ def test_an_asynchronous_error_ends_the_group() -> None:
 
 def test_a_call_that_fails_ends_the_group() -> None:
     def run(rank: Rank) -> None:
-        with pytest.raises(CollectiveError, match="NCCL failed on rank 1.: the ranks do not match"):
+        with pytest.raises(CollectiveError, match=r"NCCL failed on rank 1.: the ranks do not match"):
             rank.backend.submit(rank.all_reduce(torch.ones(2 + rank.me)))
 
     on_ranks(2, run)
@@ -390,7 +404,7 @@ def test_closing_with_work_under_way_aborts_it() -> None:
 
 def test_a_rank_that_does_not_come_is_named() -> None:
     context = GroupContext("g", 0, (4, 7), HashStore(), 0.1)
-    with pytest.raises(RendezvousError, match="these ranks did not come within 0.1 s: 7"):
+    with pytest.raises(RendezvousError, match=r"these ranks did not come within 0.1 s: 7"):
         NcclBackend(context, runtime=StandInRuntime(StandInWorld()), reporter=Reporter())
 
 

@@ -123,8 +123,9 @@ def test_when_a_source_is_read() -> None:
     assert not matcher.should_read(0, a_send_is_stuck=False)
     assert matcher.should_read(0, a_send_is_stuck=True)
     matcher.keep(0, 7, 60, "one")
+    matcher.keep(0, 7, 40, "two")
     assert matcher.should_read(0, a_send_is_stuck=True)
-    matcher.keep(0, 7, 60, "two")
+    matcher.keep(0, 7, 1, "three")
     assert not matcher.should_read(0, a_send_is_stuck=True), "the limit of 100 bytes"
     assert matcher.should_read(1, a_send_is_stuck=True), "another source has its own limit"
     matcher.post(0, 8, "receive")
@@ -132,4 +133,4 @@ def test_when_a_source_is_read() -> None:
     matcher.post(None, 9, "any")
     assert matcher.should_read(1, a_send_is_stuck=False)
     assert matcher.post(0, 7, "takes one") == "one"
-    assert matcher.buffered_bytes(0) == 60
+    assert matcher.buffered_bytes(0) == 41

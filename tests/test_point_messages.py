@@ -15,7 +15,6 @@ from point_pairs import LIMIT_S, Mesh, in_threads, mesh
 from rpcdist.collectives._operation import DTYPES
 from rpcdist.collectives._point._messenger import Messenger
 from rpcdist.collectives.work import Work
-from rpcdist.errors import BlockingInLoop
 
 BIG = 3_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
 
@@ -37,7 +36,7 @@ def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 
 
 
 def number(value: float) -> torch.Tensor:
-    return torch.tensor([value])
+    return torch.tensor([float(value)])
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -274,10 +273,7 @@ async def test_work_can_be_awaited() -> None:
     with mesh() as made:
         a, b = made.members
         sent, got = torch.rand(BIG), torch.zeros(BIG)
-        works = [irecv(b, got, 0)]
-        with pytest.raises(BlockingInLoop):
-            works[0].wait()
-        works.append(isend(a, sent, 1))
+        works = [irecv(b, got, 0), isend(a, sent, 1)]
         async with asyncio.timeout(LIMIT_S):
             await asyncio.gather(*works)
         assert torch.equal(sent, got)
@@ -348,7 +344,7 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
 def test_tags_have_64_bits(pair: Mesh) -> None:
     a, b = pair.members
     for tag in (-(1 << 63), (1 << 63) - 1, -1):
-        send(a, number(tag), 1, tag)
+        send(a, number(0), 1, tag)
         recv(b, number(0), 0, tag)
     with pytest.raises(ValueError, match="64 bits"):
         send(a, number(0), 1, 1 << 63)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 from leak_guard import LeakGuard
 from rpc_victims import CALM_S, LIMIT_S, UNIT_S, Victims, forkserver_pid, until
@@ -73,7 +74,7 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
     """A long peer timeout: only the end of the connection tells, and forked children must not hold it open."""
     world = victims.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(rpc.rpc_sync, "b", functions.pid)
-    children = world["b"].run(functions.fork_data_loader_workers) if forked else []
+    children = world["b"].run(forks.fork_data_loader_workers) if forked else []
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, "rpc_sync", "b", str(running))
     until(running.exists, "the call runs")
@@ -141,9 +142,9 @@ USES = ["rpc_sync", "rpc_async", "remote", "RRef", "to_here", "shutdown", "init_
 def test_a_forked_child_cannot_use_rpc_and_harms_nobody(victims: Victims) -> None:
     world = victims.world("a", "b", peer_timeout=CALM_S)
     for use in USES:
-        text, status = world["a"].run(functions.in_forked_child, use, "b")
+        text, status = world["a"].run(forks.in_forked_child, use, "b")
         assert status == 5 and text.startswith("ForkedProcess: this process was forked"), (use, text, status)
-    assert world["a"].run(functions.in_forked_child, "drop", "b") == ("RpcdistError: dropped", 5)
+    assert world["a"].run(forks.in_forked_child, "drop", "b") == ("RpcdistError: dropped", 5)
     assert world["a"].run(functions.wait_until_empty) == world["b"].run(functions.wait_until_empty) == ""
     world.shutdown()
 
@@ -218,4 +219,4 @@ def test_ctrl_c_ends_a_program_that_does_not_expect_it(tmp_path: Path) -> None:
         finally:
             process.kill()
     assert process.returncode == -signal.SIGINT and "KeyboardInterrupt" in errors, errors
-    assert took_s < 3.0
+    assert took_s < 6.0  # half a second on a quiet machine; what it takes is processor time

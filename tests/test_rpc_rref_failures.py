@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
+import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 import rpc_victim_references as references
 from leak_guard import LeakGuard
@@ -60,7 +61,7 @@ def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked
     world["owner"].run(references.hold_own, 3)
     world["owner"].run(references.fork_held_to, "user")  # shared by the owner
     world["friend"].run(references.hold_remote, "user", 2)  # the victim is an owner, too
-    children = world["user"].run(functions.fork_data_loader_workers) if forked else []
+    children = world["user"].run(forks.fork_data_loader_workers) if forked else []
     try:
         world["user"].kill()
         killed = time.monotonic()

@@ -293,7 +293,7 @@ def test_a_peer_that_reads_slowly_is_waited_for() -> None:
     ],
 )
 def test_what_is_no_header_of_this_step_is_a_mismatch_and_touches_nothing(bad: bytes, view: str) -> None:
-    operation = broadcast(root=0) if not view else all_reduce()
+    operation = all_reduce()
     before = operation.outputs[0].clone()
     with scripted_peer(operation) as (link, end):
         link.sendall(bad + bytes(64))

@@ -9,7 +9,7 @@ Receives are posted, messages arrive; each is told to the `Matcher`, which answe
  M5  No message is kept while a receive that it matches is kept.
  M6  A source is read on while a receive that it could match is kept, however much of it is buffered: the message that
      the receive wants may lie behind others. Else it is read only while a send of this rank is stuck (the source may
-     be stuck in a send to us), and only until `limit_bytes` of it are buffered.
+     be stuck in a send to us), and only until the messages that are kept of it, complete or not, exceed `limit_bytes`.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Matcher(Generic[R, M]):
         wanted = self._wanted
         if wanted.get(source) or wanted.get(None):
             return True
-        return a_send_is_stuck and self._buffered_bytes.get(source, 0) < self._limit_bytes
+        return a_send_is_stuck and self._buffered_bytes.get(source, 0) <= self._limit_bytes
 
     def buffered_bytes(self, source: int) -> int:
         """Of the messages that are kept."""

@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -192,7 +191,7 @@ class PendingWork(Work):
 
     def _block(self, timeout_s: float | None) -> None:
         with self._lock:
-            first = not self._has_waiter and timeout_s is None and asyncio._get_running_loop() is None
+            first = not self._has_waiter and timeout_s is None
             self._has_waiter |= first
         if first:
             self._rota.wait(self._request)

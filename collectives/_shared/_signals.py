@@ -22,8 +22,9 @@ one any more. When ranks disagree they stop in that step, and nothing in this se
 
 [Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
 (Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
-assigns and reads an item by a single move), made after the stores of the data that it announces. Copies that use
-non-temporal stores end with a fence in the C library.
+assigns and reads an item by a single move), made after the stores of the data that it announces. String instructions,
+by which the C library copies, may reorder their own stores but not those before and after them; where it copies with
+non-temporal stores, it ends with a fence.
 """
 
 from __future__ import annotations
@@ -42,10 +43,11 @@ __all__ = ["Signals"]
 
 _WORD: Final = 8
 _WORDS: Final = LINE // _WORD
-SPINS: Final = 800
-"""Looks at a flag that keep the interpreter's lock: about 30 us. Most waits end here when every rank has a core."""
+MIN_SPINS: Final = 25
+MAX_SPINS: Final = 800
+"""Looks at a flag that keep the interpreter's lock: about 30 us."""
 YIELDS: Final = 100
-"""Looks with a `sched_yield` after each, which lets other threads run: about 60 us."""
+"""Looks with a `sched_yield` after each, which lets other threads run: about 60 us when nobody else wants the core."""
 NAP_S: Final = 0.01
 """A sleep ends at the latest after this, to ask the control; a flag that is raised ends it at once."""
 
@@ -68,25 +70,25 @@ class Signals:
         self._address = address
         self._bytes = memoryview(memory)
         self._words = self._bytes.cast("Q")
-        self._header = [self._headers(layout, parity) for parity in (0, 1)]
-        self._flag = [layout.header(parity, rank) // _WORD for parity in (0, 1)]
-        self._peers = [self._peer_flags(parity) for parity in (0, 1)]
+        self._header = [self._headers(layout, half) for half in (0, 1)]
+        self._flag = [layout.header(half, rank) // _WORD for half in (0, 1)]
+        self._peers = [self._peer_flags(half) for half in (0, 1)]
         row = layout.sleepers(rank)
         self._sleepers = range(row // _WORD, (row + layout.size + _WORD - 1) // _WORD)
         self._fence = threading.Lock()
         self._opening = False
-        crowded = layout.size > len(os.sched_getaffinity(0))
-        self._spins = range(0 if crowded else SPINS)
-        self._yields = range(1 if crowded else YIELDS)
+        self._crowded = layout.size > len(os.sched_getaffinity(0))
+        self._spins = 0 if self._crowded else MAX_SPINS
+        self._yields = range(1 if self._crowded else YIELDS)
 
-    def _headers(self, layout: Layout, parity: int) -> memoryview:
-        start = layout.header(parity, 0)
+    def _headers(self, layout: Layout, half: int) -> memoryview:
+        start = layout.header(half, 0)
         return self._bytes[start : start + layout.size * LINE]
 
-    def _peer_flags(self, parity: int) -> list[tuple[int, int]]:
+    def _peer_flags(self, half: int) -> list[tuple[int, int]]:
         """Rank and flag of the others; those after this rank first, so that not all look at the same one."""
         peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
-        return [(peer, self._layout.header(parity, peer) // _WORD) for peer in peers]
+        return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
 
     def close(self) -> None:
         """Lets go of the memory."""
@@ -117,16 +119,16 @@ class Signals:
             CollectiveError: from `control.check()`.
         """
         step = self.step
-        parity = step & 1
+        half = step & 1
         words = self._words
         if self._opening:
             start = self._rank * LINE + _WORD
-            self._header[parity][start : start + FINGERPRINT_BYTES] = control.fingerprint
-        words[self._flag[parity]] = step
-        self._wake(parity)
-        for peer, flag in self._peers[parity]:
+            self._header[half][start : start + FINGERPRINT_BYTES] = control.fingerprint
+        words[self._flag[half]] = step
+        self._wake(half)
+        for peer, flag in self._peers[half]:
             if words[flag] != step:
-                for _ in self._spins:
+                for _ in range(self._spins):
                     if words[flag] == step:
                         break
                 else:
@@ -151,7 +153,7 @@ class Signals:
 
     # ------------------------------------------------------------ waiting
 
-    def _wake(self, parity: int) -> None:
+    def _wake(self, half: int) -> None:
         """Wakes who sleeps until this rank raises its flag.
 
         A sleeper writes its mark before it looks at the flag, and this rank looks at the mark after it has raised the
@@ -162,13 +164,14 @@ class Signals:
             pass
         for word in self._sleepers:
             if self._words[word]:
-                _futex.wake(self._address + self._flag[parity] * _WORD)
+                _futex.wake(self._address + self._flag[half] * _WORD)
                 return
 
     def _wait(self, peer: int, flag: int, control: Control) -> None:
         words, step = self._words, self.step
-        for _ in self._yields:
+        for count in self._yields:
             if words[flag] == step:
+                self._adapt(count)
                 return
             os.sched_yield()
         mark = self._layout.sleepers(peer) + self._rank
@@ -180,6 +183,15 @@ class Signals:
                 _futex.wait(address, value, NAP_S)
         finally:
             self._bytes[mark] = 0
+
+    def _adapt(self, num_yields: int) -> None:
+        """Spins longer or shorter from now on.
+
+        A flag that came after many yields came from another core, and spinning would have seen it sooner. One that came
+        after the first yields came from a rank that runs on this core, and could not as long as this one spun.
+        """
+        if not self._crowded:
+            self._spins = min(2 * self._spins, MAX_SPINS) if num_yields > 2 else max(self._spins // 2, MIN_SPINS)
 
     def _check(self, control: Control) -> None:
         """Raises when there is no sense in waiting any longer."""

@@ -16,10 +16,33 @@ from rpcdist.collectives._sockets._framing import Frame
 from rpcdist.collectives._sockets._links import Links
 from rpcdist.collectives._sockets._transfers import LANDING_BYTES, Receiving, Reduction, Sending, Transfer
 
-__all__ = ["Runner"]
+__all__ = ["Pollers", "Runner"]
 
 _CHECK_INTERVAL_MS: Final = 50
 _LANDING_SLOT: Final = -1
+_MAX_POLLERS: Final = 64
+
+
+class Pollers:
+    """Keeps `select.poll` objects: the same few sets of descriptors are waited for again and again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, ...], select.poll] = {}
+
+    def get(self, masks: dict[int, int], wakeup_fd: int) -> select.poll:
+        """One for these descriptors and events, and for `wakeup_fd` to be readable unless that is -1."""
+        key = (wakeup_fd, *masks, *masks.values())
+        poller = self._kept.get(key)
+        if poller is None:
+            poller = select.poll()
+            for descriptor, mask in masks.items():
+                poller.register(descriptor, mask)
+            if wakeup_fd >= 0:
+                poller.register(wakeup_fd, select.POLLIN)
+            if len(self._kept) >= _MAX_POLLERS:
+                self._kept.clear()
+            self._kept[key] = poller
+        return poller
 
 
 class Runner:
@@ -34,6 +57,7 @@ class Runner:
         reducer: for plans that reduce.
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for what arrives to be reduced.
+        pollers: of the plane.
     """
 
     def __init__(
@@ -46,6 +70,7 @@ class Runner:
         reducer: Reducer | None,
         finish: Callable[[torch.Tensor], object] | None,
         scratch: Scratch,
+        pollers: Pollers,
     ) -> None:
         self._rank = rank
         self._links = links
@@ -55,13 +80,18 @@ class Runner:
         self._reducer = reducer
         self._finish = finish
         self._scratch = scratch
+        self._pollers = pollers
 
     def run(self, plan: Plan) -> None:
         """Runs all rounds; raises like `Plane.run`."""
         for number, round_ in enumerate(plan):
-            receiving = [self._receiving(number, step) for step in round_.receives]
-            transfers: list[Transfer] = [self._sending(number, step) for step in round_.sends]
-            self._move([*transfers, *receiving])
+            pending: list[Transfer] = []
+            for send in round_.sends:
+                sending = self._sending(number, send)
+                if not self._advance(sending):  # at once: while it travels, this rank gets ready to receive
+                    pending.append(sending)
+            receiving = [self._receiving(number, receive) for receive in round_.receives]
+            self._move([*pending, *receiving])
             for transfer in receiving:
                 transfer.complete()
             self._make_final(round_)
@@ -128,12 +158,8 @@ class Runner:
             else:
                 descriptor = transfer.link.fileno()
                 masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
-        poller = select.poll()
-        for descriptor, mask in masks.items():
-            poller.register(descriptor, mask)
         wakeup_fd = self._control.wakeup_fd
-        if wakeup_fd >= 0:
-            poller.register(wakeup_fd, select.POLLIN)
+        poller = self._pollers.get(masks, wakeup_fd)
         while True:
             ready = poller.poll(_CHECK_INTERVAL_MS)
             self._control.check()

@@ -14,7 +14,7 @@ from rpcdist.collectives._plans import plan_for
 from rpcdist.collectives._sockets._buffers import Buffer, Scratch
 from rpcdist.collectives._sockets._framing import Frame
 from rpcdist.collectives._sockets._links import Links
-from rpcdist.collectives._sockets._runner import Runner
+from rpcdist.collectives._sockets._runner import Pollers, Runner
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SocketPlane"]
@@ -47,6 +47,7 @@ class SocketPlane(Plane):
         self.size = size
         self._links = Links(rank, hub, group_name, addresses, unix)
         self._scratch = Scratch()
+        self._pollers = Pollers()
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
             Kind.REDUCE: self._for_reduce,
@@ -88,7 +89,8 @@ class SocketPlane(Plane):
                 return make_final(tensor, self.size)
 
         buffers = [Buffer(tensor, reducer) for tensor in tensors]
-        Runner(self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch).run(plan)
+        runner = Runner(self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch, self._pollers)
+        runner.run(plan)
 
     def close(self) -> None:
         self._links.close()

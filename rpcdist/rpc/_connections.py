@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._calls import PendingCall
@@ -151,17 +151,17 @@ class Connections:
     def _spawn_learn(self) -> None:
         self._agent.node.io.spawn(self._learn(), "rpcdist learn who is there")
 
-    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
+    def send_control(self, to: int, message: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
         """Sends a control message reliably; any thread, never blocks."""
         if self._agent.directory.knows(to):
             self.peer(to).send_control(message)
         else:
             self._agent.node.io.call_soon(self._spawn_introduction, to, message)
 
-    def _spawn_introduction(self, to: int, message: rref_pb2.RRefMessage) -> None:
+    def _spawn_introduction(self, to: int, message: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
         self._agent.node.io.spawn(self._send_to_stranger(to, message), "rpcdist control message to a stranger")
 
-    async def _send_to_stranger(self, to: int, message: rref_pb2.RRefMessage) -> None:
+    async def _send_to_stranger(self, to: int, message: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
         await self._learn()
         if self._agent.directory.knows(to):
             self.peer(to).send_control(message)

@@ -197,12 +197,13 @@ class Pipeline:
                 calls[-1].is_quiet = True  # only one error is reported, and it may be another's
             for done in rpc.as_completed(calls):
                 done.value()
+            return [call.value() for call in calls]
         except Exception as exc:
-            raise self._end_failed_step(calls, exc) from exc
+            error = self._end_failed_step(calls, exc)
         except BaseException:
             self._end_failed_step(calls, RpcdistError("the driver was interrupted"))
             raise
-        return [call.value() for call in calls]
+        raise error  # here, because a `from` would take its `__cause__`, the remote traceback
 
     def _end_failed_step(self, calls: Sequence[rpc.Future[Report]], exc: Exception) -> Exception:
         """Ends the step everywhere, and finds the error that explains the others."""

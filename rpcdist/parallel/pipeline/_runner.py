@@ -172,7 +172,8 @@ class Runner:
                 is_running = self._running.locked()
         if not is_running:
             with self._running:
-                self._clear(step)
+                if step >= self._ended_step:  # else a later step has run meanwhile, and its gradients are good
+                    self._clear(step)
 
     def _clear(self, step: int) -> None:
         """Leaves nothing of a failed step; the lock `_running` is held."""
@@ -183,9 +184,13 @@ class Runner:
 
     def _end(self, step: int) -> None:
         with self._lock:
-            self._ended_step = max(self._ended_step, step)
-            for old in [number for number in self._mailboxes if number <= self._ended_step]:
-                del self._mailboxes[old]
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        """Drops what arrived for a step or earlier ones, and what will; the lock is held."""
+        self._ended_step = max(self._ended_step, step)
+        for old in [number for number in self._mailboxes if number <= self._ended_step]:
+            del self._mailboxes[old]
 
     # ------------------------------------------------------------ a step
 
@@ -206,7 +211,9 @@ class Runner:
             raise PipelineTimeout(*self._place(order.step), "an earlier step still runs")
         try:
             report = _Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
-            self._end(order.step)
+            with self._lock:
+                mailbox.check()  # an `abort` that comes after this finds the step ended, and clears the gradients itself
+                self._forget(order.step)
             return report
         except BaseException:
             self._clear(order.step)

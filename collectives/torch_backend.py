@@ -1,0 +1,321 @@
+"""torch on our collectives: after importing this module, `torch.distributed.init_process_group("rpcdist")` works.
+
+    import torch.distributed as dist
+    import rpcdist.collectives.torch_backend
+
+    dist.init_process_group("rpcdist")
+
+The groups of `torch.distributed` are then ours, for its functions, its DistributedDataParallel and its FSDP alike. CPU
+tensors go through the backend `tcp`; CUDA tensors through `nccl` where that can be used, else through the CPU's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+import torch
+import torch.distributed as torch_distributed
+
+from rpcdist.collectives._new_groups import open_group
+from rpcdist.collectives._store._torch import TorchStoreAdapter
+from rpcdist.collectives.backends import default_backend
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcdist.collectives._lowercase import TensorLists, Tensors
+
+__all__ = ["NAME", "TorchProcessGroup", "TorchWork", "register"]
+
+if not torch_distributed.is_available():
+    raise ConfigError("this torch was built without torch.distributed; use rpcdist.collectives itself instead")
+
+NAME: Final = "rpcdist"
+"""What `init_process_group` and `new_group` of torch take as `backend`."""
+
+_DEVICES: Final = ["cpu", "cuda"]
+
+
+class TorchWork(torch._C._distributed_c10d.Work):
+    """Our Work, one or several, where torch expects its own.
+
+    Args:
+        works: at least one; it is done when all of them are.
+    """
+
+    def __init__(self, *works: Work) -> None:
+        super().__init__()
+        self._works = works
+
+    def __repr__(self) -> str:
+        return f"<TorchWork {', '.join(map(repr, self._works))}>"
+
+    def wait(self, timeout: timedelta | float = timedelta(0)) -> bool:
+        """Blocks until it is done; 0 leaves the limit to the operations' own."""
+        for work in self._works:
+            work.wait(timeout)
+        return True
+
+    def is_completed(self) -> bool:
+        return all(work.is_completed() for work in self._works)
+
+    def is_success(self) -> bool:
+        return all(work.is_success() for work in self._works)
+
+    def exception(self) -> BaseException | None:
+        return next((error for work in self._works if (error := work.exception()) is not None), None)
+
+    def result(self) -> list[torch.Tensor]:
+        return [tensor for work in self._works for tensor in work.result()]
+
+    def synchronize(self) -> None:
+        for work in self._works:
+            work.synchronize()
+
+    def block_current_stream(self) -> None:
+        for work in self._works:
+            work.block_current_stream()
+
+    def source_rank(self) -> int:
+        return self._works[0].source_rank()
+
+    _source_rank = source_rank
+
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:  # type: ignore[override]  # torch: its C++ base
+        futures = [work.get_future() for work in self._works]
+        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_flatten)
+
+    def get_future_result(self) -> torch.futures.Future[int]:
+        futures = [work.get_future_result() for work in self._works]
+        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_worst)
+
+
+def _flatten(done: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
+    return [tensor for future in done.value() for tensor in future.value()]
+
+
+def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
+    return max(future.value() for future in done.value())
+
+
+class TorchProcessGroup(torch._C._distributed_c10d.ProcessGroup):
+    """A group of ours as one of torch's. The methods are torch's lower-case ones, see `ProcessGroup` there and here.
+
+    Args:
+        store: torch's, for this group alone.
+        group: does the work.
+        name: torch's name of the group, which its functional collectives find it by.
+    """
+
+    # C++ code of torch reads these, and so do its Python functions, which expect one backend for each device.
+    supports_coalescing = False
+    supports_splitting = False
+    supports_shrinking = False
+    supports_time_estimate = False
+
+    def __init__(self, store: torch_distributed.Store, group: ProcessGroup, name: str) -> None:
+        super().__init__(group.rank(), group.size())  # type: ignore[call-arg, arg-type]  # the form for Python's groups
+        self._store = store
+        self._group = group
+        self._names = [name, ""]  # and a description
+
+    def __repr__(self) -> str:
+        return f"<TorchProcessGroup of {self._group!r}>"
+
+    @property
+    def group(self) -> ProcessGroup:
+        """The group that does the work."""
+        return self._group
+
+    # ------------------------------------------------------------ who it is
+
+    def get_group_store(self) -> torch_distributed.Store:
+        return self._store
+
+    def name(self) -> str:
+        return NAME
+
+    # C++ code of torch asks by these four; Python code by the two properties.
+
+    def getGroupName(self) -> str:
+        return self._names[0]
+
+    def setGroupName(self, name: str) -> None:
+        self._names[0] = name
+
+    def getGroupDesc(self) -> str:
+        return self._names[1]
+
+    def setGroupDesc(self, description: str) -> None:
+        self._names[1] = description
+
+    group_name = property(getGroupName)
+    _set_group_name = setGroupName
+    group_desc = property(getGroupDesc)
+    _set_group_desc = setGroupDesc
+
+    def getBackendName(self) -> str:
+        return NAME
+
+    _get_backend_name = getBackendName
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device(name) for name in self._group.device_types]
+
+    def _get_backend(self, device: torch.device) -> TorchProcessGroup:
+        self._group.carrier(torch.device(device).type)  # raises for one that the group does not carry
+        return self
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        return False
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._group.set_timeout(timeout)
+
+    _set_default_timeout = set_timeout
+
+    # ------------------------------------------------------------ collectives
+
+    def allreduce(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
+        return TorchWork(self._group.allreduce(tensors, opts, timeout))
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> TorchWork:
+        """The tensors may have different dtypes: one operation for each dtype."""
+        by_kind: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
+        for tensor in tensors:
+            by_kind.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
+        return TorchWork(*(self._group.allreduce_coalesced(same, opts) for same in by_kind.values()))
+
+    def reduce(self, tensors: Tensors, opts: object = None, *rest: object, **named: object) -> TorchWork:
+        return TorchWork(self._group.reduce(tensors, opts, *rest, **named))  # type: ignore[arg-type]  # torch's overloads
+
+    def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
+        return TorchWork(self._group.broadcast(tensors, opts, timeout))
+
+    def allgather(
+        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        return TorchWork(self._group.allgather(output_tensors, input_tensors, opts))
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[list[torch.Tensor]], input_list: list[torch.Tensor], opts: object = None
+    ) -> TorchWork:
+        """`output_lists[i][k]` is what rank i passed as `input_list[k]`."""
+        works = []
+        for index, tensor in enumerate(input_list):
+            works.append(self._group.allgather([outputs[index] for outputs in output_lists], tensor, opts))
+        return TorchWork(*works)
+
+    def all_gather_single(
+        self, output: torch.Tensor, input: torch.Tensor, opts: object = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        return TorchWork(self._group.all_gather_single(output, input, opts))
+
+    _allgather_base = all_gather_single
+
+    def all_gather_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+    ) -> TorchWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return TorchWork(*(self._group.all_gather_single(output, tensor, opts) for output, tensor in pairs))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def gather(
+        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        return TorchWork(self._group.gather(output_tensors, input_tensors, opts, timeout))
+
+    def scatter(
+        self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, timeout: timedelta | None = None
+    ) -> TorchWork:
+        return TorchWork(self._group.scatter(output_tensors, input_tensors, opts, timeout))
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None) -> TorchWork:
+        return TorchWork(self._group.reduce_scatter(output_tensors, input_tensors, opts))
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
+        return TorchWork(self._group.reduce_scatter_single(output, input, opts))
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
+    ) -> TorchWork:
+        pairs = zip(outputs, inputs, strict=True)
+        return TorchWork(*(self._group.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    def alltoall(
+        self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: object = None
+    ) -> TorchWork:
+        return TorchWork(self._group.alltoall(output_tensors, input_tensors, opts))
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: object = None,
+    ) -> TorchWork:
+        return TorchWork(self._group.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts))
+
+    alltoall_base = all_to_all_single
+
+    # ------------------------------------------------------------ messages and barriers
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
+        return TorchWork(self._group.send(tensors, dst_rank, tag))
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
+        return TorchWork(self._group.recv(tensors, src_rank, tag))
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
+        return TorchWork(self._group.recv_anysource(tensors, tag))
+
+    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
+        return TorchWork(self._group.barrier(opts, timeout))
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        self._group.monitored_barrier(timeout, wait_all_ranks)
+
+    # ------------------------------------------------------------ the end
+
+    def abort(self) -> None:
+        self._group.abort()
+
+    def shutdown(self) -> None:
+        self._group.shutdown()
+
+
+def _make_group(
+    given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
+) -> TorchProcessGroup:
+    """What torch calls to make a group: `given` says which ranks, and brings the store."""
+    ranks = tuple(given.global_ranks_in_group) or tuple(range(given.group_size))
+    group = open_group(
+        f"torch {given.group_id}",
+        given.group_rank,
+        ranks,
+        TorchStoreAdapter(given.store),
+        backend=default_backend(),
+        timeout=given.timeout,
+        options=options,
+        device=None,
+        description="of torch.distributed",
+    )
+    return TorchProcessGroup(given.store, group, str(given.group_id))
+
+
+def register() -> None:
+    """Makes the name known to torch; importing this module has done it already. Idempotent."""
+    torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
+
+
+register()

@@ -1,0 +1,269 @@
+"""What the ranks of `group_pool` are asked to do by the tests of the `tcp` backend."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from group_ranks import state
+from plane_in_memory import reference, wide
+
+from rpcdist.collectives import FileStore
+from rpcdist.collectives._backend import GroupContext
+from rpcdist.collectives._operation import DTYPES, Kind, Operation, ReduceOp
+from rpcdist.collectives._reduce import unsupported
+from rpcdist.collectives.tcp import TcpBackend, TcpOptions
+
+LIMIT_S = 30.0
+CLOSE_LIMIT_S = 5.0
+
+
+def open_group(rank: int, size: int, path: str, shared: object = True, timeout_s: float = LIMIT_S) -> str:
+    """Makes a group; `shared` says whether this rank may use shared memory, or is a list that says it for each rank."""
+    close_group(rank, size)
+    allowed = shared[rank] if isinstance(shared, list) else bool(shared)
+    context = GroupContext(
+        name=os.path.basename(path),
+        rank=rank,
+        ranks=tuple(range(size)),
+        store=FileStore(path, size),
+        timeout_s=timeout_s,
+        options=TcpOptions(shared_memory=allowed),
+    )
+    backend = state["backend"] = TcpBackend(context)
+    return repr(backend)
+
+
+def close_group(rank: int, size: int) -> None:
+    backend = state.pop("backend", None)
+    if backend is not None:
+        backend.close(CLOSE_LIMIT_S)
+
+
+def backend() -> TcpBackend:
+    found: TcpBackend = state["backend"]
+    return found
+
+
+# ---------------------------------------------------------------- right results
+
+
+def check_operations(rank: int, size: int, seed: int, count: int, asynchronous: bool) -> int:
+    """Random operations, the same on all ranks, each compared with the reference; returns how many reduced."""
+    draw = random.Random(seed)
+    num_reduced = 0
+    works = []
+    for _ in range(count):
+        make = draw_operation(draw, size)
+        operations = [make(other) for other in range(size)]
+        mine = operations[rank]
+        num_reduced += mine.reduce_op is not None
+        expected = reference(mine, rank, [[t.clone().view(-1) for t in op.inputs] for op in operations])
+        work = backend().submit(mine, asynchronous=asynchronous)
+        works.append((work, mine, expected))
+        if not asynchronous:
+            compare(mine, expected)
+    for work, mine, expected in works if asynchronous else []:
+        work.wait()
+        compare(mine, expected)
+    return num_reduced
+
+
+def compare(operation: Operation, expected: list[torch.Tensor]) -> None:
+    for output, wanted in zip(operation.outputs, expected, strict=True):
+        found, right = wide(output.view(-1)), wide(wanted)
+        close = torch.equal(found, right)
+        if not close and (found.is_floating_point() or found.is_complex()):
+            tolerance = TOLERANCES.get(output.dtype, 1e-5)
+            close = torch.allclose(found, right, rtol=tolerance, atol=tolerance)
+        assert close, (operation.kind, operation.reduce_op, output.dtype, output.numel(), output, wanted)
+
+
+TOLERANCES = {
+    torch.float16: 3e-2, torch.bfloat16: 6e-2, torch.complex32: 3e-2, torch.float8_e4m3fn: 0.25, torch.float8_e5m2: 0.5,
+}  # fmt: skip
+LENGTHS = (0, 1, 2, 3, 7, 64, 1000, 4096, 20_000, 300_001)
+
+
+def draw_operation(draw: random.Random, size: int) -> Callable[[int], Operation]:
+    """One operation, as a function of the rank."""
+    kind = Kind(draw.randint(Kind.ALL_REDUCE, Kind.BARRIER))
+    op, dtype = draw.choice(list(ReduceOp)), draw.choice(DTYPES)
+    reduces = kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+    while reduces and (unsupported(op, dtype) is not None or (op is ReduceOp.PREMUL_SUM and dtype is torch.bool)):
+        op, dtype = draw.choice(list(ReduceOp)), draw.choice(DTYPES)
+    length, root, salt = draw.choice(LENGTHS), draw.randrange(size), draw.randrange(1000)
+    lengths = [draw.choice(LENGTHS[:7]) for _ in range(size)]
+    table = [[draw.choice(LENGTHS[:7]) for _ in range(size)] for _ in range(size)]
+    factor = 2.0 if op is ReduceOp.PREMUL_SUM else None
+
+    def values(rank: int, count: int, chunk: int = 0) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(salt * 1000 + rank * 10 + chunk)
+        if dtype is torch.bool:
+            return torch.randint(0, 2, (count,), generator=generator, dtype=torch.bool)
+        if dtype.is_floating_point or dtype.is_complex:
+            return torch.randint(-3, 4, (count,), generator=generator).to(torch.float32).to(dtype)
+        return torch.randint(0, 4, (count,), generator=generator).to(dtype)
+
+    def empty(count: int) -> torch.Tensor:
+        return torch.zeros(count).to(dtype)
+
+    def make(rank: int) -> Operation:
+        common: dict[str, Any] = {"reduce_op": op if reduces else None, "factor": factor if reduces else None}
+        if kind is Kind.BARRIER:
+            return Operation(kind)
+        if kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.BROADCAST):
+            buffer = values(rank, length)
+            return Operation(kind, (buffer,), (buffer,), root=-1 if kind is Kind.ALL_REDUCE else root, **common)
+        if kind in (Kind.ALL_GATHER, Kind.GATHER):
+            outputs = tuple(empty(length) for _ in range(size)) if kind is Kind.ALL_GATHER or rank == root else ()
+            return Operation(kind, (values(rank, length),), outputs, root=-1 if kind is Kind.ALL_GATHER else root)
+        if kind is Kind.SCATTER:
+            chunks = tuple(values(rank, length, chunk) for chunk in range(size)) if rank == root else ()
+            return Operation(kind, chunks, (empty(length),), root=root)
+        if kind is Kind.REDUCE_SCATTER:
+            chunks = tuple(values(rank, lengths[chunk], chunk) for chunk in range(size))
+            return Operation(kind, chunks, (empty(lengths[rank]),), **common)
+        inputs = tuple(values(rank, table[rank][other], other) for other in range(size))
+        return Operation(kind, inputs, tuple(empty(table[other][rank]) for other in range(size)))
+
+    return make
+
+
+def same_bits(rank: int, size: int) -> bytes:
+    """A sum whose rounding depends on the order; the result has to be the same on all ranks."""
+    found = b""
+    for count in (3, 5000, 200_001):
+        tensor = torch.rand(count, generator=torch.Generator().manual_seed(rank)) * 10**rank
+        backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+        found += tensor[:100].numpy().tobytes() + tensor.sum().numpy().tobytes()
+    return found
+
+
+# ---------------------------------------------------------------- failures
+
+
+def until_it_fails(rank: int, size: int, count: int, victim: int, how: str) -> tuple[str, str, float]:
+    """Reduces 4 MiB again and again; the victim ends itself in between. Returns type, text and time of the failure."""
+    tensor = torch.ones(1 << 20)
+    try:
+        for _ in range(count):
+            backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.MAX))
+        if rank == victim:
+            if how == "after forking":
+                _fork_a_child_that_lives()
+            backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.MAX), asynchronous=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        for _ in range(1000):
+            backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.MAX))
+    except Exception as exc:
+        return type(exc).__name__, str(exc), time.time()
+    return "nothing", "", time.time()
+
+
+def _fork_a_child_that_lives() -> None:
+    """As a DataLoader's worker does: it holds copies of whatever its parent did not take away from it."""
+    if os.fork() == 0:
+        signal.alarm(20)
+        signal.pause()
+        os._exit(0)
+
+
+def attempt(rank: int, size: int, name: str, *arguments: object) -> tuple[str, str]:
+    """Runs another function of this module; returns the type and the text of what it raised."""
+    try:
+        globals()[name](rank, size, *arguments)
+    except Exception as exc:
+        return type(exc).__name__, str(exc)
+    return "nothing", ""
+
+
+def mismatched(rank: int, size: int, case: str) -> None:
+    """Calls something else on the last rank."""
+    odd = rank == size - 1
+    tensor = torch.ones(4)
+    operation = Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM)
+    if case == "operation" and odd:
+        operation = Operation(Kind.BARRIER)
+    elif case == "dtype" and odd:
+        tensor = torch.ones(4, dtype=torch.int32)
+        operation = Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM)
+    elif case == "size":
+        tensor = torch.ones(40_000 if odd else 30_000)
+        operation = Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM)
+    elif case == "reduction" and odd:
+        operation = Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.MAX)
+    elif case == "root":
+        operation = Operation(Kind.BROADCAST, (tensor,), (tensor,), root=1 if odd else 0)
+    elif case == "order":
+        if odd:
+            operation = Operation(Kind.BROADCAST, (tensor,), (tensor,), root=0)
+        backend().submit(operation)
+        raise AssertionError("the first operation went through")
+    elif case == "all_to_all":
+        inputs = tuple(torch.ones(3) for _ in range(size))
+        outputs = tuple(torch.ones(2 if odd and other == 0 else 3) for other in range(size))
+        operation = Operation(Kind.ALL_TO_ALL, inputs, outputs)
+    backend().submit(operation)
+
+
+def missing(rank: int, size: int, absent: int) -> None:
+    """One rank does not come."""
+    tensor = torch.ones(4)
+    backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+    if rank != absent:
+        backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), timeout_s=0.5)
+    else:
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline and backend()._engine.failure is None:
+            time.sleep(0.01)
+        backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+
+
+def abort_on_one(rank: int, size: int, aborter: int) -> None:
+    tensor = torch.ones(4)
+    if rank == aborter:
+        backend().abort("for the test")
+    backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+
+
+def leave_early(rank: int, size: int, leaver: int) -> None:
+    backend().submit(Operation(Kind.BARRIER))
+    if rank == leaver:
+        close_group(rank, size)
+        return
+    tensor = torch.ones(4)
+    backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+
+
+def slow_peer(rank: int, size: int, slow: int) -> float:
+    """One rank comes late and the others wait for it; returns what this rank took, in seconds."""
+    if rank == slow:
+        time.sleep(0.5)
+    began = time.monotonic()
+    tensor = torch.full((100,), float(rank))
+    backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+    assert tensor[0] == sum(range(size))
+    return time.monotonic() - began
+
+
+def open_things(rank: int, size: int) -> dict[str, int]:
+    """What this process holds: descriptors by kind, and threads of groups."""
+    import threading
+
+    found = {"sockets": 0, "memory": 0, "pipes": 0}
+    for name in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{name}")
+        except OSError:
+            continue
+        found["sockets"] += target.startswith("socket:")
+        found["memory"] += "memfd:" in target
+        found["pipes"] += target.startswith("pipe:")
+    found["threads"] = sum("group" in thread.name for thread in threading.enumerate())
+    return found

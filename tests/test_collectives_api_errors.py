@@ -1,0 +1,291 @@
+"""Wrong arguments: the same calls in torch and here, and the exception here is one that torch's callers catch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from datetime import timedelta
+from types import ModuleType
+
+import pytest
+import torch
+import torch.distributed as theirs
+from collectives_ranks import own_worlds, run_ranks
+
+import rpcdist.collectives as ours
+from rpcdist.errors import CollectiveTimeout, ConfigError
+
+one = torch.ones
+
+
+@pytest.fixture
+def both() -> Iterator[None]:
+    """A world of one rank in each package."""
+    theirs.init_process_group("gloo", store=theirs.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=5))
+    try:
+        with own_worlds():
+            ours.init_process_group("local", store=ours.HashStore(), rank=0, world_size=1)
+            try:
+                yield
+            finally:
+                ours.destroy_process_group()
+    finally:
+        theirs.destroy_process_group()
+
+
+# Called with each package.
+WRONG: dict[str, Callable[[ModuleType], object]] = {
+    "all_reduce of a list": lambda c: c.all_reduce([1]),
+    "all_reduce op": lambda c: c.all_reduce(one(2), "sum"),
+    "all_reduce of complex": lambda c: c.all_reduce(one(2, dtype=torch.complex64), c.ReduceOp.MAX),
+    "all_reduce of float": lambda c: c.all_reduce(one(2), c.ReduceOp.BAND),
+    "all_reduce of float8": lambda c: c.all_reduce(one(2).to(torch.float8_e4m3fn)),
+    "broadcast without src": lambda c: c.broadcast(one(2)),
+    "broadcast with both": lambda c: c.broadcast(one(2), 0, group_src=0),
+    "broadcast src": lambda c: c.broadcast(one(2), 9),
+    "broadcast negative src": lambda c: c.broadcast(one(2), -1),
+    "broadcast group_src": lambda c: c.broadcast(one(2), group_src=9),
+    "broadcast src type": lambda c: c.broadcast(one(2), "0"),
+    "reduce dst": lambda c: c.reduce(one(2), 9),
+    "all_gather length": lambda c: c.all_gather([one(2), one(2)], one(2)),
+    "all_gather tuple": lambda c: c.all_gather((one(2),), one(2)),
+    "all_gather of numbers": lambda c: c.all_gather([1], one(2)),
+    "all_gather dtype": lambda c: c.all_gather([one(2)], one(2, dtype=torch.int64)),
+    "all_gather size": lambda c: c.all_gather([one(2)], one(3)),
+    "all_gather_single type": lambda c: c.all_gather_single([one(2)], one(2)),
+    "all_gather_single size": lambda c: c.all_gather_single(one(3), one(2)),
+    "all_gather_single dtype": lambda c: c.all_gather_single(one(2), one(2, dtype=torch.int64)),
+    "gather without list": lambda c: c.gather(one(2)),
+    "gather length": lambda c: c.gather(one(2), [one(2), one(2)]),
+    "gather size": lambda c: c.gather(one(2), [one(3)]),
+    "gather dst": lambda c: c.gather(one(2), dst=9),
+    "gather both": lambda c: c.gather(one(2), [one(2)], dst=0, group_dst=0),
+    "scatter without list": lambda c: c.scatter(one(2)),
+    "scatter length": lambda c: c.scatter(one(2), [one(2), one(2)]),
+    "scatter size": lambda c: c.scatter(one(2), [one(3)]),
+    "scatter list type": lambda c: c.scatter(one(2), (one(2),)),
+    "reduce_scatter length": lambda c: c.reduce_scatter(one(2), [one(2), one(2)]),
+    "reduce_scatter size": lambda c: c.reduce_scatter(one(3), [one(2)]),
+    "reduce_scatter dtype": lambda c: c.reduce_scatter(one(2), [one(2, dtype=torch.int64)]),
+    "reduce_scatter_single size": lambda c: c.reduce_scatter_single(one(3), one(4)),
+    "reduce_scatter_single dtype": lambda c: c.reduce_scatter_single(one(2), one(2, dtype=torch.int64)),
+    "all_to_all length": lambda c: c.all_to_all([one(2), one(2)], [one(2), one(2)]),
+    "all_to_all type": lambda c: c.all_to_all(one(2), one(2)),
+    "all_to_all_single splits": lambda c: c.all_to_all_single(one(4), one(4), [2, 2], [2, 2]),
+    "all_to_all_single sum": lambda c: c.all_to_all_single(one(4), one(4), [3], [3]),
+    "all_to_all_single dtype": lambda c: c.all_to_all_single(one(4), one(4, dtype=torch.int64)),
+    "send to itself": lambda c: c.send(one(2), 0),
+    "send of a list": lambda c: c.isend([1], 0),
+    "send without dst": lambda c: c.send(one(2)),
+    "isend with both": lambda c: c.isend(one(2), 0, group_dst=0),
+    "irecv of a list": lambda c: c.irecv([1], 0),
+    "batch of numbers": lambda c: c.batch_isend_irecv([1]),
+    "P2POp op": lambda c: c.P2POp(c.broadcast, one(2), 0),
+    "P2POp tensor": lambda c: c.P2POp(c.isend, 1, 0),
+    "P2POp peer": lambda c: c.P2POp(c.isend, one(2)),
+    "monitored_barrier timeout": lambda c: c.monitored_barrier(timeout="x"),
+    "monitored_barrier seconds": lambda c: c.monitored_barrier(timeout=3),
+    "init twice": lambda c: c.init_process_group("gloo", store=c.HashStore(), rank=0, world_size=1),
+    "new_group duplicates": lambda c: c.new_group([0, 0]),
+    "new_group range": lambda c: c.new_group([1]),
+    "new_group size": lambda c: c.new_group([0, 1]),
+    "new_group negative": lambda c: c.new_group([-1]),
+    "new_group timeout": lambda c: c.new_group([0], timeout=3),
+    "new_subgroups size": lambda c: c.new_subgroups(3),
+    "new_subgroups zero": lambda c: c.new_subgroups(0),
+    "new_subgroups nothing": lambda c: c.new_subgroups_by_enumeration([]),
+    "new_subgroups twice": lambda c: c.new_subgroups_by_enumeration([[0], [0]]),
+    "backend of a stranger": lambda c: c.get_backend(c.GroupMember.NON_GROUP_MEMBER),
+    "group rank": lambda c: c.get_group_rank(c.new_group([0]), 7),
+    "global rank": lambda c: c.get_global_rank(c.new_group([0]), 7),
+    "destroy": lambda c: c.destroy_process_group("x"),
+    "shrink type": lambda c: c.shrink_group(0),
+    "shrink nothing": lambda c: c.shrink_group([]),
+    "shrink flags": lambda c: c.shrink_group([0], shrink_flags=7),
+    "gather_object": lambda c: c.gather_object(1),
+    "scatter_object_list empty": lambda c: c.scatter_object_list([], [1]),
+    "scatter_object_list None": lambda c: c.scatter_object_list(None, [1]),
+    "scatter_object_list input": lambda c: c.scatter_object_list([None]),
+    "broadcast_object_list empty": lambda c: c.broadcast_object_list([], 0),
+    "LOCAL_RANK": lambda c: c.get_node_local_rank(),
+}
+
+
+def outcome(call: Callable[[ModuleType], object], package: ModuleType) -> Exception | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            call(package)
+        except Exception as exc:
+            return exc
+    return None
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_exceptions_are_those_of_torch(what: str, both: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    expected, found = outcome(WRONG[what], theirs), outcome(WRONG[what], ours)
+    assert expected is not None, "torch accepts this"
+    assert isinstance(found, type(expected)), f"torch: {expected!r}\nhere: {found!r}"
+
+
+DIFFERENT: dict[str, tuple[Callable[[ModuleType], object], type[Exception], type[Exception]]] = {
+    # torch's are assertions; here wrong arguments are ConfigError, like everywhere.
+    "unknown backend": (lambda c: c.new_group([0], backend="nope"), AssertionError, ConfigError),
+    "empty batch": (lambda c: c.batch_isend_irecv([]), IndexError, ConfigError),
+    "all_gather_object places": (lambda c: c.all_gather_object([], 1), IndexError, ConfigError),
+    "quantized": (
+        lambda c: c.all_reduce(torch.quantize_per_tensor(one(2), 0.1, 0, torch.qint8)),
+        NotImplementedError,
+        ConfigError,
+    ),
+    "empty group": (lambda c: c.new_group([]), TypeError, ConfigError),
+}
+
+
+@pytest.mark.parametrize("what", DIFFERENT)
+def test_exceptions_that_differ_on_purpose(what: str, both: None) -> None:
+    call, expected, found = DIFFERENT[what]
+    assert type(outcome(call, theirs)) is expected
+    assert isinstance(outcome(call, ours), found)
+
+
+ACCEPTED: dict[str, Callable[[ModuleType], object]] = {
+    "stacked output": lambda c: c.all_gather_into_tensor(torch.zeros(1, 2), one(2)),
+    "other shape of the same size": lambda c: c.all_gather([torch.zeros(4)], one(2, 2)),
+    "all_to_all_single of transposed": lambda c: c.all_to_all_single(torch.zeros(4, 2), one(2, 4).t()),
+    "average of integers": lambda c: c.all_reduce(one(2, dtype=torch.int64), c.ReduceOp.AVG),
+    "int16": lambda c: c.all_reduce(one(2, dtype=torch.int16)),
+}
+
+
+@pytest.mark.parametrize("what", ACCEPTED)
+def test_what_gloo_refuses_and_this_accepts(what: str, both: None) -> None:
+    assert outcome(ACCEPTED[what], theirs) is not None
+    assert outcome(ACCEPTED[what], ours) is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"store": 3, "rank": 0, "world_size": 1}, TypeError),
+        ({"store": "hash", "rank": 0}, ConfigError),
+        ({"store": "hash", "world_size": 1}, ConfigError),
+        ({"store": "hash", "rank": 1, "world_size": 1}, ConfigError),
+        ({"store": "hash", "init_method": "env://", "rank": 0, "world_size": 1}, ConfigError),
+        ({"store": "hash", "rank": 0, "world_size": 1, "timeout": 3}, TypeError),
+        ({"store": "hash", "rank": "0", "world_size": 1}, TypeError),
+        ({"store": "hash", "rank": 0, "world_size": 1, "backend": "nope"}, ConfigError),
+        ({"store": "hash", "rank": 0, "world_size": 1, "device_id": torch.device("cuda")}, ConfigError),
+        ({"init_method": "env://"}, ConfigError),
+    ],
+)
+def test_arguments_of_init(
+    arguments: dict[str, object], error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    given = {**arguments, "store": ours.HashStore()} if arguments.get("store") == "hash" else arguments
+    with own_worlds(), pytest.raises(error):
+        ours.init_process_group(**{"backend": "local", **given})  # type: ignore[arg-type]
+    assert not ours.is_initialized()
+
+
+def test_without_a_default_group() -> None:
+    with own_worlds():
+        for call in (
+            lambda: ours.all_reduce(one(1)),
+            ours.get_rank,
+            ours.get_backend,
+            ours.destroy_process_group,
+            ours.new_group,
+            ours.barrier,
+        ):
+            with pytest.raises(ValueError, match="Default process group has not been initialized"):
+                call()
+        assert ours.group.WORLD is None and not ours.is_initialized()
+
+
+NOT_MINE = ours.GroupMember.NON_GROUP_MEMBER
+OUTSIDE: dict[str, Callable[[], object]] = {
+    "all_reduce": lambda: ours.all_reduce(one(1), group=NOT_MINE),
+    "reduce": lambda: ours.reduce(one(1), 0, group=NOT_MINE),
+    "broadcast": lambda: ours.broadcast(one(1), 0, group=NOT_MINE),
+    "all_gather": lambda: ours.all_gather([one(1)], one(1), group=NOT_MINE),
+    "all_gather_single": lambda: ours.all_gather_into_tensor(one(1), one(1), group=NOT_MINE),
+    "gather": lambda: ours.gather(one(1), group=NOT_MINE),
+    "scatter": lambda: ours.scatter(one(1), group=NOT_MINE),
+    "reduce_scatter": lambda: ours.reduce_scatter(one(1), [one(1)], group=NOT_MINE),
+    "reduce_scatter_single": lambda: ours.reduce_scatter_tensor(one(1), one(1), group=NOT_MINE),
+    "all_to_all": lambda: ours.all_to_all([one(1)], [one(1)], group=NOT_MINE),
+    "all_to_all_single": lambda: ours.all_to_all_single(one(1), one(1), group=NOT_MINE),
+    "barrier": lambda: ours.barrier(NOT_MINE),
+    "monitored_barrier": lambda: ours.monitored_barrier(NOT_MINE),
+    "isend": lambda: ours.send(one(1), 0, NOT_MINE),
+    "irecv": lambda: None if ours.recv(one(1), 0, NOT_MINE) == -1 else 1,
+    "all_gather_object": lambda: ours.all_gather_object([], 1, NOT_MINE),
+    "gather_object": lambda: ours.gather_object(1, group=NOT_MINE),
+    "broadcast_object_list": lambda: ours.broadcast_object_list([], 0, NOT_MINE),
+    "scatter_object_list": lambda: ours.scatter_object_list([], group=NOT_MINE),
+    "send_object_list": lambda: ours.send_object_list([], 0, NOT_MINE),
+    "recv_object_list": lambda: None if ours.recv_object_list([], 0, NOT_MINE) == -1 else 1,
+}
+
+
+@pytest.mark.parametrize("what", OUTSIDE)
+def test_outside_of_the_group_calls_warn_and_do_nothing(what: str) -> None:
+    with pytest.warns(UserWarning, match=f"^Running {what} on global rank -1 which does not belong"):
+        assert OUTSIDE[what]() is None
+    assert ours.get_rank(NOT_MINE) == ours.get_world_size(NOT_MINE) == -1
+    ours.destroy_process_group(NOT_MINE)
+
+
+def test_sizes_in_a_world_of_two() -> None:
+    """What a world of one cannot get wrong."""
+
+    def on_rank(rank: int) -> None:
+        other = 1 - rank
+        for call, text in (
+            (lambda: ours.gather(one(2), [one(2), one(2)], dst=other), "NOT be specified on non-destination"),
+            (lambda: ours.scatter(one(2), [one(2), one(2)], src=other), "NOT be specified on non-source"),
+            (lambda: ours.all_to_all_single(one(3), one(3)), "cannot divide equally"),
+            (lambda: ours.all_to_all_single(one(2), torch.tensor(1.0)), "no dimension to split"),
+            (lambda: ours.all_to_all([one(2), one(2)], [one(3), one(3)]), "they have to be equal"),
+            (lambda: ours.reduce_scatter_tensor(one(2), one(5)), "they have to be equal"),
+            (lambda: ours.isend(one(2), rank), "should not be the same"),
+            (lambda: ours.irecv(one(2), rank), "should not be the same"),
+            (lambda: ours.send(one(2), other, tag=-1), "Tag must be nonnegative"),
+            (lambda: ours.all_gather([one(1), one(1, device="meta")], one(1)), "on one device"),
+            (lambda: ours.all_reduce(one(1, device="meta")), "No backend type associated with device type meta"),
+            (lambda: ours.all_reduce(torch.eye(2).to_sparse()), "groups carry dense tensors"),
+            (lambda: ours.scatter_object_list([None], [1], src=rank), "1 objects for 2 ranks"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                call()
+        ours.barrier()  # nothing was sent, so the group works
+
+    run_ranks(2, on_rank)
+
+
+def test_monitored_barrier_names_who_is_missing() -> None:
+    def on_rank(rank: int) -> None:
+        if rank == 1:
+            return
+        with pytest.raises(RuntimeError, match=r"ranks \[1\] did not arrive"):
+            ours.monitored_barrier(timeout=timedelta(seconds=0.2))
+        with pytest.raises(CollectiveTimeout):
+            ours.barrier(timeout=timedelta(seconds=0.01))
+
+    run_ranks(3, on_rank)
+
+
+def test_operations_on_a_destroyed_group() -> None:
+    def on_rank(rank: int) -> None:
+        group = ours.new_group()
+        ours.destroy_process_group(group)
+        with pytest.raises(ValueError, match="was destroyed"):
+            ours.all_reduce(one(1), group=group)
+        with pytest.raises(ValueError, match="Invalid process group specified"):
+            ours.destroy_process_group(group)
+
+    run_ranks(2, on_rank)

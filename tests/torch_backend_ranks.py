@@ -1,0 +1,236 @@
+"""What the processes of the tests of `torch_backend` run: functions of torch alone, on groups of ours.
+
+Each function takes the rank and the number of ranks, runs with torch's default group made, and asserts.
+"""
+
+from __future__ import annotations
+
+import copy
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from multiprocessing.connection import Connection
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+import rpcdist.collectives.torch_backend
+from rpcdist.errors import CollectiveMismatch
+
+__all__ = ["serve"]
+
+LIMIT = timedelta(seconds=40)
+
+
+@contextmanager
+def default_group(rank: int, size: int, path: str) -> Iterator[None]:
+    """torch's own default group, by torch's own file store, on our backend."""
+    store = dist.FileStore(path, size)
+    dist.init_process_group("rpcdist", store=store, rank=rank, world_size=size, timeout=LIMIT)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def serve(pipe: Connection, rank: int, size: int) -> None:
+    """Runs functions of this module as they are named on the pipe, and answers each with "" or a traceback."""
+    torch.set_num_threads(1)
+    while (request := pipe.recv()) is not None:
+        name, path = request
+        function: Callable[[int, int], None] = globals()[name]
+        try:
+            with default_group(rank, size, path):
+                function(rank, size)
+            pipe.send("")
+        except BaseException:
+            pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
+
+
+# ------------------------------------------------------------ operations
+
+
+def collectives(rank: int, size: int) -> None:
+    everyone = [torch.full((2, 3), float(other + 1)) for other in range(size)]
+    total = torch.stack(everyone).sum(0)
+    mine = everyone[rank].clone()
+    assert dist.get_backend() == "rpcdist" and dist.get_world_size() == size and dist.get_rank() == rank
+    dist.all_reduce(mine)
+    assert torch.equal(mine, total)
+    work = dist.all_reduce(mine.copy_(everyone[rank]), op=dist.ReduceOp.MAX, async_op=True)
+    assert work is not None and work.wait() and work.is_completed() and work.is_success()
+    assert torch.equal(mine, everyone[-1]) and torch.equal(work.get_future().value()[0], mine)
+    strided = torch.zeros(3, 2).t()
+    dist.broadcast(strided.copy_(everyone[rank]), src=1)
+    assert torch.equal(strided, everyone[1])
+    outputs = [torch.empty(2, 3) for _ in range(size)]
+    dist.all_gather(outputs, everyone[rank])
+    assert all(map(torch.equal, outputs, everyone))
+    whole = torch.empty(2 * size, 3)
+    dist.all_gather_into_tensor(whole, everyone[rank])
+    assert torch.equal(whole, torch.cat(everyone))
+    part = torch.empty(2, 3)
+    dist.reduce_scatter_tensor(part, whole)
+    assert torch.equal(part, everyone[rank] * size)
+    dist.reduce_scatter(part, list(everyone))
+    assert torch.equal(part, everyone[rank] * size)
+    dist.all_to_all_single(whole, whole.clone())
+    assert torch.equal(whole, everyone[rank].repeat(size, 1))
+    dist.reduce(mine.copy_(everyone[rank]), dst=0)
+    assert torch.equal(mine, total if rank == 0 else everyone[rank])
+    dist.gather(everyone[rank], outputs if rank == 0 else None, dst=0)
+    dist.scatter(part, list(everyone) if rank == 1 else None, src=1)
+    assert torch.equal(part, everyone[rank])
+    dist.barrier()
+
+
+def objects_and_messages(rank: int, size: int) -> None:
+    gathered: list[object] = [None] * size
+    dist.all_gather_object(gathered, {"rank": rank})
+    assert gathered == [{"rank": other} for other in range(size)]
+    shared = [rank, "x"]
+    dist.broadcast_object_list(shared, src=1)
+    assert shared == [1, "x"]
+    right, left = (rank + 1) % size, (rank - 1) % size
+    got = torch.empty(4, dtype=torch.bfloat16)
+    sent = torch.full((4,), rank, dtype=torch.bfloat16)
+    for work in dist.batch_isend_irecv([dist.P2POp(dist.isend, sent, right), dist.P2POp(dist.irecv, got, left)]):
+        work.wait()
+    assert got.tolist() == [left] * 4
+    if rank == 0:
+        assert dist.recv(got, tag=3) == size - 1
+    elif rank == size - 1:
+        dist.send(sent, 0, tag=3)
+
+
+def subgroups(rank: int, size: int) -> None:
+    group = dist.new_group([1, 0], backend="rpcdist")
+    tensor = torch.tensor([rank + 1])
+    dist.all_reduce(tensor, group=group)
+    assert tensor.item() == 3
+    mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("all",))
+    tensor = torch.tensor([rank + 1])
+    dist.all_reduce(tensor, group=mesh.get_group("all"))
+    assert tensor.item() == sum(range(size + 1))
+    dist.destroy_process_group(group)
+
+
+def functional(rank: int, size: int) -> None:
+    """The functional collectives reach groups through C++."""
+    from torch.distributed import _functional_collectives as functions
+
+    group = dist.group.WORLD
+    assert group is not None
+    everyone = [torch.full((2,), float(other)) for other in range(size)]
+    reduced = functions.all_reduce(everyone[rank], "sum", group)
+    assert torch.equal(reduced + 0, torch.stack(everyone).sum(0))
+    assert torch.equal(functions.all_gather_tensor(everyone[rank], 0, group) + 0, torch.cat(everyone))
+    scattered = functions.reduce_scatter_tensor(torch.cat(everyone), "sum", 0, group)
+    assert torch.equal(scattered + 0, everyone[rank] * size)
+    both = functions.all_reduce_coalesced([everyone[rank], everyone[rank].double()], "sum", group)
+    assert both[0].tolist() == both[1].tolist() == reduced.tolist()
+    gathered = functions.all_gather_into_tensor_coalesced([everyone[rank], everyone[rank] + 1], group)
+    assert torch.equal(gathered[1] + 0, torch.cat(everyone) + 1)
+
+
+def mismatch(rank: int, size: int) -> None:
+    """Our checks hold for torch's functions too, and the error is ours."""
+    group = dist.new_group(backend="rpcdist")
+    try:
+        dist.all_reduce(torch.ones(3 + rank), group=group)
+    except CollectiveMismatch as exc:
+        assert "rank 1 called all_reduce #1" in str(exc), exc
+    else:
+        raise AssertionError("no mismatch was found")
+
+
+def again(rank: int, size: int) -> None:
+    """The default group ends and begins anew in the same processes: nothing to do but being called again."""
+    dist.barrier()
+
+
+# ------------------------------------------------------------ training
+
+
+def make_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(10, 33), nn.ReLU(), nn.Linear(33, 17), nn.ReLU(), nn.Linear(17, 1))
+
+
+def batches(rank: int) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    generator = torch.Generator().manual_seed(rank + 1)
+    return [(torch.randn(6, 10, generator=generator), torch.randn(6, 1, generator=generator)) for _ in range(4)]
+
+
+def train(
+    model: nn.Module, data: list[tuple[torch.Tensor, torch.Tensor]], optimizer: torch.optim.Optimizer
+) -> list[float]:
+    losses = []
+    for inputs, targets in data:
+        optimizer.zero_grad()
+        loss = nn.functional.mse_loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def train_alone(size: int) -> nn.Module:
+    """One process with all ranks' batches: the mean over all of them is the mean of the ranks' means."""
+    model = make_model()
+    data = [batches(rank) for rank in range(size)]
+    together = [tuple(map(torch.cat, zip(*step, strict=True))) for step in zip(*data, strict=True)]
+    train(model, together, torch.optim.Adam(model.parameters(), lr=0.01))
+    return model
+
+
+def equal_models(got: nn.Module, wanted: nn.Module) -> None:
+    expected = dict(wanted.named_parameters())
+    for name, parameter in got.named_parameters():
+        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+        torch.testing.assert_close(full, expected[name], rtol=1e-5, atol=1e-6)
+
+
+def ddp(rank: int, size: int) -> None:
+    for bucket_cap_mb in (25, 0.001):  # one bucket, and many
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]  # int
+        train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
+        equal_models(model.module, train_alone(size))
+
+
+def ddp_hook(rank: int, size: int) -> None:
+    """A communication hook gets the future of our Work."""
+
+    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
+        assert work is not None
+        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
+        return future
+
+    hook.__annotations__.clear()  # torch wants them to be classes; here they are text
+    model = DistributedDataParallel(make_model())
+    model.register_comm_hook(None, hook)
+    train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
+    equal_models(model.module, train_alone(size))
+
+
+def fsdp(rank: int, size: int) -> None:
+    mesh = init_device_mesh("cpu", (size,))
+    for reshard in (True, False):
+        model = copy.deepcopy(make_model())
+        for layer in model:  # type: ignore[attr-defined]  # Sequential
+            if isinstance(layer, nn.Linear):
+                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
+        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
+        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
+        train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
+        equal_models(model, train_alone(size))
+
+
+assert rpcdist.collectives.torch_backend.NAME == "rpcdist"
