@@ -111,18 +111,18 @@ def active_run() -> RunInProgress:
 
 class SendRpc(Function):
     @staticmethod
-    def forward(ctx: Any, send: RecordedSend, *tensors: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, send: RecordedSend, *tensors: torch.Tensor) -> torch.Tensor:
         ctx.send = send
         return torch.empty(())
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         return None, *active_run().gradient_of(ctx.send)
 
 
 class RecvRpc(Function):
     @staticmethod
-    def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:  # type: ignore[override]
+    def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:
         ctx.recv = recv
         ctx.set_materialize_grads(False)
         # Not arguments of `apply`, so the very tensors get the history: no copies, and no views, which could not be
@@ -132,19 +132,19 @@ class RecvRpc(Function):
         return outputs
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *gradients: torch.Tensor | None) -> Any:
         active_run().deliver(ctx.recv, gradients)
         return None, None, None
 
 
 class GateOrder(Function):
     @staticmethod
-    def forward(ctx: Any, send: RecordedSend, previous: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, send: RecordedSend, previous: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
         ctx.send = send
         return previous.clone()
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, _: torch.Tensor) -> Any:
         active_run().wait_for(ctx.send)
         return None, torch.zeros(()), torch.zeros(())
 

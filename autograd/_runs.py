@@ -3,10 +3,11 @@
 [Note: gates]
     Usually all gradients that the group is run from are there. Where the graph of a worker leads out to another worker
     and back in (A->B->A, through shared nodes), some will come only after others have been sent. For these, the
-    tensors of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the run,
-    lets the gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread, so it must be
-    the last choice: the engine takes ready nodes by sequence number, order nodes get 0, and all others more than that.
-    A gradient never depends on one of a smaller stamp, so what is waited for always comes, or the pass fails.
+    tensors of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the
+    run, lets the gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread,
+    so it must be the last choice: the engine takes ready nodes by sequence number, order nodes get 0, and all others
+    more than that. A gradient never depends on one of a smaller stamp, so what is waited for always comes, or the pass
+    fails.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class GroupRun:
     @staticmethod
     def _raise_sequence(node: torch.autograd.graph.Node) -> None:
         if node._sequence_nr() == 0:
-            node._set_sequence_nr(1)  # type: ignore[attr-defined]
+            node._set_sequence_nr(1)
 
     # ------------------------------------------------------------ called by nodes (`RunInProgress`)
 

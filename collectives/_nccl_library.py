@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Protocol, cast
 
 import torch
 
@@ -154,12 +154,10 @@ class CudaRuntime:
             yield
 
     def current_stream(self) -> Stream:
-        stream: Stream = torch.cuda.current_stream(self.device)
-        return stream
+        return cast("Stream", torch.cuda.current_stream(self.device))  # torch's takes torch's events only
 
     def new_stream(self) -> Stream:
-        stream: Stream = torch.cuda.Stream(self.device)
-        return stream
+        return cast("Stream", torch.cuda.Stream(self.device))
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

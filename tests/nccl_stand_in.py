@@ -16,6 +16,8 @@ from contextlib import contextmanager
 
 import torch
 
+from rpcdist.collectives._nccl_library import Event, Stream
+
 __all__ = ["LIMIT_S", "StandInError", "StandInRuntime", "StandInWorld"]
 
 LIMIT_S = 20.0
@@ -230,7 +232,7 @@ class StandInStream:
     def record_event(self) -> StandInEvent:
         return StandInEvent(self, self.hung)
 
-    def wait_event(self, event: StandInEvent) -> None:
+    def wait_event(self, event: Event) -> None:
         self.runtime.log.append((self.name, "waits"))
 
 
@@ -286,7 +288,7 @@ class StandInRuntime:
             end()
 
     @contextmanager
-    def on(self, stream: StandInStream) -> Iterator[None]:
+    def on(self, stream: Stream) -> Iterator[None]:
         before = self.current_stream()
         self._local.stream = stream
         try:
@@ -294,8 +296,8 @@ class StandInRuntime:
         finally:
             self._local.stream = before
 
-    def current_stream(self) -> StandInStream:
-        stream: StandInStream = getattr(self._local, "stream", self.main)
+    def current_stream(self) -> Stream:
+        stream: Stream = getattr(self._local, "stream", self.main)
         return stream
 
     def new_stream(self) -> StandInStream:

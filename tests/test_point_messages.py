@@ -16,7 +16,7 @@ from rpcdist.collectives._operation import DTYPES
 from rpcdist.collectives._point._messenger import Messenger
 from rpcdist.collectives.work import Work
 
-BIG = 3_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
+BIG = 6_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
 
 
 def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:

@@ -108,8 +108,7 @@ class Messenger:
         if peer == self._rank:
             with self._lock:
                 self._board.put_to_self(request)
-                self._rota.changed()
-            self._settle()
+            self._settle(request)
         else:
             self._start_send(request)
         return self._finish(request)
@@ -144,7 +143,7 @@ class Messenger:
             if not receive.done:
                 self._rota.ensure() if asynchronous else self._rota.changed()
         if receive.done:
-            self._settle()
+            self._settle(receive)
         return self._finish(receive)
 
     def _check(self, title: str, tag: int) -> None:
@@ -190,8 +189,8 @@ class Messenger:
                 self._open(link, request)
             if link.ended is None:
                 self._write_directly(link, request)
-        if request.done:
-            self._settle()
+        if self._board.settled:
+            self._settle(request)
 
     def _open(self, link: OutLink, request: Request) -> None:
         """Connects a link that this thread made busy."""
@@ -286,10 +285,12 @@ class Messenger:
     def _is_needed(self) -> bool:
         return bool(self._board.pending)
 
-    def _settle(self) -> None:
-        """Tells the waiters of what was decided."""
+    def _settle(self, own: Request | None = None) -> None:
+        """Tells the waiters of what was decided; `own` is the caller's. Who leads passes none, and knows by itself."""
         with self._lock:
             settled, self._board.settled = self._board.settled, []
+            if own is not None and any(request is not own for request in settled):
+                self._rota.changed()  # the leader may sleep for one of them
         for request in settled:
             request.settle()
 
