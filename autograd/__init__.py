@@ -25,6 +25,7 @@ from rpcdist.autograd._api import (  # noqa: F401  # torch has the private ones 
     get_gradients,
     is_available,
 )
+from rpcdist.autograd._draw import draw
 from rpcdist.autograd._errors import AutogradError, BackwardError, ContextNotFound
 from rpcdist.autograd._runs import Captured, queue_callback
 from rpcdist.autograd._worker import AutogradWorker
@@ -39,6 +40,7 @@ __all__ = [
     "backward",
     "backward_async",
     "context",
+    "draw",
     "get_gradients",
     "is_available",
     "queue_callback",

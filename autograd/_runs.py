@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -108,22 +108,22 @@ class GroupRun:
     def _gates(self) -> GradientEdge:
         """The chain of order nodes; see [Note: gates]."""
         chain = torch.zeros((), requires_grad=True)
-        orders = set()
+        orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
         with torch.enable_grad():
             for id in reversed(self._run.pending):
                 send = self._analysis.sends[id]
                 chain = GateOrder.apply(send, chain, send.gate)  # type: ignore[no-untyped-call]
-                orders.add(chain.grad_fn)
+                orders.append(chain.grad_fn)
                 self._raise_sequence(send.node)
         for order in orders:
-            order._set_sequence_nr(0)  # type: ignore[union-attr]
+            order._set_sequence_nr(0)
         for node, mask in self._analysis.inner.items():
             if mask & self._run.used:
                 self._raise_sequence(node)
         return get_gradient_edge(chain)
 
     @staticmethod
-    def _raise_sequence(node: torch.autograd.graph.Node) -> None:
+    def _raise_sequence(node: Any) -> None:
         if node._sequence_nr() == 0:
             node._set_sequence_nr(1)
 

@@ -148,10 +148,10 @@ class _Peer:
         self.rpc = importlib.import_module(self.module)
         self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2)
 
-    def measure(self, name: str, effort: float) -> dict[str, float]:
-        from _cases import CASES
-
-        return next(case for case in CASES if case.name == name).measure(self.rpc, effort)
+    def measure(self, name: str, effort: float, module: str = "_cases") -> dict[str, float]:
+        cases = importlib.import_module(module).CASES
+        measured: dict[str, float] = next(case for case in cases if case.name == name).measure(self.rpc, effort)
+        return measured
 
     def churn(self, num_calls: int) -> None:
         from _cases import churn

@@ -11,26 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib.metadata
 import os
-import platform
-import re
 import statistics
 import sys
-from collections.abc import Iterable, Sequence
-from datetime import UTC, datetime
-from pathlib import Path
 
 from _cases import CASES, Case, Row
 from _pairs import Pair, PairFailed, open_pair
+from _report import RESULTS, Line, about_machine, layout, show, write_results
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
 MEMORY = "memory"
 MEMORY_ROWS = tuple(
     Row(f"growth of resident memory per 10,000 calls, {who}", "", who, "MiB", 2**-20, limit=5.0)
     for who in ("caller", "callee")
 )
-Line = tuple[str, ...]
 HEAD: Line = ("what", "size", "unit", "ours", "torch", "ours/torch", "in single rounds", "budget", "ok")
 
 
@@ -94,62 +87,17 @@ def judge(row: Row, ours: float, ratio: float | None) -> tuple[str, bool | None]
     return f"at most {row.ratio:g}x", ratio <= row.ratio
 
 
-def show(value: float) -> str:
-    return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
-
-
 # ---- showing
-
-
-def layout(lines: Sequence[Line]) -> list[str]:
-    """A Markdown table that is also readable as plain text."""
-    widths = [max(len(line[column]) for line in (HEAD, *lines)) for column in range(len(HEAD))]
-    rule = tuple("-" * width for width in widths)
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (HEAD, rule, *lines)
-    ]
 
 
 def describe_machine(arguments: argparse.Namespace) -> list[str]:
     """Where and with what this was measured."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    packages = [f"{name} {version(name)}" for name in ("rpcdist", "torch", "grpcio", "protobuf", "uvloop")]
     pinned = "pinned to one core each" if arguments.pin else "not pinned"
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     return [
-        f"- machine: {cpu_name()}, {cores} cores, {platform.system()} {platform.release()}; load before: {load}",
-        f"- versions: Python {platform.python_version()}, {', '.join(packages)}",
+        *about_machine("rpcdist", "torch", "grpcio", "protobuf", "uvloop"),
         f"- 2 pairs of 2 processes, {pinned}, 1 OpenMP thread each; medians of {arguments.rounds} alternating rounds",
-        f"- ours is `{arguments.ours}`, torch is `torch.distributed.rpc`; {datetime.now(UTC):%Y-%m-%d %H:%M} UTC",
+        f"- ours is `{arguments.ours}`, torch is `torch.distributed.rpc`",
     ]
-
-
-def cpu_name() -> str:
-    with contextlib.suppress(OSError):
-        if found := re.search(r"model name\s*: (.*)", Path("/proc/cpuinfo").read_text()):
-            return found[1]
-    return platform.processor() or platform.machine()
-
-
-def version(package: str) -> str:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def write_results(lines: Iterable[str]) -> None:
-    """Replaces the section on RPC in RESULTS.md, or appends it; other sections stay."""
-    begin, end = "<!-- rpc: begin -->", "<!-- rpc: end -->"
-    old = RESULTS.read_text() if RESULTS.exists() else "# Results of the benchmarks\n"
-    section = "\n".join([begin, "## RPC: `python benchmarks/rpc.py`", "", *lines, end])
-    if begin in old:
-        before, _, rest = old.partition(begin)
-        new = before + section + rest.partition(end)[2]
-    else:
-        new = f"{old.rstrip()}\n\n{section}\n"
-    RESULTS.write_text(new)
 
 
 # ---- the command
@@ -173,10 +121,10 @@ def compare(arguments: argparse.Namespace) -> int:
             else:
                 case = next(case for case in CASES if case.name == name)
                 lines += measure_case(case, ours, torch, arguments.rounds, effort)
-    table = layout(lines)
+    table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results([*about, "", *table])
+        write_results("rpc", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 

@@ -1,8 +1,16 @@
-"""Groups begin when all their ranks have come; a rank that never comes is named, as is one that wants another group."""
+"""Groups begin when all their ranks have come; a rank that never comes is named, as is one that wants another group.
+
+[Note: arrival] The first rank of a group to come writes down what it wants, and each rank says that it has come under
+a key of its own. One that wants something else finds out at once; it overwrites the keys that the others wait for with
+its own wish, so that they find out at once, too, and do not wait for somebody who may never come. A rank that gives up
+takes back its key: whoever comes later must not take it for one that still waits.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Final
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from rpcdist.collectives._store._prefix import PrefixStore
 from rpcdist.errors import CollectiveMismatch, StoreTimeout
@@ -15,46 +23,64 @@ __all__ = ["arrive", "join_generation"]
 SHOWN: Final = 10
 
 
-def arrive(store: Store, rank: int, ranks: tuple[int, ...], what: str, timeout_s: float, description: str) -> None:
+def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: float, description: str) -> None:
     """Waits until all ranks of a group have come, and checks that all of them want the same.
 
     Args:
         store: the group's own key space.
-        rank: of this process in the group.
-        ranks: the members, in the world.
+        rank: of this process in the world.
+        ranks: the members, in the world; this process is one.
         what: the group, for errors.
         timeout_s: limit.
-        description: what has to be equal on all of them.
+        description: what has to be equal on all of them, besides the ranks.
 
     Raises:
         StoreTimeout: naming the ranks that did not come.
-        CollectiveMismatch: naming one with another description.
+        CollectiveMismatch: naming one that wants something else.
     """
-    store.set(_key(rank), description)
-    keys = [_key(other) for other in range(len(ranks))]
+    wish = json.dumps([rank, list(ranks), description])
+    first = store.compare_set("first", "", wish).decode()
+    if not _same(first, wish):
+        store.multi_set([_key(other) for other in json.loads(first)[1]], [wish] * len(json.loads(first)[1]))
+        _disagree(what, wish, first)
+    store.delete_key(_gone(rank))
+    store.set(_key(rank), wish)
+    keys = [_key(other) for other in ranks]
     try:
         store.wait(keys, timeout_s)
     except StoreTimeout as exc:
-        raise _missing(store, ranks, what, timeout_s) from exc
-    for other, found in enumerate(store.multi_get(keys)):
-        if found.decode(errors="replace") != description:
-            raise CollectiveMismatch(
-                f"making {what}",
-                f"rank {ranks[rank]} wants {description}, but rank {ranks[other]} wants "
-                f"{found.decode(errors='replace')}; all ranks have to pass the same arguments",
-            )
+        store.set(_gone(rank), b"1")
+        store.delete_key(_key(rank))
+        late = [other for other in ranks if not store.check([_key(other)]) and not store.check([_gone(other)])]
+        raise _missing(late, len(ranks), what, timeout_s) from exc
+    for found in store.multi_get(keys):
+        if not _same(found.decode(), wish):
+            _disagree(what, wish, found.decode())
 
 
 def _key(rank: int) -> str:
     return f"arrived/{rank}"
 
 
-def _missing(store: Store, ranks: tuple[int, ...], what: str, timeout_s: float) -> StoreTimeout:
-    late = [world_rank for place, world_rank in enumerate(ranks) if not store.check([_key(place)])]
+def _gone(rank: int) -> str:
+    """It came, and gave up: other ranks, whose time ends a little later, do not count it as missing."""
+    return f"gone/{rank}"
+
+
+def _same(one: str, other: str) -> bool:
+    return bool(json.loads(one)[1:] == json.loads(other)[1:])
+
+
+def _disagree(what: str, mine: str, other: str) -> NoReturn:
+    views = [f"rank {rank} wants {text} (ranks {ranks})" for rank, ranks, text in map(json.loads, (mine, other))]
+    raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
+
+
+def _missing(late: Sequence[int], size: int, what: str, timeout_s: float) -> StoreTimeout:
     shown = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
-    who = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have" if late else "all ranks, too late, have"
+    who = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have" if late else "the last ranks have"
     return StoreTimeout(
-        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {len(ranks)}). "
+        f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
         "Every rank has to make the same groups in the same order; see what those ranks do, or pass a longer timeout."
     )
 
@@ -64,14 +90,18 @@ def join_generation(store: Store, rank: int, world_size: int, timeout_s: float, 
 
     The same store may serve several initialisations one after the other: those of a process that destroys its group
     and makes a new one, and of a process that takes the place of one that died. Initialisations are numbered; a number
-    is spent once all ranks have come, and whoever comes takes the first that is not spent. So an attempt that failed
-    because a rank was missing can be repeated, by any of the ranks, and meets the others.
+    is spent once all ranks have come or two of them disagreed, and whoever comes takes the first that is not spent. So
+    an attempt that failed because a rank was missing can be repeated, by any of the ranks, and meets the others.
     """
     number = int(store.add("hint", 0))
     while store.check([f"{number}/spent"]):
         number += 1
     own = PrefixStore(str(number), store)
-    arrive(own, rank, tuple(range(world_size)), "the default group", timeout_s, description)
+    try:
+        arrive(own, rank, range(world_size), "the default group", timeout_s, description)
+    except CollectiveMismatch:
+        own.set("spent", b"1")
+        raise
     own.set("spent", b"1")
     store.set("hint", str(number))  # saves time only: a number that is spent is passed over
     return own

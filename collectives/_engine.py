@@ -24,7 +24,7 @@ import torch
 
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._failure import FailureKind, GroupFailure, list_ranks
-from rpcdist.collectives._operation import Operation
+from rpcdist.collectives._operation import DTYPES, Kind, Operation
 from rpcdist.collectives._plane import Control, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
 from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
@@ -55,37 +55,47 @@ class Reporter:
         return False
 
 
-class _Job:
-    __slots__ = ("deadline", "finish", "operation", "record", "sequence", "title", "work")
+class _Title:
+    """The name of an operation, put together when somebody wants to read it."""
+
+    __slots__ = ("_group", "_kind", "_sequence")
+
+    def __init__(self, kind: Kind, sequence: int, group: str) -> None:
+        self._kind = kind
+        self._sequence = sequence
+        self._group = group
+
+    def __str__(self) -> str:
+        return f"{self._kind.title} #{self._sequence} of group {self._group!r}"
+
+
+class _Job(Control):
+    """One operation, and what its plane is told."""
+
+    __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")
 
     def __init__(
         self,
+        engine: Engine,
         operation: Operation,
         sequence: int,
-        title: str,
         deadline: Deadline,
         finish: Callable[[], None] | None,
         record: Record,
         result: list[torch.Tensor] | None,
     ) -> None:
+        self._engine = engine
         self.operation = operation
         self.sequence = sequence
-        self.title = title
         self.deadline = deadline
         self.finish = finish
         self.record = record
-        self.work = Work(title, result)
+        self.name = _Title(operation.kind, sequence, engine.group)
+        self.work = Work(self.name, result)
 
-
-class _JobControl(Control):
-    __slots__ = ("_engine", "_job", "deadline", "fingerprint", "sequence")
-
-    def __init__(self, engine: Engine, job: _Job) -> None:
-        self._engine = engine
-        self._job = job
-        self.deadline = job.deadline
-        self.sequence = job.sequence
-        self.fingerprint = job.operation.fingerprint(job.sequence)
+    @property
+    def title(self) -> str:
+        return str(self.name)
 
     @property
     def wakeup_fd(self) -> int:
@@ -94,9 +104,9 @@ class _JobControl(Control):
     def check(self) -> None:
         engine = self._engine
         if engine.failure is not None:
-            raise engine.failure.error(self._job.title)
+            raise engine.failure.error(self.title)
         if engine.departed:
-            engine.check_departed(self._job.sequence, self._job.title)
+            engine.check_departed(self.sequence, self.title)
 
 
 class Engine:
@@ -120,7 +130,7 @@ class Engine:
         self._timeout_s = timeout_s
         self._sequence = 0
         self._current: _Job | None = None
-        self._last = "nothing"
+        self._last: _Title | None = None
         self._last_time = time.monotonic()
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)  # a job came, the running one ended, or the group closes
@@ -170,16 +180,17 @@ class Engine:
         finish: Callable[[], None] | None,
         result: list[torch.Tensor] | None,
     ) -> _Job:
-        title = f"{operation.kind.title} #{self._sequence + 1} of group {self.group!r}"
-        if self.failure is not None:
-            raise self.failure.error(title)
-        if self._closing:
-            raise GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank").error(title)
-        self._sequence += 1
-        record = _record_of(self.group, self._sequence, operation)
+        sequence = self._sequence + 1
+        failure = self.failure
+        if failure is None and self._closing:
+            failure = GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
+        if failure is not None:
+            raise failure.error(str(_Title(operation.kind, sequence, self.group)))
+        self._sequence = sequence
+        record = _record_of(self.group, sequence, operation)
         flight_recorder.note(record)
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
-        return _Job(operation, self._sequence, title, deadline, finish, record, result)
+        return _Job(self, operation, sequence, deadline, finish, record, result)
 
     def _enqueue(self, job: _Job) -> None:
         self._jobs.append(job)
@@ -218,9 +229,9 @@ class Engine:
         job.record.start()
         error: BaseException | None = None
         try:
-            control = _JobControl(self, job)
-            control.check()
-            self._plane.run(job.operation, control)
+            job.check()
+            job.fingerprint = job.operation.fingerprint(job.sequence)
+            self._plane.run(job.operation, job)
             if job.finish is not None:
                 job.finish()
         except CollectiveError as exc:
@@ -231,7 +242,7 @@ class Engine:
             error = exc
             self._fail_everywhere(GroupFailure(FailureKind.ERROR, f"{self._me()} raised {type(exc).__name__}: {exc}"))
         self._current = None
-        self._last = job.title
+        self._last = job.name
         self._last_time = time.monotonic()
         job.record.end(error)
         if error is None:
@@ -317,6 +328,8 @@ class Engine:
             sequence, current, last, last_time = self._sequence, self._current, self._last, self._last_time
         if current is not None:
             return sequence, f"is in {current.title}"
+        if last is None:
+            return sequence, "has called nothing yet"
         return sequence, f"finished {last} {time.monotonic() - last_time:.1f} s ago and has called nothing since"
 
     def _wake_poller(self) -> None:
@@ -367,14 +380,17 @@ class Engine:
         self.wakeup_fd = self._wakeup_write_fd = -1
 
 
+_DTYPE_NAMES: Final[dict[torch.dtype | None, str]] = {
+    None: "",
+    **{dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES},
+}
+
+
 def _record_of(group: str, sequence: int, operation: Operation) -> Record:
-    dtype = operation.dtype
+    reads, writes = operation.inputs, operation.outputs
+    inputs = [tensor.numel() for tensor in reads]
+    outputs = inputs if writes is reads else [tensor.numel() for tensor in writes]
+    dtype, op = operation.dtype, operation.reduce_op
     return Record(
-        group,
-        sequence,
-        operation.kind.title,
-        "" if dtype is None else str(dtype)[6:],
-        [tensor.numel() for tensor in operation.inputs],
-        [tensor.numel() for tensor in operation.outputs],
-        "" if operation.reduce_op is None else operation.reduce_op.name,
+        group, sequence, operation.kind.title, _DTYPE_NAMES[dtype], inputs, outputs, "" if op is None else op.name
     )

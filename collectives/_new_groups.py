@@ -159,8 +159,8 @@ def make_group(
         raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
     rank = members.index(default_group().rank())
     store = PrefixStore(f"group/{name}", world.store)
-    shown = f"a group of ranks {list(members)} with backend {BackendConfig(backend)}"
-    arrive(store, rank, members, f"group {name!r}", timeout.total_seconds(), shown)
+    shown = f"a group with backend {BackendConfig(backend)}"
+    arrive(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), shown)
     made = open_group(
         name,
         rank,

@@ -50,7 +50,7 @@ class Kind(IntEnum):
     @property
     def title(self) -> str:
         """As users call it, e.g. "all_reduce"."""
-        return self.name.lower()
+        return _TITLES[self]
 
 
 class ReduceOp(Enum):
@@ -79,6 +79,9 @@ DTYPES: Final = (
 )  # fmt: skip
 _CODES: Final = {dtype: code for code, dtype in enumerate(DTYPES)}
 _NO_CODE: Final = 255
+_REDUCE_CODES: Final[dict[ReduceOp | None, int]] = {None: _NO_CODE, **{op: op.value for op in ReduceOp}}
+_IN_PLACE: Final = frozenset((Kind.ALL_REDUCE, Kind.REDUCE, Kind.BROADCAST))
+_TITLES: Final = {kind: kind.name.lower() for kind in Kind}
 _FINGERPRINT: Final = struct.Struct("<QQqBBBx")
 FINGERPRINT_BYTES: Final = _FINGERPRINT.size
 
@@ -126,9 +129,12 @@ class Operation:
 
     def fingerprint(self, sequence: int) -> bytes:
         """What has to be equal on all ranks, in `FINGERPRINT_BYTES` bytes: ranks compare it before they trust data."""
-        code = _NO_CODE if self.dtype is None else _CODES[self.dtype]
-        reduce_code = _NO_CODE if self.reduce_op is None else self.reduce_op.value
-        return _FINGERPRINT.pack(sequence, self.size_bytes, self.root, self.kind, code, reduce_code)
+        kind, tensors = self.kind, self.inputs or self.outputs
+        if kind in _IN_PLACE:
+            size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]
+        else:
+            size_bytes, code = self.size_bytes, _CODES[tensors[0].dtype] if tensors else _NO_CODE
+        return _FINGERPRINT.pack(sequence, size_bytes, self.root, kind, code, _REDUCE_CODES[self.reduce_op])
 
 
 def describe_fingerprint(data: bytes) -> str:

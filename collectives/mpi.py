@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 import torch
 
+from rpcdist.collectives._at_exit import close_at_exit
 from rpcdist.collectives._backend import Backend, GroupContext
 from rpcdist.collectives._engine import Engine
 from rpcdist.collectives._failure import FailureKind, GroupFailure
@@ -69,6 +70,7 @@ class MpiBackend(Backend):
         if context.size > 1:
             self._watch = GroupWatch(context, self._engine, deadline)
             self._engine.reporter = self._watch.watch
+        close_at_exit(self)
 
     def __repr__(self) -> str:
         return f"<MpiBackend rank {self.context.rank} of {self.context.size}, {self._engine!r}>"

@@ -15,6 +15,7 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import torch
 
+from rpcdist.collectives._at_exit import close_at_exit
 from rpcdist.collectives._backend import Backend, GroupContext
 from rpcdist.collectives._engine import Reporter
 from rpcdist.collectives._failure import FailureKind, GroupFailure
@@ -112,6 +113,7 @@ class NcclBackend(Backend):
             self._watchdog.reporter = reporter
         elif context.size > 1:
             self._open_watch(deadline)
+        close_at_exit(self)
 
     def __repr__(self) -> str:
         device = self._runtime.device

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 import torch.distributed as torch_distributed
@@ -38,8 +38,12 @@ NAME: Final = "rpcdist"
 
 _DEVICES: Final = ["cpu", "cuda"]
 
+# torch's stubs describe overloads of its C++ classes, which no single Python method can have.
+_Work: Any = torch._C._distributed_c10d.Work
+_ProcessGroup: Any = torch._C._distributed_c10d.ProcessGroup
 
-class TorchWork(torch._C._distributed_c10d.Work):
+
+class TorchWork(_Work):  # type: ignore[misc]  # see _Work
     """Our Work, one or several, where torch expects its own.
 
     Args:
@@ -84,7 +88,7 @@ class TorchWork(torch._C._distributed_c10d.Work):
 
     _source_rank = source_rank
 
-    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:  # type: ignore[override]  # torch: its C++ base
+    def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = [work.get_future() for work in self._works]
         return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_flatten)
 
@@ -101,7 +105,7 @@ def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
     return max(future.value() for future in done.value())
 
 
-class TorchProcessGroup(torch._C._distributed_c10d.ProcessGroup):
+class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
     """A group of ours as one of torch's. The methods are torch's lower-case ones, see `ProcessGroup` there and here.
 
     Args:
@@ -117,7 +121,7 @@ class TorchProcessGroup(torch._C._distributed_c10d.ProcessGroup):
     supports_time_estimate = False
 
     def __init__(self, store: torch_distributed.Store, group: ProcessGroup, name: str) -> None:
-        super().__init__(group.rank(), group.size())  # type: ignore[call-arg, arg-type]  # the form for Python's groups
+        super().__init__(group.rank(), group.size())  # this form, without the store, lets C++ call what we override
         self._store = store
         self._group = group
         self._names = [name, ""]  # and a description
@@ -196,9 +200,7 @@ class TorchProcessGroup(torch._C._distributed_c10d.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
         return TorchWork(self._group.broadcast(tensors, opts, timeout))
 
-    def allgather(
-        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
-    ) -> TorchWork:
+    def allgather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None) -> TorchWork:
         return TorchWork(self._group.allgather(output_tensors, input_tensors, opts))
 
     def allgather_coalesced(
@@ -210,9 +212,7 @@ class TorchProcessGroup(torch._C._distributed_c10d.ProcessGroup):
             works.append(self._group.allgather([outputs[index] for outputs in output_lists], tensor, opts))
         return TorchWork(*works)
 
-    def all_gather_single(
-        self, output: torch.Tensor, input: torch.Tensor, opts: object = None, timeout: timedelta | None = None
-    ) -> TorchWork:
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
         return TorchWork(self._group.all_gather_single(output, input, opts))
 
     _allgather_base = all_gather_single

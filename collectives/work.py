@@ -20,12 +20,12 @@ class Work:
     """What `async_op=True` returns: wait for it, await it, or ask it. Any thread may use it.
 
     Args:
-        title: what it is, for errors, e.g. "all_reduce #41 of group 'default'".
+        title: what it is, for errors, e.g. "all_reduce #41 of group 'default'"; anything that `str` makes that of.
         result: the output tensors.
     """
 
-    def __init__(self, title: str, result: list[torch.Tensor] | None = None) -> None:
-        self.title = title
+    def __init__(self, title: object, result: list[torch.Tensor] | None = None) -> None:
+        self._title = title
         self._result = result or []
         self._lock = threading.Lock()
         self._waiter: threading.Event | None = None
@@ -38,8 +38,13 @@ class Work:
         state = "running" if not self._done else "done" if self._error is None else f"failed: {self._error}"
         return f"<Work {self.title}: {state}>"
 
+    @property
+    def title(self) -> str:
+        """What it is."""
+        return str(self._title)
+
     @classmethod
-    def finished(cls, title: str, result: list[torch.Tensor] | None = None, source: int = -1) -> Work:
+    def finished(cls, title: object, result: list[torch.Tensor] | None = None, source: int = -1) -> Work:
         """Work that is done already."""
         work = cls(title, result)
         work._done = True

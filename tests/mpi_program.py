@@ -22,6 +22,7 @@ from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, GroupAborted
 LIMIT_S = 30.0
 RANK = MPI.COMM_WORLD.Get_rank()
 SIZE = MPI.COMM_WORLD.Get_size()
+KEPT: list[MpiBackend] = []
 
 
 def group(store: FileStore, name: str, ranks: tuple[int, ...], timeout_s: float = LIMIT_S) -> MpiBackend:
@@ -156,6 +157,13 @@ def abort(backend: MpiBackend, store: FileStore) -> None:
             assert "rank 0 aborted the group: enough" in str(exc), exc
         assert isinstance(work.exception(), GroupAborted)
     doomed.close(5.0)
+
+
+def left_open(backend: MpiBackend, store: FileStore) -> None:
+    """Nobody closes it; the end of the process does."""
+    forgotten = group(store, "forgotten", tuple(range(SIZE)))
+    forgotten.submit(Operation(Kind.BARRIER))
+    KEPT.append(forgotten)
 
 
 def main() -> None:

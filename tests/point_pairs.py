@@ -7,11 +7,15 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rpcdist.collectives._point._messenger import Connect, Messenger
+import torch
 
-__all__ = ["LIMIT_S", "Mesh", "in_threads", "mesh", "tcp_pair"]
+from rpcdist.collectives._point._messenger import Connect, Messenger
+from rpcdist.collectives.work import Work
+
+__all__ = ["BIG", "LIMIT_S", "Mesh", "in_threads", "irecv", "isend", "mesh", "number", "recv", "send", "tcp_pair"]
 
 LIMIT_S = 20.0
+BIG = 6_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
 
 
 class Mesh:
@@ -96,3 +100,23 @@ def in_threads(*functions: Callable[[], object], limit_s: float = LIMIT_S) -> li
         raise errors[0]
     assert not any(thread.is_alive() for thread in threads), "a thread did not end"
     return results
+
+
+def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    return member.send(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+
+
+def recv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
+    return member.recv(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+
+
+def isend(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    return member.send(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+
+
+def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
+    return member.recv(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor([float(value)])

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import re
+import shutil
 import threading
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import autograd_functions as functions
@@ -191,7 +193,7 @@ def test_fast_mode_waits_for_unused_results_until_the_timeout(cluster: Cluster) 
     x, w = tensors()
     with autograd.context() as context_id:
         rpc_sync("worker1", functions.layer, (x, w))
-        with pytest.raises(DeadlineExceeded, match="RPC ran for more than.*'worker1' owes a gradient"):
+        with pytest.raises(DeadlineExceeded, match=r"RPC ran for more than.*'worker1' owes a gradient"):
             autograd.backward(context_id, [(x @ w).sum()], mode="fast", timeout=0.3)
 
 
@@ -246,12 +248,8 @@ def test_messages_may_come_by_the_grpc_service(cluster: Cluster) -> None:
         message.release.SetInParent()
 
         async def deliver() -> None:
-            address = agent.directory.member(1).address
-            link = await agent.node.connect(address, "rpc unary", 10.0)
-            try:
-                await link.call("rpcdist.Autograd", "Deliver", message, autograd_pb2.AutogradDelivered, 10.0)
-            finally:
-                link.session.close("done")
+            link = agent.connections.peer(1)._link
+            await link.unary("Autograd", "Deliver", message, autograd_pb2.AutogradDelivered, 10.0)
 
         agent.node.run(deliver(), 20.0)
         limit = time.monotonic() + SETTLE_LIMIT_S
@@ -278,6 +276,19 @@ async def test_backward_does_not_block_a_loop(cluster: Cluster) -> None:
     async with autograd.context() as context_id:
         with pytest.raises(BlockingInLoop, match=re.escape("await autograd.backward_async(...)")):
             autograd.backward(context_id, [(x @ w).sum()])
+
+
+def test_a_picture(cluster: Cluster, tmp_path: Path) -> None:
+    x, w = tensors()
+    with autograd.context() as context_id:
+        functions.nested(["worker1", "worker2"], x, w)
+        text = autograd.draw(context_id, tmp_path / "graph.svg")
+        calls = len(_current_context()._send_functions())
+    assert (tmp_path / "graph.dot").read_text() == text
+    assert (tmp_path / "graph.svg").exists() == (shutil.which("dot") is not None)
+    assert [f'label="worker{n}"' in text for n in range(4)] == [True, True, True, False]
+    assert text.count("[style=bold]") == 4 and calls == 1  # two calls and two results; drawing adds none
+    assert len(re.findall(r'^    "recv .*" -> "send ', text, re.MULTILINE)) == 4
 
 
 def test_debug_info_of_rpc(cluster: Cluster) -> None:

@@ -54,7 +54,7 @@ def pipes(
 def test_two_ranks_on_one_gpu(pipes: list[Connection], name: str) -> None:
     for pipe in pipes:
         pipe.send(name)
-    answers = []
+    answers: list[str] = []
     for rank, pipe in enumerate(pipes):
         assert pipe.poll(LIMIT_S), f"rank {rank} does not answer; before it: {answers}"
         answers.append(pipe.recv())

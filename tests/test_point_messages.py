@@ -10,33 +10,10 @@ from collections.abc import Callable, Iterator
 
 import pytest
 import torch
-from point_pairs import LIMIT_S, Mesh, in_threads, mesh
+from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send
 
 from rpcdist.collectives._operation import DTYPES
-from rpcdist.collectives._point._messenger import Messenger
 from rpcdist.collectives.work import Work
-
-BIG = 6_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
-
-
-def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-    return member.send(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
-
-
-def recv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
-    return member.recv(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
-
-
-def isend(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
-    return member.send(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
-
-
-def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
-    return member.recv(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
-
-
-def number(value: float) -> torch.Tensor:
-    return torch.tensor([float(value)])
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -56,9 +33,11 @@ def trio() -> Iterator[Mesh]:
 def test_a_message_arrives(pair: Mesh, size: int, first: str) -> None:
     a, b = pair.members
     sent, got = torch.rand(size), torch.zeros(size)
-    works = [lambda: isend(a, sent, 1), lambda: irecv(b, got, 0)]
-    for work in [make() for make in (works if first == "send" else reversed(works))]:
-        assert work.wait()
+    if first == "send":
+        works = [isend(a, sent, 1), irecv(b, got, 0)]
+    else:
+        works = [irecv(b, got, 0), isend(a, sent, 1)]
+    assert all(work.wait() for work in works)
     assert torch.equal(sent, got)
 
 
@@ -197,7 +176,7 @@ def test_any_source_counts_everything_once(trio: Mesh) -> None:
     count = 100
 
     def gather() -> list[int]:
-        sources = []
+        sources: list[int] = []
         for _ in range(2 * count):
             got = number(-1)
             source = recv(trio.members[0], got, None).source_rank()
@@ -237,7 +216,8 @@ def test_a_thread_that_waits_is_woken_by_a_message_to_myself() -> None:
 
 def test_finish_runs_before_the_work_is_done(pair: Mesh) -> None:
     a, b = pair.members
-    got, seen = number(0), []
+    got = number(0)
+    seen: list[float] = []
     work = b.recv(got, 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=lambda: seen.append(float(got)))
     work.when_done(lambda _: seen.append(-1.0))
     send(a, number(8), 1)

@@ -44,7 +44,7 @@ class Ranks:
     def run(self, name: str, folder: Path) -> None:
         for pipe in self.pipes:
             pipe.send((name, str(folder / "store")))
-        answers = []
+        answers: list[str] = []
         for rank, pipe in enumerate(self.pipes):
             assert pipe.poll(LIMIT_S), f"rank {rank} does not answer; before it: {answers}"
             answers.append(pipe.recv())

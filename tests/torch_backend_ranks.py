@@ -185,7 +185,7 @@ def train_alone(size: int) -> nn.Module:
     """One process with all ranks' batches: the mean over all of them is the mean of the ranks' means."""
     model = make_model()
     data = [batches(rank) for rank in range(size)]
-    together = [tuple(map(torch.cat, zip(*step, strict=True))) for step in zip(*data, strict=True)]
+    together = [(torch.cat([x for x, _ in step]), torch.cat([y for _, y in step])) for step in zip(*data, strict=True)]
     train(model, together, torch.optim.Adam(model.parameters(), lr=0.01))
     return model
 
@@ -199,7 +199,7 @@ def equal_models(got: nn.Module, wanted: nn.Module) -> None:
 
 def ddp(rank: int, size: int) -> None:
     for bucket_cap_mb in (25, 0.001):  # one bucket, and many
-        model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_cap_mb)  # type: ignore[arg-type]  # int
+        model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_cap_mb)
         train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
         equal_models(model.module, train_alone(size))
 

@@ -85,7 +85,8 @@ class Round:
     Attributes:
         sends: at most one to each peer.
         receives: at most one from each peer.
-        final: a region that holds the reduction of all ranks' values once this round is over, on this rank first.
+        final: the region of a receive with an operand, when that makes it the reduction of all ranks' values. Other
+            ranks may get it from here.
     """
 
     sends: tuple[Send, ...] = ()

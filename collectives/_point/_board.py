@@ -189,6 +189,10 @@ class Board:
     def _is_awaited(target: Target | None) -> bool:
         return target is not None and (isinstance(target, Receive) or target.receive is not None)
 
+    def has_leftovers(self) -> bool:
+        """Whether bytes have to go of messages that failed: the next one stands behind them."""
+        return self.error is None and any(link.stream and link.ended is None for link in self.outgoing.values())
+
     def end_incoming(self, link: InLink, reason: str) -> None:
         """Nothing more comes from a rank; for the leader."""
         link.ended = reason

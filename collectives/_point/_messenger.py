@@ -283,7 +283,7 @@ class Messenger:
     # ------------------------------------------------------------ the leader
 
     def _is_needed(self) -> bool:
-        return bool(self._board.pending)
+        return bool(self._board.pending) or self._board.has_leftovers()
 
     def _settle(self, own: Request | None = None) -> None:
         """Tells the waiters of what was decided; `own` is the caller's. Who leads passes none, and knows by itself."""
@@ -305,7 +305,7 @@ class Messenger:
             if board.settled:
                 self._settle()
             if mine is None:
-                if not board.pending or rota.has_followers:
+                if rota.has_followers or not self._is_needed():
                     return
             elif mine.done:
                 mine.await_settled()

@@ -9,12 +9,12 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._plane import Control, PlaneTimeout
-from rpcdist.collectives._plans import Plan, Receive, Round, Send
+from rpcdist.collectives._plans import Plan, Receive, Region, Send
 from rpcdist.collectives._reduce import Reducer
 from rpcdist.collectives._sockets._buffers import Buffer, Scratch, memory_of
 from rpcdist.collectives._sockets._framing import Frame
 from rpcdist.collectives._sockets._links import Links
-from rpcdist.collectives._sockets._transfers import LANDING_BYTES, Receiving, Reduction, Sending, Transfer
+from rpcdist.collectives._sockets._transfers import Receiving, Reduction, Sending, Transfer, piece_bytes
 
 __all__ = ["Pollers", "Runner"]
 
@@ -90,16 +90,10 @@ class Runner:
                 sending = self._sending(number, send)
                 if not self._advance(sending):  # at once: while it travels, this rank gets ready to receive
                     pending.append(sending)
-            receiving = [self._receiving(number, receive) for receive in round_.receives]
+            receiving = [self._receiving(number, receive, round_.final) for receive in round_.receives]
             self._move([*pending, *receiving])
             for transfer in receiving:
                 transfer.complete()
-            self._make_final(round_)
-
-    def _make_final(self, round_: Round) -> None:
-        if self._finish is not None and round_.final is not None and round_.final.count:
-            buffer = self._buffers[round_.final.buffer]
-            self._finish(buffer.numbers(*buffer.bounds(round_.final)))
 
     # ------------------------------------------------------------ from steps to messages
 
@@ -107,7 +101,7 @@ class Runner:
         payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else memoryview(b"")
         return Sending(step.peer, self._frame.header(number, len(payload)), payload)
 
-    def _receiving(self, number: int, step: Receive) -> Receiving:
+    def _receiving(self, number: int, step: Receive, final: Region | None) -> Receiving:
         region = step.region
         if not region.count:
             return Receiving(step.peer, self._frame, self._frame.header(number, 0), memoryview(b""), 0, None)
@@ -116,10 +110,10 @@ class Runner:
         expected = self._frame.header(number, size)
         if step.operand is None:
             return Receiving(step.peer, self._frame, expected, payload, size, None)
-        reduction = self._reduction(step)
+        reduction = self._reduction(step, step.region == final)
         return Receiving(step.peer, self._frame, expected, reduction.memory, size, reduction)
 
-    def _reduction(self, step: Receive) -> Reduction:
+    def _reduction(self, step: Receive, final: bool) -> Reduction:
         assert self._reducer is not None and step.operand is not None
         source, destination = self._buffers[step.operand.buffer], self._buffers[step.region.buffer]
         operand = source.numbers(*source.bounds(step.operand))
@@ -127,10 +121,13 @@ class Runner:
         if target.data_ptr() != operand.data_ptr():
             landing, memory = target, destination.bytes_of(step.region)
         else:
-            size = target.nbytes if step.late else min(target.nbytes, LANDING_BYTES)
+            size = target.nbytes if step.late else min(target.nbytes, piece_bytes(target.element_size()))
             landing = self._scratch.get(_LANDING_SLOT, size // target.element_size(), target.dtype)
             memory = memory_of(landing)
-        return Reduction(self._reducer.combine, target, operand, landing, memory, step.peer < self._rank, step.late)
+        return Reduction(
+            self._reducer.combine, target, operand, landing, memory, step.peer < self._rank, step.late,
+            self._finish if final else None,
+        )  # fmt: skip
 
     # ------------------------------------------------------------ moving them
 

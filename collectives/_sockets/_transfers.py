@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -11,17 +12,24 @@ from rpcdist.collectives._plane import PlanePeerLost
 from rpcdist.collectives._reduce import Combine
 from rpcdist.collectives._sockets._framing import HEADER_BYTES, Frame
 
-__all__ = ["LANDING_BYTES", "Receiving", "Reduction", "Sending", "Transfer"]
+__all__ = ["Receiving", "Reduction", "Sending", "Transfer", "piece_bytes"]
 
-import os as _os
-LANDING_BYTES: Final = int(_os.environ.get("LAND","128")) << 10
-"""What is received is reduced in pieces of this size: they stay in the processor's cache, and torch uses one thread."""
+PIECE_ELEMENTS: Final = 32 << 10
+"""Numbers that are reduced at once. Torch runs larger kernels on several threads, which wait for each other spinning:
+where ranks share cores, that was measured to take 30 times as long."""
+
+_PIECE_BYTES: Final = 128 << 10  # a piece stays in the processor's cache, until it is reduced
 
 _SMALL_BYTES: Final = 4 << 10
 """A payload up to this size is read together with its header; the copy is cheaper than a system call."""
 
-_TURN_BYTES: Final = int(_os.environ.get("TURN","512")) << 10
+_TURN_BYTES: Final = 512 << 10
 """How much a message may move before the others of the round get their turn."""
+
+
+def piece_bytes(unit: int) -> int:
+    """Size of the pieces in which numbers of `unit` bytes are reduced."""
+    return min(_PIECE_BYTES, PIECE_ELEMENTS * unit)
 
 
 class Transfer:
@@ -92,13 +100,17 @@ class Reduction:
         combine: `Reducer.combine`.
         target: where the result goes.
         operand: what the message is reduced with; as long as `target`, and perhaps the same.
-        landing: where the message arrives; as long as `target`, or at least one element long.
+        landing: where the message arrives; as long as `target`, or as one piece.
         landing_memory: the same memory.
         received_first: whether the message is the first operand.
         late: whether to reduce in `complete`; `landing` is as long as `target`, then.
+        finish: makes what was reduced final; None when there is nothing to do.
     """
 
-    __slots__ = ("_combine", "_landing", "_operand", "_received_first", "_target", "_unit", "late", "memory")
+    __slots__ = (
+        "_combine", "_finish", "_landing", "_operand", "_received_first", "_target", "_unit", "late", "memory",
+        "piece_bytes",
+    )  # fmt: skip
 
     def __init__(
         self,
@@ -109,6 +121,7 @@ class Reduction:
         landing_memory: memoryview,
         received_first: bool,
         late: bool,
+        finish: Callable[[torch.Tensor], object] | None,
     ) -> None:
         self._combine = combine
         self._target = target
@@ -118,6 +131,14 @@ class Reduction:
         self._unit = target.element_size()
         self.memory = landing_memory
         self.late = late
+        self._finish = finish
+        self.piece_bytes = piece_bytes(self._unit)
+
+    def reduce_all(self) -> None:
+        """Reduces a message that has arrived as a whole."""
+        size = self._target.nbytes
+        for start in range(0, size, self.piece_bytes):
+            self.reduce(start, min(start + self.piece_bytes, size))
 
     def reduce(self, start: int, stop: int) -> None:
         """Reduces bytes `start` to `stop` of the message, which lie in the landing modulo its length."""
@@ -130,6 +151,8 @@ class Reduction:
             self._combine(received, operand, target)
         else:
             self._combine(operand, received, target)
+        if self._finish is not None:
+            self._finish(target)
 
 
 class Receiving(Transfer):
@@ -186,8 +209,8 @@ class Receiving(Transfer):
         if len(data) > HEADER_BYTES:
             self._got = len(data) - HEADER_BYTES
             self._payload[: self._got] = data[HEADER_BYTES:]
-            if self._got == self._size:
-                self._reduce()
+            if self._got == self._size and self.reduction is not None and not self.reduction.late:
+                self.reduction.reduce_all()
         return True
 
     def _read_payload(self, link: socket.socket) -> bool:
@@ -207,7 +230,7 @@ class Receiving(Transfer):
         if self.reduction is None or self.reduction.late:
             return self._payload[self._got : self._size]
         start = self._got % len(self._payload)
-        piece = LANDING_BYTES - self._got % LANDING_BYTES
+        piece = self.reduction.piece_bytes - self._got % self.reduction.piece_bytes
         return self._payload[start : start + min(piece, self._size - self._got)]
 
     def _reduce(self) -> None:
@@ -217,5 +240,5 @@ class Receiving(Transfer):
 
     def complete(self) -> None:
         """Reduces what had to wait for the end of the round."""
-        if self.reduction is not None and self.reduction.late and self._size:
-            self.reduction.reduce(0, self._size)
+        if self.reduction is not None and self.reduction.late:
+            self.reduction.reduce_all()

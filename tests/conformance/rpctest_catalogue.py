@@ -11,16 +11,18 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["CATEGORIES", "TARGET", "Entry", "categorize", "load", "save"]
+__all__ = ["CATEGORIES", "COUNTED", "TARGET", "Entry", "categorize", "load", "save"]
 
 BASELINE = Path(__file__).with_name("torch_baseline.json")
 
-# The share of the plain tests that has to pass.
+# The share of the tests in each counted category that has to pass.
 TARGET = 0.95
+COUNTED = ("plain", "autograd")
 
 CATEGORIES = {
     "plain": "counted",
-    "autograd": "needs distributed autograd, counted with it",
+    "autograd": "uses distributed autograd, counted",
+    "node names": "asks for the names of torch's C++ graph nodes, optional",
     "profiler": "needs torch's legacy profiler, optional",
     "TorchScript": "sends TorchScript functions or modules, optional",
 }
@@ -44,12 +46,18 @@ class Entry:
         return self.name.partition(".")[2]
 
 
-def categorize(used: Iterable[str]) -> tuple[str, str]:
+def categorize(used: Iterable[str], name: str = "") -> tuple[str, str]:
     """The category of a test by the parts of torch that it used while torch ran it, and the reason in words.
 
     A test that uses two of them is optional if one of them is.
+
+    Args:
+        used: what it used.
+        name: of the test; those that look at the graph's nodes are told by it.
     """
     parts = sorted(used)
+    if "graph_for" in name:
+        return "node names", "expects C++ nodes, torch::distributed::autograd::RecvRpcBackward"
     for category in ("TorchScript", "profiler", "autograd"):
         reasons = [part.partition(": ")[2] for part in parts if part.startswith(f"{category}: ")]
         if reasons:
@@ -63,8 +71,21 @@ def load() -> list[Entry]:
     return [Entry(**row) for row in rows["tests"]]
 
 
-def save(entries: Iterable[Entry], torch_version: str, skipped: dict[str, str]) -> None:
-    """Write the list, with the tests that torch itself skips on this machine and its reasons."""
+def save(entries: Iterable[Entry], torch_version: str, skipped: dict[str, str], *, keep: bool = False) -> None:
+    """Write the list, with the tests that torch itself skips on this machine and its reasons.
+
+    Args:
+        entries: the tests that torch passes.
+        torch_version: of the torch that ran them.
+        skipped: by test, why.
+        keep: leave tests in the list that are not among these, since only some were run.
+    """
+    if keep:
+        old = json.loads(BASELINE.read_text())
+        entries = list(entries)
+        new = {entry.name for entry in entries} | skipped.keys()
+        entries += [Entry(**row) for row in old["tests"] if row["name"] not in new]
+        skipped = {name: why for name, why in old["skipped_by_torch"].items() if name not in new} | skipped
     rows = [
         {"name": entry.name, "category": entry.category, "reason": entry.reason, "seconds": round(entry.seconds, 1)}
         for entry in sorted(entries, key=lambda entry: entry.name)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._pipeline import Pipeline, PipelineOptimizer, StepResult
+from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (
     Slot,
@@ -27,6 +28,7 @@ __all__ = [
     "PipelineError",
     "PipelineOptimizer",
     "PipelineTimeout",
+    "RemoteStages",
     "Slot",
     "StepResult",
     "Timeline",

@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 import rpcdist.rpc as rpc
-from rpcdist.errors import ConfigError, RpcdistError, WorkerLost
-from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._microbatches import merge
 from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
 from rpcdist.parallel.pipeline._runner import LossFunction, Order, Plan, Report, Runner, StageSource, clock_s
@@ -28,7 +29,7 @@ __all__ = ["Pipeline", "PipelineOptimizer", "StepResult"]
 
 T = TypeVar("T")
 GRACE_S = 5.0  # a runner ends at the step's timeout and says what it waits for; its driver waits that much longer
-ABORT_LIMIT_S = 5.0  # for the runners to end a failed step
+ABORT_LIMIT_S = 2.0  # for the runners to end a failed step
 NUM_CLOCK_READINGS = 5
 
 
@@ -210,10 +211,21 @@ class Pipeline:
         aborts = [runner.rpc_async(ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
         for abort in aborts:
             abort.is_quiet = True
+        deadline = Deadline.after(ABORT_LIMIT_S)
         for call in [*aborts, *calls]:
-            _settle(call)
+            _settle(call, deadline)
         errors = [exc, *(error for call in calls if call.done() and (error := call.exception()) is not None)]
-        return min((self._explained(error, calls) for error in errors), key=_rank)
+        stuck = [self._stuck(worker) for worker, call in enumerate(calls) if not call.done()]
+        return min([*(self._explained(error, calls) for error in errors), *stuck], key=_rank)
+
+    def _stuck(self, worker: int) -> PipelineTimeout:
+        """The error for a worker that does not even notice that the step has ended."""
+        reason = "it is still busy with a forward or backward that takes too long"
+        return PipelineTimeout(*self._place(worker), reason)
+
+    def _place(self, worker: int) -> tuple[str, list[int], None, str]:
+        """What an error says that no single action is to blame for."""
+        return self.workers[worker], sorted(self._of_worker(worker, range(self.num_stages))), None, f"step {self._step}"
 
     def _explained(self, error: BaseException, calls: Sequence[rpc.Future[Report]]) -> Exception:
         """The error itself if it says where it happened, else one that does."""
@@ -222,9 +234,9 @@ class Pipeline:
         worker = next((at for at, call in enumerate(calls) if call.done() and call.exception() is error), None)
         if worker is None:
             return error if isinstance(error, Exception) else RpcdistError(str(error))
-        stages = sorted(self._of_worker(worker, range(self.num_stages)))
-        reason = f"{type(error).__name__}: {error}"
-        explained = PipelineError(self.workers[worker], stages, None, f"step {self._step}", reason)
+        if isinstance(error, DeadlineExceeded):
+            return self._stuck(worker)
+        explained = PipelineError(*self._place(worker), f"{type(error).__name__}: {error}")
         explained.__cause__ = error
         return explained
 
@@ -359,16 +371,18 @@ def _result(last: Report, weights: Sequence[float]) -> StepResult:
 def _rank(error: Exception) -> int:
     """Small for errors that explain others."""
     if isinstance(error, PipelineAborted):
-        return 3
+        return 4
+    if isinstance(error, PipelineTimeout):
+        return 1 if error.microbatch is None else 3  # a worker that is not ready, or one that waits for it
     if isinstance(error, PipelineError):
         return 1 if isinstance(error.__cause__, WorkerLost) else 0
     return 2
 
 
-def _settle(call: rpc.Future[Any]) -> None:
-    """Waits until a call has ended, for a limited time; how it ended does not matter."""
+def _settle(call: rpc.Future[Any], deadline: Deadline) -> None:
+    """Waits until a call has ended or the time is over; how it ended does not matter."""
     with contextlib.suppress(Exception):
-        call.wait(ABORT_LIMIT_S)
+        call.wait(deadline.wait_s())
 
 
 def _clock_offset_s(worker: str) -> float:

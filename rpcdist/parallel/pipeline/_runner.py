@@ -212,7 +212,7 @@ class Runner:
         try:
             report = _Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
             with self._lock:
-                mailbox.check()  # an `abort` that comes after this finds the step ended, and clears the gradients itself
+                mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
                 self._forget(order.step)
             return report
         except BaseException:

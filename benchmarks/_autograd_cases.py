@@ -1,0 +1,149 @@
+"""What the benchmark of distributed autograd measures; both libraries run this code on their own modules."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import torch
+from _cases import CALLEE, MIB, Case, Metrics, Row, percentiles, scaled, time_calls
+from torch import Tensor, nn
+
+__all__ = ["CASES"]
+
+NUM_CALLS = 100
+LEARNING_RATE = 0.01
+
+
+class Half(nn.Module):
+    """One half of a model, on the worker that made it."""
+
+    def __init__(self, width: int, num_layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(num_layers) for layer in (nn.Linear(width, width), nn.Tanh())]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = self.layers(x)
+        return result
+
+    def step(self, gradients: dict[Tensor, Tensor]) -> None:
+        with torch.no_grad():
+            for parameter in self.parameters():
+                parameter.add_(gradients[parameter], alpha=-LEARNING_RATE)
+
+
+class Scale(nn.Module):
+    """A model that costs nothing but the transfer of its activations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+_models: dict[str, Any] = {}
+
+
+def make(key: str, kind: str, *arguments: int) -> None:
+    _models[key] = {"half": Half, "scale": Scale}[kind](*arguments)
+
+
+def run(key: str, x: Tensor) -> Tensor:
+    result: Tensor = _models[key](x)
+    return result
+
+
+def step(key: str, library: str, context_id: int) -> None:
+    _models[key].step(importlib.import_module(library).get_gradients(context_id))
+
+
+def weighted(x: Tensor, w: Tensor) -> Tensor:
+    return x * w
+
+
+def autograd_of(rpc: ModuleType) -> Any:
+    return importlib.import_module(rpc.__name__.removesuffix(".rpc") + ".autograd")
+
+
+def measure_training_step(rpc: ModuleType, effort: float) -> Metrics:
+    """Forward, distributed backward, and an SGD step on both workers."""
+    autograd, key = autograd_of(rpc), "small"
+    rpc.rpc_sync(CALLEE, make, (key, "half", 32, 2))
+    encoder, head = Half(32, 1), Half(32, 1)
+    x = torch.randn(8, 32)
+
+    def once() -> None:
+        with autograd.context() as context_id:
+            loss = head(rpc.rpc_sync(CALLEE, run, (key, encoder(x)))).pow(2).mean()
+            autograd.backward(context_id, [loss])
+            remote = rpc.rpc_async(CALLEE, step, (key, autograd.__name__, context_id))
+            gradients = autograd.get_gradients(context_id)
+            encoder.step(gradients)
+            head.step(gradients)
+            remote.wait()
+
+    return percentiles(time_calls(once, scaled(200, effort), num_warm_up=20))
+
+
+def measure_activations(size_bytes: int) -> Callable[[ModuleType, float], Metrics]:
+    """Forward and backward with activations and gradients of a size, there and back."""
+
+    def measure(rpc: ModuleType, effort: float) -> Metrics:
+        autograd, key = autograd_of(rpc), "large"
+        rpc.rpc_sync(CALLEE, make, (key, "scale"))
+        x = torch.randn(size_bytes // 4, requires_grad=True)
+
+        def once() -> None:
+            with autograd.context() as context_id:
+                loss = rpc.rpc_sync(CALLEE, run, (key, x)).sum()
+                autograd.backward(context_id, [loss])
+
+        return percentiles(time_calls(once, scaled(15, effort), num_warm_up=3))
+
+    return measure
+
+
+def measure_many_calls(chained: bool) -> Callable[[ModuleType, float], Metrics]:
+    """A context with many calls: one after the other's result, or side by side."""
+
+    def measure(rpc: ModuleType, effort: float) -> Metrics:
+        autograd = autograd_of(rpc)
+        x, w = torch.randn(4, requires_grad=True), torch.ones(4, requires_grad=True)
+
+        def in_a_chain() -> Tensor:
+            value: Tensor = x
+            for _ in range(NUM_CALLS):
+                value = rpc.rpc_sync(CALLEE, weighted, (value, w))
+            return value.sum()
+
+        def side_by_side() -> Tensor:
+            futures = [rpc.rpc_async(CALLEE, weighted, (x, w)) for _ in range(NUM_CALLS)]
+            return torch.stack([future.wait() for future in futures]).sum()
+
+        forward = in_a_chain if chained else side_by_side
+
+        def once() -> None:
+            with autograd.context() as context_id:
+                autograd.backward(context_id, [forward()])
+
+        return percentiles(time_calls(once, scaled(12, effort), num_warm_up=2))
+
+    return measure
+
+
+def rows(what: str, size: str, unit: str, scale: float) -> tuple[Row, ...]:
+    return (Row(what, size, "p50", unit, scale, ratio=0.9),)
+
+
+CASES = (
+    Case("step", measure_training_step, rows("forward, backward and optimizer step, 2 workers", "8x32", "us", 1e6)),
+    Case("activations", measure_activations(16 * MIB), rows("forward and backward", "16 MiB", "ms", 1e3)),
+    Case("chain", measure_many_calls(True), rows("forward and backward, calls in a chain", "100", "ms", 1e3)),
+    Case("many", measure_many_calls(False), rows("forward and backward, calls side by side", "100", "ms", 1e3)),
+)

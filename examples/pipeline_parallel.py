@@ -1,0 +1,425 @@
+"""$ python examples/pipeline_parallel.py --workers 2
+validation loss 1.96 (guessing by frequency: 3.07; 1f1b, 2 workers, 240 steps, 31.2 s), picture: out/pipeline.png
+
+The first line is the command, the second its last line of output (your digits differ a little). A small transformer
+learns to write Python, one character at a time, from the source of Python's own standard library. It is cut into stages
+on several workers: each batch goes through them in micro-batches, so that all can compute at once. The loss is in
+nats per character, on files that it has not seen. The picture shows who computed what in the last step, and beneath it
+what the schedule would allow if sending took no time; try `--schedule gpipe` or `--schedule interleaved`.
+
+It starts its processes itself. Under torchrun every rank is a worker, and rank 0 is also the driver:
+
+    $ torchrun --nproc-per-node 2 examples/pipeline_parallel.py --schedule gpipe
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import rpcdist.rpc as rpc
+from rpcdist.parallel.pipeline import SCHEDULES, Pipeline
+
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # whatever else occurs is read as "?"
+MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
+NUM_HEADS = 4
+NUM_EVALUATIONS = 8  # batches for the validation loss
+PROMPT = "    def __init__(self, "
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; every process gets a copy."""
+
+    workers: int
+    schedule: str
+    microbatches: int
+    steps: int
+    batch_size: int
+    length: int
+    width: int
+    layers: int
+    lr: float
+    seed: int
+    max_loss: float
+    device: str
+    picture: Path
+
+    @property
+    def num_stages(self) -> int:
+        """The interleaved schedule is about having several stages per worker."""
+        return self.workers * (2 if self.schedule == "interleaved" else 1)
+
+
+# ---- the model: a list of parts, cut into stages
+
+
+class Embedding(nn.Module):
+    """Characters (batch, length) int64 -> vectors (batch, length, width) float32."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        self.characters = nn.Embedding(len(ALPHABET), options.width)
+        self.places = nn.Embedding(options.length, options.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self.characters(x) + self.places(torch.arange(x.size(1), device=x.device))
+        return found
+
+
+class Block(nn.Module):
+    """A layer of the transformer: each place looks at those before it, and then thinks alone."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.look = nn.Linear(width, 3 * width)
+        self.join = nn.Linear(width, width)
+        self.think = nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            part.unflatten(2, (NUM_HEADS, -1)).transpose(1, 2) for part in self.look(self.norm(x)).chunk(3, dim=2)
+        )
+        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.join(seen.transpose(1, 2).flatten(2))
+        thought: Tensor = x + self.think(x)
+        return thought
+
+
+def make_stage(options: Options, stage: int) -> nn.Module:
+    """Called at the worker of the stage: its share of the layers; the first and the last one get a little more."""
+    torch.manual_seed(options.seed + stage)
+    begin, end = (options.layers * border // options.num_stages for border in (stage, stage + 1))
+    parts: list[nn.Module] = [Block(options.width) for _ in range(begin, end)]
+    if stage == 0:
+        parts.insert(0, Embedding(options))
+    if stage == options.num_stages - 1:
+        parts += [nn.LayerNorm(options.width), nn.Linear(options.width, len(ALPHABET))]
+    return nn.Sequential(*parts)
+
+
+def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
+    """In nats per character: scores (batch, length, characters), targets (batch, length)."""
+    return cross_entropy(scores.flatten(0, 1), targets.flatten())
+
+
+# ---- the text
+
+
+def read_library() -> tuple[Tensor, Tensor]:
+    """The text of the standard library as numbers, to learn from, and of its last files, to measure with."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
+    numbers = encode(text)
+    border = len(numbers) * 19 // 20
+    return numbers[:border], numbers[border:]
+
+
+def encode(text: str) -> Tensor:
+    number_of = {character: number for number, character in enumerate(ALPHABET)}
+    return torch.tensor([number_of.get(character, number_of["?"]) for character in text])
+
+
+def pick_batch(text: Tensor, options: Options, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Pieces from random places, and the same pieces moved by one character, both (batch, length)."""
+    starts = torch.randint(len(text) - options.length - 1, (options.batch_size, 1), generator=generator)
+    places = starts + torch.arange(options.length + 1)
+    pieces = text[places]
+    return pieces[:, :-1], pieces[:, 1:]
+
+
+def guessing_loss(text: Tensor) -> float:
+    """What somebody who only knows how frequent each character is would reach."""
+    shares = torch.bincount(text, minlength=len(ALPHABET)).double() / len(text)
+    return float(-torch.special.xlogy(shares, shares).sum())
+
+
+# ---- training, on the driver
+
+
+def train(pipe: Pipeline, text: Tensor, options: Options) -> None:
+    generator = torch.Generator().manual_seed(options.seed)
+    optimizer = pipe.make_optimizer(torch.optim.AdamW, lr=options.lr)
+    with progress_of(options.steps) as show:
+        for step in range(options.steps):
+            optimizer.change(lr=options.lr * learning_rate(step / options.steps))
+            optimizer.zero_grad()
+            result = pipe.step(*pick_batch(text, options, generator))
+            pipe.clip_grad_norm(1.0)
+            optimizer.step()
+            show(step + 1, result.loss)
+
+
+def learning_rate(done: float) -> float:
+    """Rises for the first twentieth, then falls along a cosine; a share of the highest."""
+    return min(1.0, done * 20 + 0.05) * (0.55 + 0.45 * math.cos(math.pi * done))
+
+
+def evaluate(pipe: Pipeline, text: Tensor, options: Options) -> float:
+    generator = torch.Generator().manual_seed(0)
+    batches = [pick_batch(text, options, generator) for _ in range(NUM_EVALUATIONS)]
+    return sum(pipe.evaluate(*batch).loss for batch in batches) / NUM_EVALUATIONS
+
+
+def write_sample(pipe: Pipeline, options: Options, num_characters: int = 160) -> str:
+    """What the model writes after the prompt."""
+    generator = torch.Generator().manual_seed(options.seed)
+    text = PROMPT
+    for _ in range(num_characters):
+        scores = pipe(encode(text[-options.length :])[None])[0, -1]
+        chances = (scores / 0.7).softmax(dim=0)  # a little bolder than what it has learned
+        text += ALPHABET[int(torch.multinomial(chances, 1, generator=generator))]
+    return text
+
+
+@contextmanager
+def progress_of(steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal, ten lines elsewhere."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
+
+            def show_bar(step: int, loss: float) -> None:
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                bar.update()
+
+            yield show_bar
+        return
+
+    def show_line(step: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0 or step == steps:
+            print(f"step {step}/{steps}: loss {loss:.3f}", flush=True)
+
+    yield show_line
+
+
+# ---- processes
+
+
+def worker_name(rank: int) -> str:
+    return f"worker{rank}"
+
+
+def drive(options: Options) -> float:
+    """Builds the pipeline, trains it, and returns the validation loss."""
+    train_text, test_text = read_library()
+    pipe = Pipeline(
+        [partial(make_stage, options, stage) for stage in range(options.num_stages)],
+        [worker_name(rank) for rank in range(options.workers)],
+        schedule=options.schedule,
+        num_microbatches=options.microbatches,
+        loss_fn=loss_of,
+        devices=[choose_device(options.device, rank) for rank in range(options.workers)],
+    )
+    print(f"The schedule, if forward (F) and backward (B) took equally long:\n{pipe.grid()}", flush=True)
+    started = time.monotonic()
+    train(pipe, train_text, options)
+    seconds = time.monotonic() - started
+    pipe.draw_timeline(options.picture, f"One step of {options.schedule} with {options.microbatches} micro-batches")
+    timeline = pipe.timeline
+    assert timeline is not None
+    pipe.eval()
+    loss = evaluate(pipe, test_text, options)
+    print(f"What it writes now:\n{write_sample(pipe, options)}\n")
+    print(
+        f"bubble of the last step: {100 * timeline.bubble:.0f} % of the workers' time was idle, "
+        f"{100 * timeline.theoretical_bubble:.0f} % if sending took no time"
+    )
+    print(
+        f"validation loss {loss:.2f} (guessing by frequency: {guessing_loss(test_text):.2f}; {options.schedule}, "
+        f"{options.workers} workers, {options.steps} steps, {seconds:.1f} s), picture: {options.picture}",
+        flush=True,
+    )
+    return loss
+
+
+def choose_device(device: str, rank: int) -> str:
+    """With several GPUs in a machine, each worker takes one."""
+    return f"cuda:{rank % torch.cuda.device_count()}" if device == "cuda" else device
+
+
+def run_process(rank: int, options: Options) -> None:
+    """The life of one process: all are workers, and rank 0 also drives."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    torch.set_num_threads(1)  # the processes share the cores already
+    rpc.init_rpc(worker_name(rank), rank=rank, world_size=options.workers)
+    loss = drive(options) if rank == 0 else None
+    rpc.shutdown()  # waits for everybody: a worker serves calls until the driver has finished
+    if loss is not None and loss > options.max_loss:
+        sys.exit(f"validation loss {loss:.2f} is above --max-loss {options.max_loss:g}")
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
+
+    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
+    """
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def spawn_processes(options: Options) -> None:
+    """Starts the workers, and stays their parent: whatever ends one of them ends all."""
+    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    try:
+        with interrupts_deferred():
+            processes = mp.spawn(run_process, args=(options,), nprocs=options.workers, join=False)
+        while not processes.join():
+            pass
+    except mp.ProcessExitedException as error:  # it has said why
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        for process in processes.processes:
+            process.terminate()
+        for process in processes.processes:
+            process.join()
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+# ---- the command line
+
+
+def parse_options() -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
+    parser = argparse.ArgumentParser(
+        description="Trains a small transformer on Python's standard library, cut into stages on several workers.",
+        epilog="Under torchrun every rank is a worker, and --workers may be left out.",
+    )
+    add = partial(parser.add_argument, metavar="N")
+    add("--workers", type=positive(int), help="length of the pipeline (default: 2)")
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="who computes what in which order "
+                        "(default: %(default)s)")  # fmt: skip
+    add("--microbatches", type=positive(int), default=4, help="parts of a batch (default: %(default)s)")
+    add("--steps", type=positive(int), default=240, help="batches to learn from (default: %(default)s)")
+    add("--batch-size", type=positive(int), default=32, help="texts per batch (default: %(default)s)")
+    add("--length", type=positive(int), default=64, help="characters per text (default: %(default)s)")
+    add("--width", type=positive(int), default=128, help="of the transformer, a multiple of 4 (default: %(default)s)")
+    add("--layers", type=positive(int), default=4, help="of the transformer (default: %(default)s)")
+    parser.add_argument("--lr", type=positive(float), default=0.004, help="highest learning rate (default: "
+                        "%(default)s)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: %(default)s)")
+    parser.add_argument("--max-loss", type=float, default=math.inf, metavar="NATS", help="exit with status 1 when the "
+                        "validation loss is above (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="where the stages are; cuda gives each worker a GPU if there "
+                        "are enough (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--picture", type=Path, default=Path("out/pipeline.png"), metavar="FILE",
+                        help="where the timeline of the last step goes (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
+                        "one)")  # fmt: skip
+    arguments = vars(parser.parse_args())
+    port = arguments.pop("port")
+    try:
+        arguments["workers"] = choose_num_workers(arguments["workers"])
+        options = Options(**arguments)
+        check(options)
+        return options, port if is_under_torchrun() else reserve_port(port)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above zero, for argparse."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
+
+    return parse
+
+
+def is_under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def choose_num_workers(wanted: int | None) -> int:
+    """As many as --workers says, or all ranks of torchrun's."""
+    if not is_under_torchrun():
+        return wanted or 2
+    num_workers = int(os.environ["WORLD_SIZE"])
+    if wanted not in (None, num_workers):
+        raise ValueError(f"--workers {wanted} does not fit torchrun's {num_workers} processes: leave it out")
+    return num_workers
+
+
+def check(options: Options) -> None:
+    """Finds what would fail at the end of the run, or with a puzzling text."""
+    for module in ("matplotlib", "tqdm"):
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
+    if options.width % NUM_HEADS:
+        raise ValueError(f"--width {options.width}: must be a multiple of {NUM_HEADS}")
+    if options.layers < options.num_stages:
+        raise ValueError(f"--layers {options.layers}: at least one for each of the {options.num_stages} stages")
+    if options.schedule == "interleaved" and options.microbatches % options.workers:
+        raise ValueError(f"--microbatches {options.microbatches}: must be a multiple of --workers for 'interleaved'")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no GPU here")
+    if options.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
+    try:
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+
+
+def reserve_port(port: int) -> int:
+    """`port` if nobody uses it, or for 0 one that is free."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: must be between 0 and 65535")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
+        chosen: int = probe.getsockname()[1]
+        return chosen
+
+
+def main() -> None:
+    options, port = parse_options()
+    if is_under_torchrun():
+        run_process(int(os.environ["RANK"]), options)
+    else:
+        # Importing torch takes each of them seconds, in which nothing else would be seen.
+        print(f"starting {options.workers} worker{'s' * (options.workers > 1)} ...", flush=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        spawn_processes(options)
+
+
+if __name__ == "__main__":
+    main()

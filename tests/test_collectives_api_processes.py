@@ -1,0 +1,115 @@
+"""The functions on real processes: rendezvous by the environment, beside RPC, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+from store_processes import Script, free_port
+
+pytestmark = pytest.mark.multiproc
+
+RANK = """
+    import sys
+    from datetime import timedelta
+    import torch
+    import rpcdist.collectives as c
+    from rpcdist import rpc
+
+    def total(group=None):
+        tensor = torch.tensor([float(rank)])
+        c.all_reduce(tensor, group=group)
+        return tensor.item()
+
+    def operations():
+        assert total() == 1 and c.get_backend() == "tcp"
+        transposed = torch.arange(6.0).view(2, 3).t() * (rank + 1)
+        c.all_reduce(transposed)
+        assert torch.equal(transposed, torch.arange(6.0).view(2, 3).t() * 3)
+        alone = c.new_group([1])
+        assert alone == -100 if rank == 0 else total(alone) == 1
+        assert total(c.new_group()) == 1 and total(c.split_group(split_ranks=[[1, 0]])) == 1
+        objects = [None, None]
+        c.all_gather_object(objects, {"rank": rank})
+        assert objects == [{"rank": 0}, {"rank": 1}]
+        received = torch.zeros(2)
+        for work in c.batch_isend_irecv([
+            c.P2POp(c.isend, torch.full((2,), float(rank)), 1 - rank), c.P2POp(c.irecv, received, 1 - rank)
+        ]):
+            work.wait()
+        assert received[0].item() == 1 - rank
+        work = c.all_reduce(received, async_op=True)
+        assert work.wait() and received[0].item() == 1
+        c.monitored_barrier(timeout=timedelta(seconds=20))
+"""
+
+BY_ENVIRONMENT = """
+    rank = int(sys.argv[1])
+    for attempt in range(3):
+        c.init_process_group(timeout=timedelta(seconds=30))
+        operations()
+        c.destroy_process_group()
+    print("again and again", flush=True)
+
+    # RPC and groups share host and port, whichever comes first.
+    c.init_process_group(timeout=timedelta(seconds=30))
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    assert rpc.rpc_sync(f"worker{1 - rank}", torch.add, (torch.ones(2), 1)).tolist() == [2, 2]
+    assert total() == 1
+    rpc.shutdown()
+    assert total() == 1
+    c.destroy_process_group()
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2)
+    c.init_process_group(timeout=timedelta(seconds=30))
+    assert total() == 1 and rpc.rpc_sync(f"worker{1 - rank}", abs, (-3,)) == 3
+    c.destroy_process_group()
+    rpc.shutdown()
+    print("with rpc", flush=True)
+"""
+
+BY_TORCHRUN = """
+    for attempt in range(2):
+        c.init_process_group()
+        rank = c.get_rank()
+        assert c.get_node_local_rank() == rank and c.is_torchelastic_launched()
+        operations()
+        c.destroy_process_group()
+    print(f"rank {rank} done", flush=True)
+"""
+
+
+def program(main: str) -> str:
+    return textwrap.dedent(RANK) + textwrap.dedent(main)
+
+
+def test_by_environment_and_beside_rpc() -> None:
+    port = str(free_port())
+    variables: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
+    code = program(BY_ENVIRONMENT)
+    with (
+        Script(code, 0, environment={**variables, "RANK": "0", "OMP_NUM_THREADS": "1"}) as first,
+        Script(code, 1, environment={**variables, "RANK": "1", "OMP_NUM_THREADS": "1"}) as second,
+    ):
+        for expected in ("again and again", "with rpc"):
+            assert first.line() == expected and second.line() == expected
+
+
+def test_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "job.py"
+    script.write_text(program(BY_TORCHRUN))
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=tmp_path,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert sorted(done.stdout.split("\n")) == ["", "rank 0 done", "rank 1 done"]

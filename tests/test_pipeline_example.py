@@ -1,0 +1,75 @@
+"""The example of the pipeline learns, in the ways in which users start it; the benchmark runs."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from test_examples import EXAMPLES, ROOT, free_port, run
+
+PIPELINE = EXAMPLES / "pipeline_parallel.py"
+SHORT = ("--steps", "40", "--width", "32", "--length", "32", "--batch-size", "16")
+SHORT_LOSS = 3.0  # guessing by frequency reaches 3.07, and 40 short steps about 2.8
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("schedule", "picture"), [("1f1b", "a.png"), ("interleaved", "made/a.svg")])
+def test_it_learns(schedule: str, picture: str, tmp_path: Path) -> None:
+    arguments = ("--schedule", schedule, "--max-loss", str(SHORT_LOSS), "--picture", tmp_path / picture)
+    result = run(sys.executable, PIPELINE, *arguments, *SHORT)
+    assert (result.returncode, result.stderr) == (0, "")
+    last = r"validation loss \d\.\d\d \(guessing by frequency: 3\.\d\d; \w+, 2 workers, 40 steps, .* s\), picture: .*"
+    lines = result.stdout.splitlines()
+    assert re.fullmatch(last, lines[-1])
+    assert sum(line.startswith("step ") for line in lines) == 10
+    assert (tmp_path / picture).stat().st_size > 10_000
+
+
+@pytest.mark.multiproc
+def test_it_runs_under_torchrun_and_fails_above_max_loss(tmp_path: Path) -> None:
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
+    result = run(sys.executable, *torchrun, PIPELINE, "--schedule", "gpipe", "--max-loss", "1", *SHORT, cwd=tmp_path)
+    assert result.returncode == 1
+    assert re.search(r"^validation loss \d\.\d\d is above --max-loss 1$", result.stderr, re.MULTILINE)
+    assert (tmp_path / "out" / "pipeline.png").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--workers", "0"), "--workers: '0' is not a positive whole number"),
+        (("--layers", "1"), "--layers 1: at least one for each of the 2 stages"),
+        (("--width", "30"), "--width 30: must be a multiple of 4"),
+        (("--schedule", "interleaved", "--microbatches", "5"), "must be a multiple of --workers"),
+        (("--picture", "a.txt"), "the name must end in .png, .pdf or .svg"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(PIPELINE), *arguments])
+    pipeline = importlib.import_module("pipeline_parallel")
+    with pytest.raises(SystemExit) as caught:
+        pipeline.main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.multiproc
+def test_the_benchmark_compares_with_torch(tmp_path: Path) -> None:
+    command = (sys.executable, ROOT / "benchmarks" / "pipeline.py", "--quick", "--rounds", "1", "--steps", "1")
+    result = run(*command, "--only", "1f1b", cwd=tmp_path)
+    assert result.returncode == 0, result.stderr
+    (line,) = [line.strip("| ").split("|") for line in result.stdout.splitlines() if line.startswith("| 1f1b")]
+    assert all(float(line[column]) > 0 for column in (1, 2, 5, 6))
