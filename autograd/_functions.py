@@ -155,9 +155,12 @@ RecvNode = type(
 _token = torch.ones((), requires_grad=True)
 
 
+_token_edge = get_gradient_edge(_token)
+
+
 def token_edge() -> GradientEdge:
     """Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
-    return get_gradient_edge(_token)
+    return _token_edge
 
 
 def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:

@@ -79,7 +79,8 @@ def analyse(
         tensors = send.node.next_functions
         numbered.append(Send(send.id, send.to, send.stamp, len(edges), len(tensors)))
         edges += [GradientEdge(cast(Node, node), number) for node, number in tensors]
-    masks = _masks(edges)
+    walk = _Walk(edges)
+    masks = walk.masks
     unions = _Unions(len(edges))
     leaves: list[Leaf] = []
     feeders: dict[int, list[int]] = {}
@@ -92,7 +93,7 @@ def analyse(
                 unions.join(mask)
             continue
         unions.join(mask)
-    for (node, number), mask in _recv_outputs(masks, edges).items():
+    for (node, number), mask in walk.outputs.items():
         recv = cast(Any, node).recv
         if recv.context_id != context_id:
             raise AutogradError(
@@ -108,66 +109,60 @@ def analyse(
     return Analysis(local, edges, leaves, {recv.id: recv for recv in recvs}, {send.id: send for send in sends}, inner)
 
 
-def _masks(edges: Sequence[GradientEdge]) -> dict[Node, int]:
-    """Every node that the edges reach, with the edges (as bits) that reach it."""
-    order = _topological([edge.node for edge in edges])
-    masks = dict.fromkeys(order, 0)
-    for bit, edge in enumerate(edges):
-        masks[edge.node] |= 1 << bit
-    for node in order:
-        if type(node) is RecvNode:
-            continue
-        mask = masks[node]
-        for following, _ in node.next_functions:
-            if following is not None:
-                masks[following] |= mask
-    return masks
+class _Walk:
+    """Every node that edges reach, with the edges (as bits) that reach it. Recvs lead nowhere.
 
+    Attributes:
+        masks: by node, each before those that it leads to.
+        outputs: for each tensor that arrived, as (node of its recv, index): the sources that reach it.
+    """
 
-def _topological(starts: Sequence[Node]) -> list[Node]:
-    """The nodes that are reached, each before those that it leads to. Recvs lead nowhere."""
-    finished: list[Node] = []
-    seen: set[Node] = set()
-    for start in starts:
-        if start in seen:
-            continue
-        seen.add(start)
-        stack = [(start, iter(_following(start)))]
-        while stack:
-            node, rest = stack[-1]
-            for following in rest:
-                if following not in seen:
-                    seen.add(following)
-                    stack.append((following, iter(_following(following))))
-                    break
-            else:
-                stack.pop()
-                finished.append(node)
-    finished.reverse()
-    return finished
+    def __init__(self, edges: Sequence[GradientEdge]) -> None:
+        self.outputs: dict[tuple[Node, int], int] = {}
+        self._following: dict[Node, Sequence[tuple[Node | None, int]]] = {}
+        order = self._topological([edge.node for edge in edges])
+        masks = self.masks = dict.fromkeys(order, 0)
+        for bit, edge in enumerate(edges):
+            masks[edge.node] |= 1 << bit
+            if type(edge.node) is RecvNode:
+                self._reach(edge.node, edge.output_nr, 1 << bit)
+        for node in order:
+            mask = masks[node]
+            for following, number in self._following[node]:
+                if following is not None:
+                    masks[following] |= mask
+                    if type(following) is RecvNode:
+                        self._reach(following, number, mask)
 
+    def _reach(self, node: Node, number: int, mask: int) -> None:
+        key = node, number
+        self.outputs[key] = self.outputs.get(key, 0) | mask
 
-def _following(node: Node) -> list[Node]:
-    if type(node) is RecvNode or type(node) is _AccumulateGrad:
-        return []
-    return [following for following, _ in node.next_functions if following is not None]
+    def _topological(self, starts: Sequence[Node]) -> list[Node]:
+        finished: list[Node] = []
+        known = self._following
+        for start in starts:
+            if start in known:
+                continue
+            stack = [(start, iter(self._meet(start)))]
+            while stack:
+                node, rest = stack[-1]
+                for following, _ in rest:
+                    if following is not None and following not in known:
+                        stack.append((following, iter(self._meet(following))))
+                        break
+                else:
+                    stack.pop()
+                    finished.append(node)
+        finished.reverse()
+        return finished
 
-
-def _recv_outputs(masks: dict[Node, int], edges: Sequence[GradientEdge]) -> dict[tuple[Node, int], int]:
-    """For each tensor that arrived: the sources that reach it."""
-    found: dict[tuple[Node, int], int] = {}
-    for bit, edge in enumerate(edges):
-        if type(edge.node) is RecvNode:
-            key = edge.node, edge.output_nr
-            found[key] = found.get(key, 0) | 1 << bit
-    for node, mask in masks.items():
-        if type(node) is RecvNode or type(node) is _AccumulateGrad:
-            continue
-        for following, number in node.next_functions:
-            if following is not None and type(following) is RecvNode:
-                key = following, number
-                found[key] = found.get(key, 0) | mask
-    return found
+    def _meet(self, node: Node) -> Sequence[tuple[Node | None, int]]:
+        """Asks the node once what it leads to: that makes Python objects."""
+        kind = type(node)
+        following = () if kind is RecvNode or kind is _AccumulateGrad else node.next_functions
+        self._following[node] = following
+        return following
 
 
 class _Unions:

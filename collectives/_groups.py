@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Literal
+from typing import TYPE_CHECKING, Final, cast
 
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup
@@ -36,10 +36,13 @@ __all__ = [
     "warn_not_in_group",
 ]
 
-NON_GROUP_MEMBER: Final = -100
-"""What `new_group` returns on ranks that are not in the group; functions that are given it do nothing."""
+NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
+"""What `new_group` returns on ranks that are not in the group, with torch's value; functions that get it do nothing.
 
-Group = ProcessGroup | Literal[-100] | None
+It is annotated as a group because every function takes it as one.
+"""
+
+Group = ProcessGroup | None
 """What functions take: a group, `NON_GROUP_MEMBER`, or None for the default group."""
 
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 
@@ -35,8 +35,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-NON_MEMBER: Final = cast(ProcessGroup, NON_GROUP_MEMBER)
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -130,7 +128,7 @@ def new_group(
     members = _members(ranks, parent.size(), sort_ranks)
     name = hashed_name(world, members) if use_local_synchronization else _numbered_name(world)
     if parent.rank() not in members:
-        return NON_MEMBER
+        return NON_GROUP_MEMBER
     return make_group(
         world,
         name,

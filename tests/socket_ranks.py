@@ -132,13 +132,13 @@ class Ranks:
 
 
 @contextmanager
-def socket_ranks(size: int, unix: bool | None = None) -> Iterator[Ranks]:
+def socket_ranks(size: int, unix: bool | None = None, sockets_per_pair: int | None = None) -> Iterator[Ranks]:
     """A group of `size` ranks."""
     with hubs(size) as members, ExitStack() as stack:
         addresses = [hub.address for hub in members]
         planes = []
         for rank, hub in enumerate(members):
-            plane = SocketPlane(rank, size, hub, "test group", addresses, unix)
+            plane = SocketPlane(rank, size, hub, "test group", addresses, unix, sockets_per_pair)
             stack.callback(plane.close)
             planes.append(plane)
         ranks = Ranks(planes)

@@ -193,14 +193,15 @@ def test_arguments_of_init(
 
 def test_without_a_default_group() -> None:
     with own_worlds():
-        for call in (
+        calls: tuple[Callable[[], object], ...] = (
             lambda: ours.all_reduce(one(1)),
             ours.get_rank,
             ours.get_backend,
             ours.destroy_process_group,
             ours.new_group,
             ours.barrier,
-        ):
+        )
+        for call in calls:
             with pytest.raises(ValueError, match="Default process group has not been initialized"):
                 call()
         assert ours.group.WORLD is None and not ours.is_initialized()
@@ -245,7 +246,7 @@ def test_sizes_in_a_world_of_two() -> None:
 
     def on_rank(rank: int) -> None:
         other = 1 - rank
-        for call, text in (
+        calls: tuple[tuple[Callable[[], object], str], ...] = (
             (lambda: ours.gather(one(2), [one(2), one(2)], dst=other), "NOT be specified on non-destination"),
             (lambda: ours.scatter(one(2), [one(2), one(2)], src=other), "NOT be specified on non-source"),
             (lambda: ours.all_to_all_single(one(3), one(3)), "cannot divide equally"),
@@ -259,7 +260,8 @@ def test_sizes_in_a_world_of_two() -> None:
             (lambda: ours.all_reduce(one(1, device="meta")), "No backend type associated with device type meta"),
             (lambda: ours.all_reduce(torch.eye(2).to_sparse()), "groups carry dense tensors"),
             (lambda: ours.scatter_object_list([None], [1], src=rank), "1 objects for 2 ranks"),
-        ):
+        )
+        for call, text in calls:
             with pytest.raises(ValueError, match=text):
                 call()
         ours.barrier()  # nothing was sent, so the group works

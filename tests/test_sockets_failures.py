@@ -214,7 +214,7 @@ def scripted_peer(operation: Operation) -> Iterator[tuple[socket.socket, Callabl
             return errors[0] if errors else None
 
         try:
-            with mine.connect(theirs.address, "test group/link/0", LIMIT_S, unix=False) as link:
+            with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S, unix=False) as link:
                 link.settimeout(LIMIT_S)
                 yield link, end
         finally:
@@ -307,12 +307,12 @@ def test_connections_that_are_not_wanted_are_closed() -> None:
     with hubs(2) as (mine, theirs):
         plane = SocketPlane(1, 2, theirs, "test group", [mine.address, theirs.address])
         try:
-            for purpose in ("test group/link/x", "test group/link/1", "test group/link/7"):
-                with mine.connect(theirs.address, purpose, LIMIT_S) as link:
+            for purpose in ("link/x", "link/0", "link/0.1", "link/1.0", "link/7.0"):
+                with mine.connect(theirs.address, f"test group/{purpose}", LIMIT_S) as link:
                     link.settimeout(LIMIT_S)
                     assert link.recv(1) == b""
-            with mine.connect(theirs.address, "test group/link/0", LIMIT_S) as first:
-                with mine.connect(theirs.address, "test group/link/0", LIMIT_S) as second:
+            with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S) as first:
+                with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S) as second:
                     second.settimeout(LIMIT_S)
                     assert second.recv(1) == b""
                 plane.close()

@@ -222,6 +222,40 @@ def test_many_operations_in_a_row(ranks: Ranks) -> None:
         assert {int(each) for each in tensors} == {sum(rank + number for rank in range(size))}
 
 
+def test_eight_ranks() -> None:
+    size = 8
+    with socket_ranks(size, unix=False) as group:
+        for count in (1, 5000, 100_001):
+            inputs = [tensor(rank, count, torch.int64) for rank in range(size)]
+            wanted = reduced(inputs, ReduceOp.SUM)
+            reductions = [each.clone() for each in inputs]
+            group.run_well([Operation(Kind.ALL_REDUCE, (each,), (each,), ReduceOp.SUM) for each in reductions])
+            assert all(equal(each, wanted) for each in reductions)
+            copies = [each.clone() for each in inputs]
+            group.run_well([Operation(Kind.BROADCAST, (each,), (each,), root=5) for each in copies])
+            assert all(equal(each, inputs[5]) for each in copies)
+            outputs = [tuple(torch.empty(count, dtype=torch.int64) for _ in range(size)) for _ in range(size)]
+            group.run_well([Operation(Kind.ALL_GATHER, (inputs[rank],), outputs[rank]) for rank in range(size)])
+            assert all(equal(a, b) for mine in outputs for a, b in zip(mine, inputs, strict=True))
+
+
+@pytest.mark.parametrize("count", [600_000, 1_500_001])
+def test_large_messages_in_stripes_on_several_sockets(count: int) -> None:
+    with socket_ranks(2, unix=False, sockets_per_pair=3) as group:
+        for op in (ReduceOp.SUM, ReduceOp.AVG):
+            inputs = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(2)]
+            wanted = reduced(inputs, op)
+            group.run_well([Operation(Kind.ALL_REDUCE, (each,), (each,), op) for each in inputs])
+            assert all(equal(each, wanted) for each in inputs)
+            group.run_well([Operation(Kind.BARRIER)] * 2)
+            tensors = [tensor(rank, count, torch.float32) for rank in range(2)]
+            copy = tensors[0].clone()
+            group.run_well([Operation(Kind.BROADCAST, (each,), (each,), root=0) for each in tensors])
+            assert all(equal(each, copy) for each in tensors)
+        used = len(group.planes[0]._links._open)
+        assert used == (3 if count > 1_000_000 else 2)
+
+
 @pytest.mark.parametrize("unix", [True, None])
 def test_over_unix_sockets(unix: bool | None) -> None:
     with socket_ranks(3, unix) as group:

@@ -39,19 +39,15 @@ class Buffer:
         self._numbers = None if reducer is None else tensor.view(-1).view(reducer.dtype)
         self._unit_bytes = 1 if self._numbers is None else self._numbers.element_size()
 
-    def bounds(self, region: Region) -> tuple[int, int]:
-        """Where a region starts and stops, in bytes."""
-        return region.start * self._element_bytes, region.stop * self._element_bytes
-
     def bytes_of(self, region: Region) -> memoryview:
         """The memory of a region."""
-        start, stop = self.bounds(region)
-        return self.memory[start:stop]
+        return self.memory[region.start * self._element_bytes : region.stop * self._element_bytes]
 
-    def numbers(self, start: int, stop: int) -> torch.Tensor:
-        """A part, given in bytes, in the form in which it is reduced."""
+    def numbers(self, region: Region, start: int, stop: int) -> torch.Tensor:
+        """Bytes `start` to `stop` of a region, in the form in which they are reduced."""
         assert self._numbers is not None
-        return self._numbers[start // self._unit_bytes : stop // self._unit_bytes]
+        base = region.start * self._element_bytes
+        return self._numbers[(base + start) // self._unit_bytes : (base + stop) // self._unit_bytes]
 
 
 class Scratch:

@@ -1,20 +1,33 @@
-"""The connections of a group: one for each pair of ranks that has something to say to each other, opened when needed.
+"""The connections of a group: for each pair of ranks that have something to say to each other, opened when needed.
 
 The lower rank connects. The higher one takes what arrives, on the I/O loop, and wakes the thread that waits for it.
+
+Between hosts, large messages are cut into stripes that travel on several connections, since networks often limit each
+of them. On one host the first connection carries everything: there, each further one was measured to cost time.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 from collections.abc import Sequence
+from typing import Final
 
 from rpcdist.collectives._plane import Control, PlanePeerLost, PlaneTimeout
 from rpcdist.errors import TransportError
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.interfaces import is_loopback
+from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["Links"]
+__all__ = ["STRIPE_BYTES", "Links"]
+
+STRIPE_BYTES: Final = 1 << 20
+"""Stripes are at least this long; so shorter messages travel whole."""
+
+_SOCKETS_BETWEEN_HOSTS: Final = 4
+_STRIPE_MULTIPLE: Final = 1 << 10
+_PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
 
 
 class Links:
@@ -26,16 +39,26 @@ class Links:
         name: of the group; random enough that no other group has it.
         addresses: of the hubs, by rank.
         unix: as in `SocketHub.connect`.
+        sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 1 on one host, else 4.
     """
 
-    def __init__(self, rank: int, hub: SocketHub, name: str, addresses: Sequence[str], unix: bool | None) -> None:
+    def __init__(
+        self,
+        rank: int,
+        hub: SocketHub,
+        name: str,
+        addresses: Sequence[str],
+        unix: bool | None,
+        sockets_per_pair: int | None,
+    ) -> None:
         self._rank = rank
         self._hub = hub
         self._prefix = f"{name}/link/"
         self._addresses = tuple(addresses)
         self._unix = unix
-        self._open: dict[int, socket.socket] = {}
-        self._arrived: dict[int, socket.socket] = {}
+        self._num_channels = [sockets_per_pair or _usual_number(addresses[rank], other) for other in addresses]
+        self._open: dict[tuple[int, int], socket.socket] = {}  # by peer and channel
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._closed = False
         self._lock = threading.Lock()
         self.wakeup_fd, self._wakeup_write_fd = os.pipe()  # readable when a connection has arrived
@@ -46,22 +69,33 @@ class Links:
     def __repr__(self) -> str:
         return f"<Links of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
 
-    def get(self, peer: int, control: Control) -> socket.socket | None:
-        """The connection with a rank; None if the peer, who has to open it, has not done so yet.
+    def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
+        """Start and stop of what each channel carries of a message, the first channel first; one or more."""
+        number = min(self._num_channels[peer], max(1, size_bytes // STRIPE_BYTES))
+        length = -(-size_bytes // number // _STRIPE_MULTIPLE) * _STRIPE_MULTIPLE
+        starts = [channel * length for channel in range(number)]
+        return [(start, min(start + length, size_bytes)) for start in starts]
+
+    def get(self, peer: int, channel: int, control: Control) -> socket.socket | None:
+        """A connection with a rank; None if the peer, who has to open it, has not done so yet.
 
         Raises:
             PlanePeerLost: the peer cannot be reached.
             PlaneTimeout: not in time.
         """
-        link = self._open.get(peer)
+        link = self._open.get((peer, channel))
         if link is None:
-            link = self._connect(peer, control) if self._rank < peer else self._take_arrived(peer)
+            if self._rank < peer:
+                link = self._connect(peer, channel, control)
+            else:
+                with self._lock:
+                    link = self._arrived.pop((peer, channel), None)
             if link is not None:
-                self._open[peer] = link
+                self._open[peer, channel] = link
         return link
 
-    def _connect(self, peer: int, control: Control) -> socket.socket:
-        purpose = f"{self._prefix}{self._rank}"
+    def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
+        purpose = f"{self._prefix}{self._rank}.{channel}"
         try:
             return self._hub.connect(
                 self._addresses[peer], purpose, control.deadline.remaining_s(), self._unix, control.check
@@ -70,10 +104,6 @@ class Links:
             if control.deadline.expired():
                 raise PlaneTimeout(frozenset([peer])) from exc
             raise PlanePeerLost(peer, str(exc)) from exc
-
-    def _take_arrived(self, peer: int) -> socket.socket | None:
-        with self._lock:
-            return self._arrived.pop(peer, None)
 
     def drain_wakeups(self) -> None:
         """Makes `wakeup_fd` unreadable until the next connection arrives."""
@@ -84,15 +114,22 @@ class Links:
 
     def _arrive(self, purpose: str, connection: socket.socket) -> None:
         """On the I/O loop: takes a connection that a lower rank opened."""
-        text = purpose.removeprefix(self._prefix)
-        peer = int(text) if text.isascii() and text.isdigit() else self._rank
+        key = self._key(purpose.removeprefix(self._prefix))
         with self._lock:
-            wanted = peer < self._rank and peer not in self._arrived and peer not in self._open and not self._closed
-            if wanted:
-                self._arrived[peer] = connection
+            wanted = key is not None and not (self._closed or key in self._arrived or key in self._open)
+            if wanted and key is not None:
+                self._arrived[key] = connection
                 os.write(self._wakeup_write_fd, b"x")  # under the lock: `close` gives the descriptor back
         if not wanted:
             connection.close()
+
+    def _key(self, text: str) -> tuple[int, int] | None:
+        """Peer and channel that a purpose names; None if no such connection is due."""
+        match = _PLACE.fullmatch(text)
+        if match is None:
+            return None
+        peer, channel = int(match[1]), int(match[2])
+        return (peer, channel) if peer < self._rank and channel < self._num_channels[peer] else None
 
     def close(self) -> None:
         """Closes everything; idempotent."""
@@ -107,3 +144,9 @@ class Links:
         self._hub.withdraw(self._prefix)
         for link in links:
             link.close()
+
+
+def _usual_number(mine: str, theirs: str) -> int:
+    """How many connections two ranks have that nobody gave a number for; both come to the same."""
+    hosts = {HubAddress.parse(mine).host, HubAddress.parse(theirs).host}
+    return 1 if len(hosts) == 1 or all(map(is_loopback, hosts)) else _SOCKETS_BETWEEN_HOSTS

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import select
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import torch
@@ -21,6 +21,7 @@ __all__ = ["Pollers", "Runner"]
 _CHECK_INTERVAL_MS: Final = 50
 _LANDING_SLOT: Final = -1
 _MAX_POLLERS: Final = 64
+_NO_BYTES: Final = memoryview(b"")
 
 
 class Pollers:
@@ -87,42 +88,42 @@ class Runner:
         for number, round_ in enumerate(plan):
             pending: list[Transfer] = []
             for send in round_.sends:
-                sending = self._sending(number, send)
-                if not self._advance(sending):  # at once: while it travels, this rank gets ready to receive
-                    pending.append(sending)
-            receiving = [self._receiving(number, receive, round_.final) for receive in round_.receives]
+                # At once: while it travels, this rank gets ready to receive.
+                pending += [sending for sending in self._sending(number, send) if not self._advance(sending)]
+            receiving = [part for receive in round_.receives for part in self._receiving(number, receive, round_.final)]
             self._move([*pending, *receiving])
             for transfer in receiving:
                 transfer.complete()
 
     # ------------------------------------------------------------ from steps to messages
 
-    def _sending(self, number: int, step: Send) -> Sending:
-        payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else memoryview(b"")
-        return Sending(step.peer, self._frame.header(number, len(payload)), payload)
+    def _sending(self, number: int, step: Send) -> Iterator[Sending]:
+        payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else _NO_BYTES
+        for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
+            yield Sending(step.peer, channel, self._frame.header(number, stop - start), payload[start:stop])
 
-    def _receiving(self, number: int, step: Receive, final: Region | None) -> Receiving:
+    def _receiving(self, number: int, step: Receive, final: Region | None) -> Iterator[Receiving]:
         region = step.region
-        if not region.count:
-            return Receiving(step.peer, self._frame, self._frame.header(number, 0), memoryview(b""), 0, None)
-        payload = self._buffers[region.buffer].bytes_of(region)
-        size = len(payload)
-        expected = self._frame.header(number, size)
-        if step.operand is None:
-            return Receiving(step.peer, self._frame, expected, payload, size, None)
-        reduction = self._reduction(step, step.region == final)
-        return Receiving(step.peer, self._frame, expected, reduction.memory, size, reduction)
+        payload = self._buffers[region.buffer].bytes_of(region) if region.count else _NO_BYTES
+        for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
+            expected = self._frame.header(number, stop - start)
+            part, reduction = payload[start:stop], None
+            if step.operand is not None and region.count:
+                reduction = self._reduction(step, channel, start, stop, region == final)
+                part = reduction.memory
+            yield Receiving(step.peer, channel, self._frame, expected, part, stop - start, reduction)
 
-    def _reduction(self, step: Receive, final: bool) -> Reduction:
+    def _reduction(self, step: Receive, channel: int, start: int, stop: int, final: bool) -> Reduction:
+        """What to do with bytes `start` to `stop` of a message."""
         assert self._reducer is not None and step.operand is not None
-        source, destination = self._buffers[step.operand.buffer], self._buffers[step.region.buffer]
-        operand = source.numbers(*source.bounds(step.operand))
-        target = destination.numbers(*destination.bounds(step.region))
+        operand = self._buffers[step.operand.buffer].numbers(step.operand, start, stop)
+        buffer = self._buffers[step.region.buffer]
+        target = buffer.numbers(step.region, start, stop)
         if target.data_ptr() != operand.data_ptr():
-            landing, memory = target, destination.bytes_of(step.region)
+            landing, memory = target, buffer.bytes_of(step.region)[start:stop]
         else:
             size = target.nbytes if step.late else min(target.nbytes, piece_bytes(target.element_size()))
-            landing = self._scratch.get(_LANDING_SLOT, size // target.element_size(), target.dtype)
+            landing = self._scratch.get(_LANDING_SLOT - channel, size // target.element_size(), target.dtype)
             memory = memory_of(landing)
         return Reduction(
             self._reducer.combine, target, operand, landing, memory, step.peer < self._rank, step.late,
@@ -141,7 +142,7 @@ class Runner:
 
     def _advance(self, transfer: Transfer) -> bool:
         if transfer.link is None:
-            transfer.link = self._links.get(transfer.peer, self._control)
+            transfer.link = self._links.get(transfer.peer, transfer.channel, self._control)
             if transfer.link is None:
                 return False
         return transfer.advance()

@@ -37,12 +37,14 @@ class Transfer:
 
     Attributes:
         peer: the other rank.
+        channel: which of the connections with it.
         link: the connection; None until it is open.
     """
 
-    __slots__ = ("link", "peer")
+    __slots__ = ("channel", "link", "peer")
 
     peer: int
+    channel: int
     link: socket.socket | None
     is_send: bool = False
 
@@ -67,8 +69,9 @@ class Sending(Transfer):
 
     is_send = True
 
-    def __init__(self, peer: int, header: bytes, payload: memoryview) -> None:
+    def __init__(self, peer: int, channel: int, header: bytes, payload: memoryview) -> None:
         self.peer = peer
+        self.channel = channel
         self.link = None
         self._header = header
         self._payload = payload
@@ -171,9 +174,17 @@ class Receiving(Transfer):
     )
 
     def __init__(
-        self, peer: int, frame: Frame, expected: bytes, payload: memoryview, size: int, reduction: Reduction | None
+        self,
+        peer: int,
+        channel: int,
+        frame: Frame,
+        expected: bytes,
+        payload: memoryview,
+        size: int,
+        reduction: Reduction | None,
     ) -> None:
         self.peer = peer
+        self.channel = channel
         self.link = None
         self.reduction = reduction
         self._frame = frame

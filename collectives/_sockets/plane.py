@@ -33,6 +33,8 @@ class SocketPlane(Plane):
         group_name: the same on all ranks, and of no other plane that lives.
         addresses: `SocketHub.address` of every rank.
         unix: True for Unix sockets, False for TCP; None takes Unix sockets where ranks share a host.
+        sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
+            between hosts.
     """
 
     def __init__(
@@ -43,10 +45,11 @@ class SocketPlane(Plane):
         group_name: str,
         addresses: Sequence[str],
         unix: bool | None = None,
+        sockets_per_pair: int | None = None,
     ) -> None:
         self.rank = rank
         self.size = size
-        self._links = Links(rank, hub, group_name, addresses, unix)
+        self._links = Links(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {

@@ -7,7 +7,8 @@ the guide.
 from __future__ import annotations
 
 from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._pipeline import Pipeline, PipelineOptimizer, StepResult
+from rpcdist.parallel.pipeline._optimizers import PipelineOptimizer
+from rpcdist.parallel.pipeline._pipeline import Pipeline, StepResult
 from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (

@@ -19,13 +19,15 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._microbatches import merge
+from rpcdist.parallel.pipeline._optimizers import PipelineOptimizer
+from rpcdist.parallel.pipeline._orders import LossFunction, Order, Plan, Report, StageSource, clock_s
 from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
-from rpcdist.parallel.pipeline._runner import LossFunction, Order, Plan, Report, Runner, StageSource, clock_s
+from rpcdist.parallel.pipeline._runner import Runner
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, format_grid
 from rpcdist.parallel.pipeline._timeline import Timeline
 
-__all__ = ["Pipeline", "PipelineOptimizer", "StepResult"]
+__all__ = ["Pipeline", "StepResult"]
 
 T = TypeVar("T")
 GRACE_S = 5.0  # a runner ends at the step's timeout and says what it waits for; its driver waits that much longer
@@ -317,37 +319,6 @@ class Pipeline:
         if self.timeline is None:
             raise RpcdistError("there is no timeline yet: run a step first")
         self.timeline.draw(path, title)
-
-
-class PipelineOptimizer:
-    """The optimizers of all stages, used as one. Made by `Pipeline.make_optimizer`."""
-
-    def __init__(self, pipeline: Pipeline, number: int) -> None:
-        self._pipeline = pipeline
-        self._number = number
-
-    def step(self) -> None:
-        """One step of every stage's optimizer, all at the same time."""
-        self._pipeline._ask("optimizer_step", self._number)
-
-    def zero_grad(self) -> None:
-        """Sets the gradients of all parameters to None."""
-        self._pipeline.zero_grad()
-
-    def change(self, **options: Any) -> None:
-        """Sets options of all parameter groups: `optimizer.change(lr=0.01)`."""
-        self._pipeline._ask("optimizer_change", self._number, options)
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """That of each stage's optimizer, by stage."""
-        found: dict[int, dict[str, Any]] = {}
-        for of_worker in self._pipeline._ask("optimizer_state_dict", self._number):
-            found.update(of_worker)
-        return dict(sorted(found.items()))
-
-    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Takes what `state_dict` returned."""
-        self._pipeline._ask("optimizer_load_state_dict", self._number, dict(state))
 
 
 def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object] | None) -> None:

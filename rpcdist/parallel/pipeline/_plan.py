@@ -8,7 +8,7 @@ from typing import Literal
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._microbatches import as_tuple, batch_size, split, split_sizes
-from rpcdist.parallel.pipeline._runner import Order
+from rpcdist.parallel.pipeline._orders import Order
 from rpcdist.parallel.pipeline._schedules import Action, Schedule, forward_only, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import validate
 

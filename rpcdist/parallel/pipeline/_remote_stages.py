@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._microbatches import batch_size, split, split_sizes
-from rpcdist.parallel.pipeline._runner import StageSource
+from rpcdist.parallel.pipeline._orders import StageSource
 
 __all__ = ["RemoteStages"]
 

@@ -1,109 +1,24 @@
-"""The worker's side of a pipeline: executes its actions in order, and sends their tensors on.
-
-    thread of the call `run`      executes the list; waits in the mailbox for what an action needs
-    threads that serve `push`     put arriving tensors into the mailbox, also before `run` is here
-
-Tensors are pushed by the worker that made them, so they travel while both ends compute.
-"""
+"""The worker's side of a pipeline: holds its stages, and does what the driver asks for."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from typing import Any
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
-import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import DeadlineExceeded, RpcdistError
-from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
+from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineTimeout
+from rpcdist.parallel.pipeline._execution import Execution, receivers
 from rpcdist.parallel.pipeline._mailbox import Mailbox
-from rpcdist.parallel.pipeline._microbatches import as_tuple
 from rpcdist.parallel.pipeline._optimizers import StageOptimizers
-from rpcdist.parallel.pipeline._schedules import Action, Kind
+from rpcdist.parallel.pipeline._orders import Order, Plan, Report, StageSource
+from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
 
-__all__ = ["LossFunction", "Order", "Plan", "Report", "Runner", "StageSource", "clock_s", "push"]
-
-LossFunction = Callable[..., Tensor]
-StageSource = nn.Module | Callable[[], nn.Module]
-"""A stage, or what makes it at its worker."""
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """What every runner of a pipeline knows, from its construction on.
-
-    Attributes:
-        key: names the pipeline, on all its workers.
-        workers: the names of the workers; stage `s` lives on `workers[s % len(workers)]`.
-        num_stages: of the whole pipeline.
-        loss_fn: called with the output of the last stage, and with the targets.
-    """
-
-    key: str
-    workers: tuple[str, ...]
-    num_stages: int
-    loss_fn: LossFunction | None
-
-    def worker_of(self, stage: int) -> str:
-        return self.workers[stage % len(self.workers)]
-
-
-@dataclass(frozen=True, slots=True)
-class Order:
-    """What one runner shall do in one step.
-
-    Attributes:
-        step: counts up; tensors of earlier steps that arrive late are dropped.
-        actions: of this worker, in order.
-        inputs: of each micro-batch, for the worker of the first stage.
-        targets: of each micro-batch, for the worker of the last stage.
-        weights: of each micro-batch in the loss of the batch.
-        with_outputs: send the outputs of the last stage back.
-        timeout_s: of the whole step.
-    """
-
-    step: int
-    actions: list[Action]
-    inputs: list[tuple[object, ...]]
-    targets: list[tuple[object, ...]]
-    weights: list[float]
-    with_outputs: bool
-    timeout_s: float
-
-
-@dataclass(slots=True)
-class Report:
-    """What one runner did in one step; times in seconds on its own monotonic clock."""
-
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    outputs: dict[int, object] = field(default_factory=dict)
-    times: list[tuple[float, float]] = field(default_factory=list)  # start and end of each action
-
-
-# [Note: registry]
-#     Neighbours find a runner by the pipeline's key and the worker's place, not by a remote reference: references from
-#     worker to worker and back would keep one another alive. The runner itself lives as long as the driver's reference.
-_runners: WeakValueDictionary[tuple[str, int], Runner] = WeakValueDictionary()
-
-
-def push(key: str, worker: int, step: int, stage: int, kind: Kind, part: int, values: list[object]) -> None:
-    """Called by a neighbour: brings what an action needs."""
-    runner = _runners.get((key, worker))
-    if runner is None:
-        raise RpcdistError(f"the pipeline {key} has ended on this worker")
-    runner.arrived(step, Action(stage, kind, part), values)
-
-
-def clock_s() -> float:
-    """The clock of this worker's times."""
-    return time.monotonic()
+__all__ = ["Runner"]
 
 
 class Runner:
@@ -128,7 +43,7 @@ class Runner:
         self._lock = threading.Lock()  # of what follows; push, run and abort come on different threads
         self._mailboxes: dict[int, Mailbox] = {}
         self._ended_step = 0
-        _runners[plan.key, worker] = self
+        receivers[plan.key, worker] = self
 
     def __repr__(self) -> str:
         return f"<Runner of {self._plan.key} on {self._name}: {list(self.stages.values())}>"
@@ -210,7 +125,7 @@ class Runner:
         if not self._running.acquire(timeout=deadline.remaining_s() if deadline.is_finite else -1):
             raise PipelineTimeout(*self._place(order.step), "an earlier step still runs")
         try:
-            report = _Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
+            report = Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
             with self._lock:
                 mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
                 self._forget(order.step)
@@ -283,138 +198,3 @@ class Runner:
             for parameter in stage.module.parameters():
                 if parameter.grad is not None:
                     parameter.grad.mul_(factor)
-
-
-class _Execution:
-    """One step on one worker; used once, by one thread."""
-
-    def __init__(
-        self, plan: Plan, name: str, stages: Mapping[int, Stage], order: Order, mailbox: Mailbox, deadline: Deadline
-    ) -> None:
-        self._plan = plan
-        self._name = name
-        self._stages = stages
-        self._order = order
-        self._mailbox = mailbox
-        self._deadline = deadline
-        self._with_grad = any(action.kind == "B" for action in order.actions)
-        self._sent: list[tuple[Action, rpc.Future[None]]] = []
-        self._report = Report()
-
-    def run(self) -> Report:
-        with torch.set_grad_enabled(self._with_grad):
-            for action in self._order.actions:
-                self._do(action)
-        for action, future in self._sent:  # until then their memory may not change
-            with self._blaming(action, "sending the result of the "):
-                future.wait()
-        return self._report
-
-    def _do(self, action: Action) -> None:
-        with self._blaming(action):
-            self._mailbox.check()
-            stage = self._stages[action.stage]
-            values = self._needed(action)
-            start_s = clock_s()
-            results = (
-                self._forward(stage, action, values) if action.kind == "F" else self._backward(stage, action, values)
-            )
-            self._report.times.append((start_s, clock_s()))
-            if results is not None:
-                self._send(action, results)
-
-    def _blaming(self, action: Action, doing: str = "") -> _Blame:
-        return _Blame(self._name, action, doing + action.words)
-
-    # ------------------------------------------------------------ computing
-
-    def _forward(self, stage: Stage, action: Action, values: Sequence[object]) -> Sequence[object] | None:
-        part = action.microbatch
-        output = stage.forward(part, values, with_grad=self._with_grad)
-        if stage.index + 1 < self._plan.num_stages:
-            outputs = as_tuple(output)
-            if self._with_grad:
-                stage.keep(part, outputs)
-            return outputs
-        if self._order.targets:
-            loss = self._loss(stage, output, self._order.targets[part])
-            if self._with_grad:
-                stage.keep(part, [loss])
-            self._report.losses[part] = loss.detach().cpu()
-        if self._order.with_outputs:
-            self._report.outputs[part] = _for_sending(output)
-        return None
-
-    def _loss(self, stage: Stage, output: object, targets: Sequence[object]) -> Tensor:
-        assert self._plan.loss_fn is not None  # the driver has checked it
-        moved = [value.to(stage.device) if isinstance(value, Tensor) else value for value in targets]
-        loss = self._plan.loss_fn(output, *moved)
-        if loss.numel() != 1:
-            raise ValueError(f"loss_fn must return one number, but its result has the shape {tuple(loss.shape)}")
-        return loss
-
-    def _backward(self, stage: Stage, action: Action, values: Sequence[object]) -> Sequence[object] | None:
-        gradients = stage.backward(
-            action.microbatch, [value if isinstance(value, Tensor) else None for value in values]
-        )
-        return gradients if stage.index > 0 else None
-
-    # ------------------------------------------------------------ moving
-
-    def _needed(self, action: Action) -> Sequence[object]:
-        """What an action starts from: the batch, the loss, or what a neighbour has sent."""
-        if action.kind == "F" and action.stage == 0:
-            return self._order.inputs[action.microbatch]
-        if action.kind == "B" and action.stage + 1 == self._plan.num_stages:
-            loss = self._report.losses[action.microbatch]
-            return [torch.full_like(loss, self._order.weights[action.microbatch])]
-        return self._mailbox.take(action, self._deadline)
-
-    def _send(self, action: Action, results: Sequence[object]) -> None:
-        receiver = Action(action.stage + (1 if action.kind == "F" else -1), action.kind, action.microbatch)
-        if receiver.stage in self._stages:
-            self._mailbox.put(receiver, results)
-            return
-        worker = receiver.stage % len(self._plan.workers)
-        values = [_for_sending(value) for value in results]
-        arguments = (
-            self._plan.key,
-            worker,
-            self._order.step,
-            receiver.stage,
-            receiver.kind,
-            receiver.microbatch,
-            values,
-        )
-        timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
-        future = rpc.rpc_async(self._plan.workers[worker], push, args=arguments, timeout=timeout_s)
-        future.is_quiet = True  # `run` waits for it, unless the step fails anyway
-        self._sent.append((action, future))
-
-
-def _for_sending(value: object) -> object:
-    """Without the graph, but with the wish for a gradient, and in memory that can be sent from."""
-    if isinstance(value, tuple | list):
-        return tuple(_for_sending(item) for item in value)
-    return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
-
-
-class _Blame:
-    """Turns any exception into a `PipelineError` that says what failed."""
-
-    __slots__ = ("_action", "_name", "_what")
-
-    def __init__(self, name: str, action: Action, what: str) -> None:
-        self._name = name
-        self._action = action
-        self._what = what
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
-        if exc is None or isinstance(exc, PipelineError):
-            return
-        error = PipelineTimeout if isinstance(exc, DeadlineExceeded) else PipelineError
-        text = f"{type(exc).__name__}: {exc}"
-        raise error(self._name, (self._action.stage,), self._action.microbatch, self._what, text) from exc

@@ -1,0 +1,185 @@
+"""Executes the actions of one worker in one step, in order, and pushes their tensors to the neighbours.
+
+    thread of the call `Runner.run`     executes the list; waits in the mailbox for what an action needs
+    threads that serve `push`           put arriving tensors into the mailbox, also before `run` is here
+
+Tensors are pushed by the worker that made them, so they travel while both ends compute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+import rpcdist.rpc as rpc
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.parallel.pipeline._errors import PipelineError, PipelineTimeout
+from rpcdist.parallel.pipeline._mailbox import Mailbox
+from rpcdist.parallel.pipeline._microbatches import as_tuple
+from rpcdist.parallel.pipeline._orders import Order, Plan, Report, clock_s
+from rpcdist.parallel.pipeline._schedules import Action, Kind
+from rpcdist.parallel.pipeline._stage import Stage
+
+__all__ = ["Execution", "Receiver", "push", "receivers"]
+
+
+# [Note: registry]
+#     Neighbours find a runner by the pipeline's key and the worker's place, not by a remote reference: references from
+#     worker to worker and back would keep one another alive. The runner itself lives as long as the driver's reference.
+class Receiver(Protocol):
+    """What `push` hands its tensors to: a runner."""
+
+    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
+        """Takes what an action of this or a later step needs; on any thread."""
+
+
+receivers: WeakValueDictionary[tuple[str, int], Receiver] = WeakValueDictionary()
+"""By the key of the pipeline and the place of the worker."""
+
+
+def push(key: str, worker: int, step: int, stage: int, kind: Kind, part: int, values: list[object]) -> None:
+    """Called by a neighbour: brings what an action needs."""
+    receiver = receivers.get((key, worker))
+    if receiver is None:
+        raise RpcdistError(f"the pipeline {key} has ended on this worker")
+    receiver.arrived(step, Action(stage, kind, part), values)
+
+
+class Execution:
+    """One step on one worker; used once, by one thread."""
+
+    def __init__(
+        self, plan: Plan, name: str, stages: Mapping[int, Stage], order: Order, mailbox: Mailbox, deadline: Deadline
+    ) -> None:
+        self._plan = plan
+        self._name = name
+        self._stages = stages
+        self._order = order
+        self._mailbox = mailbox
+        self._deadline = deadline
+        self._with_grad = any(action.kind == "B" for action in order.actions)
+        self._sent: list[tuple[Action, rpc.Future[None]]] = []
+        self._report = Report()
+
+    def run(self) -> Report:
+        with torch.set_grad_enabled(self._with_grad):
+            for action in self._order.actions:
+                self._do(action)
+        for action, future in self._sent:  # until then their memory may not change
+            with self._blaming(action, "sending the result of the "):
+                future.wait()
+        return self._report
+
+    def _do(self, action: Action) -> None:
+        with self._blaming(action):
+            self._mailbox.check()
+            stage = self._stages[action.stage]
+            values = self._needed(action)
+            start_s = clock_s()
+            results = (
+                self._forward(stage, action, values) if action.kind == "F" else self._backward(stage, action, values)
+            )
+            self._report.times.append((start_s, clock_s()))
+            if results is not None:
+                self._send(action, results)
+
+    def _blaming(self, action: Action, doing: str = "") -> _Blame:
+        return _Blame(self._name, action, doing + action.words)
+
+    # ------------------------------------------------------------ computing
+
+    def _forward(self, stage: Stage, action: Action, values: Sequence[object]) -> Sequence[object] | None:
+        part = action.microbatch
+        output = stage.forward(part, values, with_grad=self._with_grad)
+        if stage.index + 1 < self._plan.num_stages:
+            outputs = as_tuple(output)
+            if self._with_grad:
+                stage.keep(part, outputs)
+            return outputs
+        if self._order.targets:
+            loss = self._loss(stage, output, self._order.targets[part])
+            if self._with_grad:
+                stage.keep(part, [loss])
+            self._report.losses[part] = loss.detach().cpu()
+        if self._order.with_outputs:
+            self._report.outputs[part] = _for_sending(output)
+        return None
+
+    def _loss(self, stage: Stage, output: object, targets: Sequence[object]) -> Tensor:
+        assert self._plan.loss_fn is not None  # the driver has checked it
+        moved = [value.to(stage.device) if isinstance(value, Tensor) else value for value in targets]
+        loss = self._plan.loss_fn(output, *moved)
+        if loss.numel() != 1:
+            raise ValueError(f"loss_fn must return one number, but its result has the shape {tuple(loss.shape)}")
+        return loss
+
+    def _backward(self, stage: Stage, action: Action, values: Sequence[object]) -> Sequence[object] | None:
+        gradients = stage.backward(
+            action.microbatch, [value if isinstance(value, Tensor) else None for value in values]
+        )
+        return gradients if stage.index > 0 else None
+
+    # ------------------------------------------------------------ moving
+
+    def _needed(self, action: Action) -> Sequence[object]:
+        """What an action starts from: the batch, the loss, or what a neighbour has sent."""
+        if action.kind == "F" and action.stage == 0:
+            return self._order.inputs[action.microbatch]
+        if action.kind == "B" and action.stage + 1 == self._plan.num_stages:
+            loss = self._report.losses[action.microbatch]
+            return [torch.full_like(loss, self._order.weights[action.microbatch])]
+        return self._mailbox.take(action, self._deadline)
+
+    def _send(self, action: Action, results: Sequence[object]) -> None:
+        receiver = Action(action.stage + (1 if action.kind == "F" else -1), action.kind, action.microbatch)
+        if receiver.stage in self._stages:
+            self._mailbox.put(receiver, results)
+            return
+        worker = receiver.stage % len(self._plan.workers)
+        values = [_for_sending(value) for value in results]
+        arguments = (
+            self._plan.key,
+            worker,
+            self._order.step,
+            receiver.stage,
+            receiver.kind,
+            receiver.microbatch,
+            values,
+        )
+        timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
+        future = rpc.rpc_async(self._plan.workers[worker], push, args=arguments, timeout=timeout_s)
+        future.is_quiet = True  # `run` waits for it, unless the step fails anyway
+        self._sent.append((action, future))
+
+
+def _for_sending(value: object) -> object:
+    """Without the graph, but with the wish for a gradient, and in memory that can be sent from."""
+    if isinstance(value, tuple | list):
+        return tuple(_for_sending(item) for item in value)
+    return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value
+
+
+class _Blame:
+    """Turns any exception into a `PipelineError` that says what failed."""
+
+    __slots__ = ("_action", "_name", "_what")
+
+    def __init__(self, name: str, action: Action, what: str) -> None:
+        self._name = name
+        self._action = action
+        self._what = what
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: object, exc: BaseException | None, traceback: object) -> None:
+        if exc is None or isinstance(exc, PipelineError):
+            return
+        error = PipelineTimeout if isinstance(exc, DeadlineExceeded) else PipelineError
+        text = f"{type(exc).__name__}: {exc}"
+        raise error(self._name, (self._action.stage,), self._action.microbatch, self._what, text) from exc
