@@ -258,7 +258,7 @@ class HybridPlane(Plane):
     def _blocks(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The part of each host in a buffer with an equal piece for every rank."""
         piece = whole.numel() // self.size
-        return whole.split([piece * len(ranks) for ranks in self._hosts.members])
+        return tuple(whole.split([piece * len(ranks) for ranks in self._hosts.members]))
 
     def _gather_on_leader(self, chunk: torch.Tensor, control: Control) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """A buffer for all ranks, in which the leader has its host's block; also as blocks."""

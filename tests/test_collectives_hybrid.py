@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import pytest
 import torch
 from plane_in_memory import MemoryControl, memory_planes, reference, run_ranks
@@ -27,6 +29,15 @@ def planes_of(leaders: list[int]) -> list[HybridPlane]:
     for members in hosts.members:
         local.update(zip(members, memory_planes(len(members)), strict=True))
     return [HybridPlane(rank, hosts, local[rank], between.get(rank), everyone[rank]) for rank in range(len(leaders))]
+
+
+def run_all(planes: Sequence[Plane], operations: Sequence[Operation], timeout_s: float = 20.0) -> list[object]:
+    """Every rank runs its operation; what each raised, or None."""
+
+    def runner(plane: Plane, operation: Operation) -> Callable[[], None]:
+        return lambda: plane.run(operation, MemoryControl(operation, timeout_s=timeout_s))
+
+    return list(run_ranks([runner(*pair) for pair in zip(planes, operations, strict=True)]))
 
 
 def operation_of(kind: Kind, rank: int, size: int, root: int, op: ReduceOp, uneven: bool = False) -> Operation:
@@ -61,9 +72,7 @@ def test_every_operation_equals_the_reference(leaders: list[int]) -> None:
             for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
                 operations = [operation_of(kind, rank, size, root, op, uneven=root % 2 == 1) for rank in range(size)]
                 inputs = [[tensor.clone() for tensor in operation.inputs] for operation in operations]
-                pairs = list(zip(planes, operations, strict=True))
-                errors = run_ranks([lambda p=p, o=o: p.run(o, MemoryControl(o)) for p, o in pairs])
-                assert errors == [None] * size, (kind, root, op)
+                assert run_all(planes, operations) == [None] * size, (kind, root, op)
                 for rank, operation in enumerate(operations):
                     expected = reference(operation, rank, inputs)
                     for output, wanted in zip(operation.outputs, expected, strict=True):
@@ -87,8 +96,7 @@ def test_empty_tensors_pass() -> None:
             )
             for rank in range(4)
         ]
-        pairs = list(zip(planes, operations, strict=True))
-        assert run_ranks([lambda p=p, o=o: p.run(o, MemoryControl(o)) for p, o in pairs]) == [None] * 4, kind
+        assert run_all(planes, operations) == [None] * 4, kind
 
 
 def test_hosts_are_ordered_by_their_first_rank() -> None:
@@ -128,9 +136,7 @@ def test_a_mismatch_shows_between_hosts_as_well() -> None:
         buffer = torch.zeros(4 if rank < 2 else 8)
         return Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), ReduceOp.SUM)
 
-    results = run_ranks(
-        [lambda p=p, o=operation(r): p.run(o, MemoryControl(o, timeout_s=1.0)) for r, p in enumerate(planes)]
-    )
+    results = run_all(planes, [operation(rank) for rank in range(4)], timeout_s=1.0)
     assert isinstance(results[0], PlaneMismatch)
     assert isinstance(results[2], PlaneMismatch)
     assert set(results[0].views) == {0, 2}
