@@ -1,8 +1,8 @@
 """The plane of a group that spans several hosts with several ranks each: shared memory inside, sockets between.
 
 Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own plane, on the
-plane of the leaders, on the host's own plane again. ALL_TO_ALL has nothing to gain from leaders, and runs on a socket plane of all
-ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
+plane of the leaders, on the host's own plane again. ALL_TO_ALL has nothing to gain from leaders, and runs on a socket
+plane of all ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
 """
 
 from __future__ import annotations
