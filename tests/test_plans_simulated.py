@@ -43,7 +43,6 @@ def simulate(plans: Sequence[Plan], buffers: Sequence[Buffers]) -> None:
     """Runs all ranks with rendezvous semantics: a round ends for a rank once each of its messages met its other end."""
     size = len(plans)
     heard = [{rank} for rank in range(size)]
-    finals: list[list[Region]] = [[] for _ in plans]
     for number in range(max(map(len, plans), default=0)):
         rounds = [plan[number] if number < len(plan) else Round() for plan in plans]
         messages = {}
@@ -59,7 +58,6 @@ def simulate(plans: Sequence[Plan], buffers: Sequence[Buffers]) -> None:
                 take(receive, data, buffers[rank])
             if round_.final is not None:
                 assert all(value == frozenset(range(size)) for value in read(buffers[rank], round_.final))
-                finals[rank].append(round_.final)
         assert not messages, f"nobody receives {list(messages)}"
     assert all(known == set(range(size)) for known in heard), "a rank is done, and has not heard of all others"
 
@@ -250,7 +248,7 @@ KINDS = [kind for kind in Kind if kind not in (Kind.SEND, Kind.RECV)]
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.title)
 @pytest.mark.parametrize("size", range(2, 10))
 def test_every_plan_begins_with_a_greeting_to_the_next_rank(kind: Kind, size: int) -> None:
-    for count in (0, 1, 1 << 20):
+    for count in (0, 1 << 18):
         counts = (count,) if kind in (Kind.ALL_REDUCE, Kind.REDUCE, Kind.BROADCAST) else (count,) * size
         for root in (0, size - 1):
             for rank in range(size):

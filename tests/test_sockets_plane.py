@@ -14,7 +14,7 @@ from rpcdist.collectives._reduce import finish, reduce_into, unsupported
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
 SIZES = [1, 2, 3, 4]
-COUNTS = [0, 1, 7, 1000]
+COUNTS = [0, 7, 1000]
 LARGE_COUNTS = [70_001, 1_500_001]  # bytes beyond the limits of the small plans, and of the buffers of sockets
 MOVED = [torch.float32, torch.bool, torch.complex64, torch.float8_e5m2]
 

@@ -39,7 +39,7 @@ class Links:
         name: of the group; random enough that no other group has it.
         addresses: of the hubs, by rank.
         unix: as in `SocketHub.connect`.
-        sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 1 on one host, else 4.
+        sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
     """
 
     def __init__(

@@ -1,0 +1,158 @@
+"""Buckets: gradients that are reduced together, and how they get into communication and back.
+
+[Note: in place]
+    A flat buffer costs memory, and two copies of every gradient. So gradients of `OWN_BYTES` and more, which use the
+    network well alone, are reduced where they are, each in an operation of its own; only the smaller ones of a bucket
+    are packed. Which are which follows from the sizes of the parameters, so all ranks agree. A gradient whose memory
+    somebody else uses, too, or that is laid out in another way than its parameter, is copied. Comm hooks and
+    `gradient_as_bucket_view` need all gradients of a bucket in one buffer (`flat`), and get it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import torch
+from torch import nn
+
+from rpcdist.parallel._ddp._layout import as_run, is_private, view_like
+from rpcdist.parallel._ddp._parameters import Named
+
+__all__ = ["OWN_BYTES", "DenseBucket", "Member"]
+
+OWN_BYTES: Final = 1 << 20
+
+
+class Member:
+    """A parameter in a bucket.
+
+    Attributes:
+        index: of the parameter in the reducer.
+        name, parameter: as in the module.
+    """
+
+    __slots__ = ("index", "name", "parameter")
+
+    def __init__(self, index: int, named: Named) -> None:
+        self.index = index
+        self.name = named.name
+        self.parameter: nn.Parameter = named.tensor
+
+    def __repr__(self) -> str:
+        return f"<{self.name} {tuple(self.parameter.shape)}>"
+
+
+class DenseBucket:
+    """Dense gradients of one dtype and device. The reducer's lock guards it.
+
+    Args:
+        number: by the order of communication.
+        members: the parameters, by their place in the bucket.
+        flat: whether all are packed; see [Note: in place].
+
+    Attributes:
+        waiting: the indices of the members whose gradients have not come in this iteration.
+        runs: what is reduced: flat tensors, while the reduction runs.
+    """
+
+    def __init__(self, number: int, members: Sequence[Member], flat: bool) -> None:
+        self.number = number
+        self.members = list(members)
+        self.flat = flat
+        self.waiting: set[int] = set()
+        self.runs: list[torch.Tensor] = []
+        self._packed = [member for member in members if flat or member.parameter.nbytes < OWN_BYTES]
+        self._own = [member for member in members if not flat and member.parameter.nbytes >= OWN_BYTES]
+        self._buffer: torch.Tensor | None = None
+        self._views: list[torch.Tensor] = []
+
+    def __repr__(self) -> str:
+        return f"<bucket {self.number}: {len(self.members)} gradients, {self.num_bytes} bytes>"
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(member.parameter.nbytes for member in self.members)
+
+    @property
+    def buffer(self) -> torch.Tensor:
+        """The packed gradients; allocated at the first use, and kept."""
+        if self._buffer is None:
+            parameter = self._packed[0].parameter
+            numel = sum(member.parameter.numel() for member in self._packed)
+            self.use_buffer(torch.zeros(numel, dtype=parameter.dtype, device=parameter.device))
+        assert self._buffer is not None
+        return self._buffer
+
+    def use_buffer(self, buffer: torch.Tensor) -> None:
+        """Packs gradients there from now on."""
+        self._buffer = buffer
+        counts = [member.parameter.numel() for member in self._packed]
+        parts = zip(buffer.split(counts), self._packed, strict=True)
+        self._views = [view_like(part, member.parameter) for part, member in parts]
+
+    @property
+    def views(self) -> list[torch.Tensor]:
+        """The packed gradients, one by one, in the shapes of their parameters."""
+        if self._buffer is None:
+            _ = self.buffer
+        return self._views
+
+    @property
+    def packed(self) -> list[Member]:
+        """The members whose gradients are packed."""
+        return self._packed
+
+    # ------------------------------------------------------------ from gradients to runs
+
+    def gather(self, gradient_of: Callable[[Member], torch.Tensor | None]) -> list[torch.Tensor]:
+        """Makes the runs that are reduced from the gradients; a missing one counts as zero."""
+        with torch.no_grad():
+            if self._packed:
+                self._pack([gradient_of(member) for member in self._packed])
+            self.runs = [self._own_run(member, gradient_of(member)) for member in self._own]
+            if self._packed:
+                self.runs.append(self.buffer)
+        return self.runs
+
+    def gather_zeros(self) -> list[torch.Tensor]:
+        """Runs of zeros, for a rank that has no gradients."""
+        return self.gather(lambda member: None)
+
+    def _pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
+        targets, sources = [], []
+        for view, gradient in zip(self.views, gradients, strict=True):
+            if gradient is None:
+                view.zero_()
+            elif gradient.data_ptr() != view.data_ptr() or gradient.stride() != view.stride():
+                targets.append(view)
+                sources.append(gradient.to_dense() if gradient.is_sparse else gradient)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+
+    @staticmethod
+    def _own_run(member: Member, gradient: torch.Tensor | None) -> torch.Tensor:
+        parameter = member.parameter
+        if gradient is None:
+            return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        if not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient):
+            run = as_run(gradient, parameter)
+            if run is not None:
+                return run.detach()
+        run = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+        view_like(run, parameter).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        return run
+
+    # ------------------------------------------------------------ and back
+
+    def scatter(self, deliver: Callable[[Member, torch.Tensor, bool], None]) -> None:
+        """Hands the reduced gradients over, and lets go of the runs.
+
+        Args:
+            deliver: gets a member, its gradient, and whether that lies in the bucket's buffer.
+        """
+        runs, self.runs = self.runs, []
+        for member, run in zip(self._own, runs, strict=False):
+            deliver(member, view_like(run, member.parameter), False)
+        for member, view in zip(self._packed, self._views if self._packed else (), strict=True):
+            deliver(member, view, True)

@@ -1,0 +1,94 @@
+"""Whose gradients are not finite: a loss that is NaN on one rank ruins the models of all.
+
+[Note: probes]
+    Looking at every element costs a pass over all gradients. A loss that is NaN makes nearly all of them NaN, so by
+    default a probe of each bucket is enough: its first elements, before the reduction and after it. All ranks see the
+    same reduced bits. So when a probe of the result is not finite then all ranks know, and they tell each other the
+    names of the parameters that were not finite before, which each rank looks for only when its own probe was not.
+"""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Sequence
+from typing import Final, Literal
+
+import torch
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup
+from rpcdist.parallel._ddp._errors import NonFiniteGradients, list_names
+
+__all__ = ["CheckFinite", "FiniteCheck"]
+
+CheckFinite = Literal["probes", "all", "never"]
+PROBE_ELEMENTS: Final = 1024
+
+
+class FiniteCheck:
+    """Looks at one iteration's gradients at a time. The reducer's lock guards it.
+
+    Args:
+        group: the ranks.
+        mode: "probes", "all" (every element), or "never".
+    """
+
+    def __init__(self, group: ProcessGroup, mode: CheckFinite) -> None:
+        self._group = group
+        self._mode = mode
+        self._mine: list[str] = []
+        self._found = False
+        self._num_found = 0
+        self.results_are_equal = True
+
+    def before(self, runs: Sequence[torch.Tensor], gradients: Sequence[tuple[str, torch.Tensor]]) -> None:
+        """Looks at what this rank contributes to a bucket; `gradients` are the same with names."""
+        if self._mode != "never" and not all(map(self._is_fine, runs)):
+            names = (name for name, gradient in gradients if not bool(torch.isfinite(_values(gradient)).all()))
+            self._mine += names
+
+    def after(self, runs: Sequence[torch.Tensor]) -> None:
+        """Looks at a reduced bucket."""
+        if self._mode != "never" and not self._found:
+            self._found = not all(map(self._is_fine, runs))
+
+    def _is_fine(self, run: torch.Tensor) -> bool:
+        probe = run if self._mode == "all" else run[:PROBE_ELEMENTS]
+        if not probe.is_floating_point():
+            return bool(torch.isfinite(probe).all())
+        # A sum is one pass, and not finite if an element is not; it may also overflow.
+        return math.isfinite(probe.sum().item()) or bool(torch.isfinite(probe).all())
+
+    def conclude(self, iteration: int) -> None:
+        """Warns, on every rank, when a reduced gradient was not finite; the 1st, 2nd, 4th, 8th ... time.
+
+        All ranks come here with the same bits, so either all of them communicate or none.
+        """
+        found, mine = self._found, self._mine
+        self._found, self._mine = False, []
+        if not found:
+            return
+        self._num_found += 1
+        if self._num_found & (self._num_found - 1):
+            return
+        culprits: list[list[str]] = [[] for _ in range(self._group.size())]
+        if self.results_are_equal:
+            collectives.all_gather_object(culprits, mine, group=self._group)
+        else:
+            culprits[self._group.rank()] = mine
+        told = "; ".join(
+            f"rank {self._group.world_rank(rank)} contributed NaN or infinity to {list_names(names)}"
+            for rank, names in enumerate(culprits)
+            if names
+        )
+        warnings.warn(
+            f"the gradients of iteration {iteration} are not finite after the reduction, so all ranks are affected: "
+            f"{told or 'each contribution was finite, so their sum is too large'}. Look at the loss there.",
+            NonFiniteGradients,
+            stacklevel=2,
+        )
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.coalesce().values() if gradient.is_sparse else gradient

@@ -1,0 +1,47 @@
+"""Where gradients lie in memory: tensors as flat runs of elements, and runs as tensors."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+__all__ = ["as_run", "fills_its_memory", "is_private", "view_like"]
+
+_OWN_USES: Final = 2
+"""References to the storage of a tensor that shares it with none: the tensor's, and that of whoever looks."""
+
+
+def fills_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether its elements lie without gaps and overlaps, in whatever order of dimensions."""
+    if tensor.is_contiguous():
+        return True
+    expected = 1
+    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if length > 1:
+            if stride != expected:
+                return False
+            expected *= length
+    return True
+
+
+def as_run(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:
+    """The gradient's memory as a flat tensor, if it is laid out like the parameter; else None."""
+    if gradient.is_contiguous() and parameter.is_contiguous():
+        return gradient.view(-1)
+    if gradient.stride() == parameter.stride() and fills_its_memory(gradient):
+        return gradient.as_strided((gradient.numel(),), (1,))
+    return None
+
+
+def view_like(run: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    """A flat tensor as one of the parameter's shape, and of its order of dimensions where it has one."""
+    if not parameter.is_contiguous() and fills_its_memory(parameter):
+        return run.as_strided(parameter.shape, parameter.stride(), run.storage_offset())
+    return run.view(parameter.shape)
+
+
+def is_private(tensor: torch.Tensor) -> bool:
+    """Whether nothing else uses its memory: the engine may have given one tensor's memory to two parameters."""
+    storage = tensor.untyped_storage()
+    return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)

@@ -1,0 +1,148 @@
+"""The parameters and buffers of a module as ranks see them: which take part, whether they are equal, making them equal."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup
+from rpcdist.parallel._ddp._errors import ModelsDiffer
+
+__all__ = ["Named", "broadcast_tensors", "named_buffers", "trainable", "verify"]
+
+PACKED_BELOW_BYTES: Final = 1 << 20
+"""Smaller tensors are broadcast together."""
+MAX_PACK_BYTES: Final = 64 << 20
+MAX_DIFFERENCES: Final = 10
+
+
+class Named(NamedTuple):
+    """A parameter that is trained.
+
+    Attributes:
+        name: in the module.
+        tensor: the parameter.
+        sparse: whether its gradient is expected to be sparse.
+    """
+
+    name: str
+    tensor: nn.Parameter
+    sparse: bool
+
+
+def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Named]:
+    """The parameters that require gradients, each once, in the order of the modules."""
+    skipped = set(ignored)
+    found: dict[nn.Parameter, Named] = {}
+    for prefix, child in module.named_modules():
+        sparse = isinstance(child, nn.Embedding | nn.EmbeddingBag) and bool(child.sparse)
+        for own_name, parameter in child.named_parameters(recurse=False):
+            name = f"{prefix}.{own_name}" if prefix else own_name
+            if parameter.requires_grad and name not in skipped:
+                found.setdefault(parameter, Named(name, parameter, sparse))
+    return list(found.values())
+
+
+def named_buffers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, torch.Tensor]:
+    """The module's buffers, but for the ignored ones."""
+    skipped = set(ignored)
+    return {name: buffer for name, buffer in module.named_buffers() if name not in skipped}
+
+
+# ---------------------------------------------------------------- are they equal?
+
+
+def verify(parameters: Sequence[Named], options: Mapping[str, object], group: ProcessGroup) -> None:
+    """Sees to it that all ranks have the same parameters and options, before any of them is used.
+
+    All ranks call it. The usual case costs one small message; only ranks that differ tell each other more.
+
+    Raises:
+        ModelsDiffer: on all ranks.
+    """
+    mine = {parameter.name: _describe(parameter) for parameter in parameters}
+    choices = {name: str(value) for name, value in options.items()}
+    text = json.dumps([list(mine.items()), choices])
+    digest = torch.frombuffer(bytearray(hashlib.sha256(text.encode()).digest()), dtype=torch.uint8)
+    digest = digest.to(group.object_device)
+    digests = digest.new_empty(group.size(), digest.numel())
+    collectives.all_gather_single(digests, digest, group=group)
+    if bool((digests == digest).all()):
+        return
+    views: list[tuple[dict[str, str], dict[str, str]]] = [({}, {})] * group.size()
+    collectives.all_gather_object(views, (mine, choices), group=group)
+    differences = _differences(views)
+    if differences:
+        raise ModelsDiffer(
+            "DistributedDataParallel needs the same model on every rank, but: " + "; ".join(differences[:MAX_DIFFERENCES])
+        )
+
+
+def _describe(parameter: Named) -> str:
+    tensor = parameter.tensor
+    sparse = ", with sparse gradients" if parameter.sparse else ""
+    return f"{str(tensor.dtype)[6:]} of shape {tuple(tensor.shape)} and strides {tensor.stride()}{sparse}"
+
+
+def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -> list[str]:
+    """In words, by rank in the group; everybody is compared with rank 0."""
+    (first, first_choices), found = views[0], []
+    for rank, (own, choices) in enumerate(views[1:], start=1):
+        found += [f"parameter {name!r} exists on rank 0 but not on rank {rank}" for name in first if name not in own]
+        found += [f"parameter {name!r} exists on rank {rank} but not on rank 0" for name in own if name not in first]
+        found += [
+            f"parameter {name!r} is {first[name]} on rank 0 and {text} on rank {rank}"
+            for name, text in own.items()
+            if name in first and first[name] != text
+        ]
+        found += [
+            f"{name} is {first_choices.get(name)} on rank 0 and {value} on rank {rank}"
+            for name, value in choices.items()
+            if first_choices.get(name) != value
+        ]
+        if list(own) != list(first) and set(own) == set(first):
+            found.append(f"rank {rank} has the parameters in another order than rank 0")
+    return found
+
+
+# ---------------------------------------------------------------- making them equal
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, group_src: int = 0) -> None:
+    """Gives all ranks the values of one rank; the tensors are changed in place. All ranks call it with equal shapes."""
+    if group.size() == 1:
+        return
+    packs: dict[torch.device, list[torch.Tensor]] = {}
+    with torch.no_grad():
+        for tensor in tensors:
+            plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
+            if plain.nbytes >= PACKED_BELOW_BYTES:
+                collectives.broadcast(plain, group=group, group_src=group_src)
+                continue
+            pack = packs.setdefault(plain.device, [])
+            pack.append(plain)
+            if sum(each.nbytes for each in pack) >= MAX_PACK_BYTES:
+                _broadcast_packed(packs.pop(plain.device), group, group_src)
+        for pack in packs.values():
+            _broadcast_packed(pack, group, group_src)
+
+
+def _broadcast_packed(tensors: Sequence[torch.Tensor], group: ProcessGroup, group_src: int) -> None:
+    """As one run of bytes."""
+    flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    collectives.broadcast(flat, group=group, group_src=group_src)
+    if group.rank() == group_src:
+        return
+    start = 0
+    for tensor in tensors:
+        part = flat[start : start + tensor.nbytes]
+        start += tensor.nbytes
+        if part.storage_offset() % tensor.itemsize:
+            part = part.clone()  # a view of wider elements has to be aligned
+        tensor.copy_(part.view(tensor.dtype).view(tensor.shape))
