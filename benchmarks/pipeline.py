@@ -402,6 +402,7 @@ def main() -> int:
 def compare(arguments: argparse.Namespace, size: Size) -> int:
     """Prints the table; returns the exit status."""
     about = describe_machine(argparse.Namespace(pin=False, rounds=arguments.rounds, ours="rpcdist.parallel.pipeline"))
+    about = [line.replace("torch.distributed.rpc", "torch.distributed.pipelining on Gloo") for line in about]
     print("\n".join([*about, f"- {size}"]), flush=True)
     lines = []
     with open_pair(OurPeer, size) as ours, open_pair(TorchPeer, size) as torch:

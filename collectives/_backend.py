@@ -54,9 +54,11 @@ class Backend(ABC):
     Attributes:
         name: as in `init_process_group(backend=...)`.
         context: what it was made from.
+        runs_parts: whether it has `run_part`.
     """
 
     name: ClassVar[str]
+    runs_parts: ClassVar[bool] = False
     context: GroupContext
 
     @abstractmethod
@@ -85,6 +87,14 @@ class Backend(ABC):
         Raises:
             CollectiveError: in a blocking call; an asynchronous one reports it through its `Work`.
         """
+
+    def run_part(self, operation: Operation) -> None:
+        """Runs another operation as a part of the one whose `finish` calls this, on its thread and within its limit.
+
+        So an operation can be made of several of which the first finds out the sizes of the others; every rank runs the
+        same parts. What it raises, `finish` has to let through.
+        """
+        raise NotImplementedError(f"the backend {self.name!r} has no parts")
 
     @abstractmethod
     def send(

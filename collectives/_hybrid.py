@@ -15,7 +15,7 @@ import torch
 
 from rpcdist.collectives import _reduce
 from rpcdist.collectives._operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._plane import Control, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._plane import Control, PartControl, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
 
 __all__ = ["Hosts", "HybridPlane"]
 
@@ -47,25 +47,6 @@ class Hosts:
         return tuple(ranks[0] for ranks in self.members)
 
 
-class _PartControl(Control):
-    """The whole operation's control, as a part sees it: with a count of its own plane."""
-
-    __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
-
-    def __init__(self, whole: Control, sequence: int) -> None:
-        self._whole = whole
-        self.deadline = whole.deadline
-        self.fingerprint = whole.fingerprint
-        self.sequence = sequence
-
-    @property
-    def wakeup_fd(self) -> int:
-        return self._whole.wakeup_fd
-
-    def check(self) -> None:
-        self._whole.check()
-
-
 class _Part:
     """A plane of some ranks of the group."""
 
@@ -77,7 +58,7 @@ class _Part:
     def run(self, whole: Control, operation: Operation) -> None:
         self._count += 1
         with self._group_ranks():
-            self.plane.run(operation, _PartControl(whole, self._count))
+            self.plane.run(operation, PartControl(whole, self._count, whole.fingerprint))
 
     @contextmanager
     def _group_ranks(self) -> Iterator[None]:

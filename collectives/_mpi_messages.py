@@ -138,7 +138,7 @@ class MpiMessages:
 
     # ------------------------------------------------------------ posting (any thread)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool, timeout_s: float) -> Work:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
         """See `Backend.send`."""
         title = f"send of group {self._group!r} to rank {self._world_ranks[peer]} (tag {tag})"
         self._check(title, tag)
@@ -159,6 +159,7 @@ class MpiMessages:
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
+        *,
         asynchronous: bool,
         timeout_s: float,
         finish: Callable[[], None] | None,

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from rpcdist.collectives._operation import Operation
 from rpcdist.deadline import Deadline
 
-__all__ = ["Control", "Plane", "PlaneMismatch", "PlanePeerLost", "PlaneTimeout"]
+__all__ = ["Control", "PartControl", "Plane", "PlaneMismatch", "PlanePeerLost", "PlaneTimeout"]
 
 
 class PlaneMismatch(Exception):
@@ -67,6 +67,31 @@ class Control(ABC):
         Call it at least every 50 ms while waiting; let other Python threads run in between (`time.sleep(0)`), since
         what it reports is found by another thread.
         """
+
+
+class PartControl(Control):
+    """The control of a whole operation, as one of its parts sees it.
+
+    Args:
+        whole: asked for everything else.
+        sequence: the part's number, by its own count.
+        fingerprint: what the part compares.
+    """
+
+    __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
+
+    def __init__(self, whole: Control, sequence: int, fingerprint: bytes) -> None:
+        self._whole = whole
+        self.deadline = whole.deadline
+        self.fingerprint = fingerprint
+        self.sequence = sequence
+
+    @property
+    def wakeup_fd(self) -> int:
+        return self._whole.wakeup_fd
+
+    def check(self) -> None:
+        self._whole.check()
 
 
 class Plane(ABC):

@@ -1,12 +1,14 @@
 """The flight recorder: the last operations of this process's groups, to see what ran when something failed.
 
-The newest 1,000 operations are kept (`RPCDIST_FLIGHT_RECORDER_SIZE`; 0 switches it off), over all groups. When a group
-fails, they are written to a file of their own for each rank in `RPCDIST_FLIGHT_RECORDER_DIR` (by default the folder
-`rpcdist-flight-<user id>` of the system's temporary folder), where the next failure of that rank overwrites it.
+Collective operations and messages alike: the newest 1,000 over all groups (`RPCDIST_FLIGHT_RECORDER_SIZE`; 0 switches
+it off). When a group fails, they are written to a file of their own for each rank in `RPCDIST_FLIGHT_RECORDER_DIR` (by
+default the folder `rpcdist-flight-<user id>` of the system's temporary folder), where the next failure of that rank
+overwrites it.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -15,11 +17,16 @@ import threading
 import time
 from collections import deque
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Record", "dump", "entries", "note", "write_dump"]
+if TYPE_CHECKING:
+    import torch
+
+    from rpcdist.collectives.work import Work
+
+__all__ = ["MessageLog", "Record", "dump", "entries", "note", "write_dump"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,17 +41,19 @@ class Record:
 
     Attributes:
         group: the group's name.
-        sequence: its number among the group's operations of that family ("collective", or "point" for send and recv).
+        family: "collective", or "point" for send and recv, which each rank numbers by itself.
+        sequence: its number among the group's operations of that family.
         operation: e.g. "all_reduce".
         dtype: e.g. "float32"; empty without tensors.
         input_sizes, output_sizes: the numbers of elements, tensor by tensor.
+        detail: the reduce operation, or the other rank and the tag.
         state: "queued", "running", "done" or "failed".
         error: why it failed.
     """
 
     __slots__ = (
-        "detail", "dtype", "ended_ns", "error", "group", "input_sizes", "operation", "output_sizes", "queued_ns",
-        "sequence", "started_ns", "state",
+        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "operation", "output_sizes",
+        "queued_ns", "sequence", "started_ns", "state",
     )  # fmt: skip
 
     def __init__(
@@ -56,7 +65,9 @@ class Record:
         input_sizes: list[int] | None = None,
         output_sizes: list[int] | None = None,
         detail: str = "",
+        family: str = "collective",
     ) -> None:
+        self.family = family
         self.group = group
         self.sequence = sequence
         self.operation = operation
@@ -80,8 +91,43 @@ class Record:
         if error is not None:
             self.error = str(error)
 
+    def follow(self, work: Work) -> None:
+        """Ends with the work; `start` it before."""
+        work.when_done(lambda done: self.end(done.exception()))
+
     def to_json(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
+
+
+class MessageLog:
+    """Numbers and records the messages of one group on one rank; any thread.
+
+    Args:
+        group: the group's name.
+        world_ranks: of the members, by rank in the group.
+    """
+
+    def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._world_ranks = world_ranks
+        self._numbers = itertools.count(1)
+
+    def record(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
+        """A record that runs from now on; `note` it. `peer` is None for whichever rank sends first."""
+        sizes, sends = [tensor.numel()], operation == "send"
+        whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
+        made = Record(
+            self._group,
+            next(self._numbers),
+            operation,
+            str(tensor.dtype).removeprefix("torch."),
+            sizes if sends else None,
+            None if sends else sizes,
+            f"{'to' if sends else 'from'} {whom}, tag {tag}",
+            "point",
+        )
+        made.start()
+        return made
 
 
 def _capacity() -> int:

@@ -8,22 +8,16 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING, ClassVar, Final
 
-import torch
-
 from rpcdist.collectives._at_exit import close_at_exit
-from rpcdist.collectives._backend import Backend, GroupContext
-from rpcdist.collectives._engine import Engine
-from rpcdist.collectives._failure import FailureKind, GroupFailure
+from rpcdist.collectives._backend import GroupContext
+from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
 from rpcdist.collectives._mpi_library import Pause, load_mpi
 from rpcdist.collectives._mpi_messages import MpiMessages
 from rpcdist.collectives._mpi_plane import MpiPlane, abandon
-from rpcdist.collectives._operation import Operation
 from rpcdist.collectives._topology import exchange
 from rpcdist.collectives._watched import GroupWatch
-from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, ConfigError
 
@@ -40,7 +34,7 @@ _NUM_COMMUNICATORS: Final = 4
 _SAFE_TAGS: Final = 1 << 15
 
 
-class MpiBackend(Backend):
+class MpiBackend(EngineBackend):
     """See `Backend`; made on every rank of the group at about the same time.
 
     A blocking collective runs on the caller's thread while the group is idle, the others on a thread of the group, one
@@ -56,19 +50,17 @@ class MpiBackend(Backend):
     name: ClassVar[str] = "mpi"
 
     def __init__(self, context: GroupContext) -> None:
-        self.context = context
+        super().__init__(context)
         self._mpi: ModuleType = load_mpi()
         self._watch: GroupWatch | None = None
-        self._closed = False
-        deadline = Deadline.after(context.timeout_s)
-        self._communicators = self._make_communicators(deadline)
+        self._communicators = self._make_communicators(self._deadline)
         agreement, data, headers, elements = self._communicators
         plane = MpiPlane(self._mpi, agreement, data)
-        self._engine = Engine(plane, context.name, context.ranks, context.timeout_s)
-        self._messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere)
+        self._engine = GroupEngine(plane, context.name, context.ranks, context.timeout_s)
+        self._mpi_messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere)
         self._engine.on_failure = self._tell_messages
         if context.size > 1:
-            self._watch = GroupWatch(context, self._engine, deadline)
+            self._watch = GroupWatch(context, self._engine, self._deadline)
             self._engine.reporter = self._watch.watch
         close_at_exit(self)
 
@@ -95,52 +87,16 @@ class MpiBackend(Backend):
             communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
         return made
 
-    # ------------------------------------------------------------ Backend
-
-    def submit(
-        self,
-        operation: Operation,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-        result: list[torch.Tensor] | None = None,
-    ) -> Work:
-        return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
-
-    def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
-    ) -> Work:
-        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._messages.send(tensor, peer, tag, asynchronous, limit_s)
-
-    def recv(
-        self,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._messages.recv(tensor, peer, tag, asynchronous, limit_s, finish)
-
-    def abort(self, reason: str) -> None:
-        me = self.context.ranks[self.context.rank]
-        self._fail_everywhere(GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}"))
-
     # ------------------------------------------------------------ failing and closing
 
-    def _fail_everywhere(self, failure: GroupFailure) -> None:
-        if self._engine.fail(failure):
-            self._engine.reporter.report(failure)
+    @property
+    def _messages(self) -> Messages:
+        return self._mpi_messages
 
     def _tell_messages(self, error: CollectiveError) -> None:
         failure = self._engine.failure
         assert failure is not None, error
-        self._messages.fail(failure)
+        self._mpi_messages.fail(failure)
 
     def close(self, timeout_s: float) -> None:
         if self._closed:
@@ -148,7 +104,7 @@ class MpiBackend(Backend):
         self._closed = True
         deadline = Deadline.after(timeout_s)
         drained = self._engine.close(deadline.remaining_s())
-        drained = self._messages.close(deadline) and drained
+        drained = self._mpi_messages.close(deadline) and drained
         if drained and self._engine.failure is None and self._all_are_closing(deadline):
             for communicator in self._communicators:
                 communicator.Free()

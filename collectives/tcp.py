@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
 from rpcdist.collectives._sockets.plane import SocketPlane
 
-from rpcdist.collectives._backend import Backend, GroupContext
-from rpcdist.collectives._engine import Engine
-from rpcdist.collectives._failure import FailureKind, GroupFailure
+from rpcdist.collectives._at_exit import close_at_exit
+from rpcdist.collectives._backend import GroupContext
+from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
 from rpcdist.collectives._hybrid import Hosts, HybridPlane
 from rpcdist.collectives._local_process import LocalProcess, acquire_local_process, bind_host
-from rpcdist.collectives._operation import Operation
 from rpcdist.collectives._plane import Plane
 from rpcdist.collectives._point.mailboxes import Mailboxes
 from rpcdist.collectives._shared import SharedMemoryPlane, segment_size, unsupported_here
 from rpcdist.collectives._solo import SoloPlane
 from rpcdist.collectives._topology import Meeting, find_hosts, meet, share_memory, watch_sockets
 from rpcdist.collectives._watch import Watch
-from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
-from rpcdist.transport import fork
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["TcpBackend", "TcpOptions"]
@@ -36,7 +29,6 @@ __all__ = ["TcpBackend", "TcpOptions"]
 logger = logging.getLogger(__name__)
 
 SHARED_MEMORY_VARIABLE = "RPCDIST_SHARED_MEMORY"
-EXIT_LIMIT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,7 @@ class TcpOptions:
         return text == "1"
 
 
-class TcpBackend(Backend):
+class TcpBackend(EngineBackend):
     """See `Backend`; made on every rank of the group at about the same time.
 
     Raises (constructor):
@@ -70,12 +62,10 @@ class TcpBackend(Backend):
     name: ClassVar[str] = "tcp"
 
     def __init__(self, context: GroupContext) -> None:
-        self.context = context
+        super().__init__(context)
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
-        deadline = Deadline.after(context.timeout_s)
         self._process: LocalProcess | None = None
         self._watch: Watch | None = None
-        self._closed = False
         self._plane: Plane
         if context.size == 1:
             self._plane = SoloPlane()
@@ -84,11 +74,11 @@ class TcpBackend(Backend):
         else:
             self._process = acquire_local_process(bind_host(context.store))
             try:
-                self._open(self._process, options, deadline)
+                self._open(self._process, options, self._deadline)
             except BaseException:
                 self._process.release()
                 raise
-        _living.add(self)
+        close_at_exit(self)
 
     def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
         context, hub = self.context, process.hub
@@ -101,8 +91,8 @@ class TcpBackend(Backend):
         self._watch.start(sockets, deadline.remaining_s() + 1)
         self._engine.reporter = self._watch
 
-    def _new_engine(self) -> Engine:
-        engine = Engine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)
+    def _new_engine(self) -> GroupEngine:
+        engine = GroupEngine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)
         engine.on_failure = self._mailboxes.fail
         return engine
 
@@ -110,49 +100,14 @@ class TcpBackend(Backend):
         medium = type(self._plane).__name__.removesuffix("Plane")
         return f"<TcpBackend rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
 
-    # ------------------------------------------------------------ Backend
-
-    def submit(
-        self,
-        operation: Operation,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-        result: list[torch.Tensor] | None = None,
-    ) -> Work:
-        return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
-
-    def send(
-        self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
-    ) -> Work:
-        timeout_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._mailboxes.send(tensor, peer, tag, asynchronous=asynchronous, timeout_s=timeout_s)
-
-    def recv(
-        self,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        *,
-        asynchronous: bool = False,
-        timeout_s: float | None = None,
-        finish: Callable[[], None] | None = None,
-    ) -> Work:
-        timeout_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._mailboxes.recv(tensor, peer, tag, asynchronous=asynchronous, timeout_s=timeout_s, finish=finish)
-
-    def abort(self, reason: str) -> None:
-        me = self.context.ranks[self.context.rank]
-        failure = GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}")
-        if self._engine.fail(failure):
-            self._engine.reporter.report(failure)
+    @property
+    def _messages(self) -> Messages:
+        return self._mailboxes
 
     def close(self, timeout_s: float) -> None:
         if self._closed:
             return
         self._closed = True
-        _living.discard(self)
         self._engine.close(timeout_s)
         self._mailboxes.close()
         if self._watch is not None:
@@ -199,16 +154,3 @@ def _make_hybrid(context: GroupContext, hub: SocketHub, meeting: Meeting, hosts:
         between = SocketPlane(leaders.index(context.rank), len(leaders), hub, f"{meeting.uid}/leaders", addresses)
     everyone = SocketPlane(context.rank, context.size, hub, f"{meeting.uid}/all", list(meeting.addresses))
     return HybridPlane(context.rank, hosts, local, between, everyone)
-
-
-_living: weakref.WeakSet[TcpBackend] = weakref.WeakSet()
-
-
-def _close_at_exit() -> None:
-    """Scripts written for torch may leave groups open: their peers should see a rank that left, not one that died."""
-    if not fork.in_forked_child():
-        for backend in list(_living):
-            backend.close(EXIT_LIMIT_S)
-
-
-atexit.register(_close_at_exit)  # the transport has registered before, and so it stops after this

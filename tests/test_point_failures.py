@@ -420,6 +420,31 @@ def test_close_ends_what_is_pending_and_may_be_repeated() -> None:
         mine.close()
 
 
+def test_drain_waits_for_sends_only() -> None:
+    with mesh(2) as made:
+        a, b = made.members
+        never = irecv(a, number(0), 1, 9)
+        assert a.drain(0.0)
+        work = isend(a, torch.rand(BIG), 1)
+        assert not a.drain(SHORT_S)
+        got = torch.zeros(BIG)
+        assert in_threads(lambda: a.drain(LIMIT_S), lambda: recv(b, got, 0).is_success()) == [True, True]
+        assert work.is_success() and not never.is_completed()
+
+
+def test_what_was_sent_arrives_after_the_sender_has_left() -> None:
+    with mesh(2) as made:
+        a, b = made.members
+        for index in range(10):
+            isend(a, torch.full((1000,), float(index)), 1)
+        send(b, number(0), 0)  # which nobody reads
+        a.close()
+        for index in range(10):
+            got = torch.zeros(1000)
+            recv(b, got, 0)
+            assert bool((got == index).all())
+
+
 def test_close_while_a_thread_is_blocked() -> None:
     with mesh(2) as made:
         a = made.members[0]

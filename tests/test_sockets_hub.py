@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import os
 import socket
 import subprocess
@@ -150,6 +151,12 @@ def test_waits_have_limits_and_checks_end_them(pair: tuple[SocketHub, SocketHub]
             a.connect(address, "x", LIMIT_S, check=aborted)
     with pytest.raises(ConnectFailed):
         a.connect(address, "x", LIMIT_S)
+
+
+def test_a_wait_may_be_endless(pair: tuple[SocketHub, SocketHub]) -> None:
+    a, b = pair
+    with a.connect(b.address, "x", math.inf) as here, b.expect("x", math.inf) as there:
+        talk(here, there)
 
 
 def test_a_loop_is_not_blocked(pair: tuple[SocketHub, SocketHub]) -> None:

@@ -72,7 +72,9 @@ class Board:
 
     def post(self, receive: Receive) -> None:
         """A receive was called."""
-        if self._raise_refusal(receive):
+        if self.error is not None:
+            self.decide(receive, self.error)
+        if receive.done or self._raise_refusal(receive):
             return
         arrived = self.matcher.post(receive.peer, receive.tag, receive)
         self.add(receive)
@@ -88,6 +90,9 @@ class Board:
         """A send to another rank was called. Returns its connection, unless the send failed at once."""
         peer = request.peer
         assert peer is not None
+        if self.error is not None:
+            self.decide(request, self.error)
+            return None
         link = self.outgoing.get(peer)
         if link is None:
             link = self.outgoing[peer] = OutLink(peer)

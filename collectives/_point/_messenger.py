@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import os
 import socket
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
@@ -26,20 +25,18 @@ from typing import Final, Protocol
 import torch
 
 from rpcdist.collectives._point._board import Board
-from rpcdist.collectives._point._links import InLink, LinkEnded, OutLink, prepare
-from rpcdist.collectives._point._polling import wait_ready
+from rpcdist.collectives._point._links import OutLink, prepare
+from rpcdist.collectives._point._mover import Mover
 from rpcdist.collectives._point._requests import Receive, Request
-from rpcdist.collectives._point._rota import PendingWork, Rota
+from rpcdist.collectives._point._rota import PendingWork
 from rpcdist.collectives.work import Work
-from rpcdist.errors import GroupAborted, ProtocolViolation, RpcdistError
+from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
 from rpcdist.transport import fork
 
 __all__ = ["BUFFER_LIMIT_BYTES", "SPIN_S", "Connect", "Messenger"]
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SPIN_S: Final = 50e-6
-_MOST_STEPS: Final = 64  # on one socket, before the others have their turn
-_MOST_SPINNING: Final = 4  # sockets that a blocked thread tries before it sleeps
 _REFUSAL_INTERVAL_S: Final = 1e-3
 
 
@@ -75,10 +72,12 @@ class Messenger:
         self._group_name = group_name
         self._rank = rank
         self._connect = connect
-        self._spin_s = spin_s if spin_s is not None else SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
-        self._lock = threading.Lock()
+        if spin_s is None:
+            spin_s = SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
         self._board = Board(rank, ranks, buffer_limit_bytes)
-        self._rota = Rota(self._lock, self._lead, self._is_needed, self._free, f"rpcdist p2p {group_name}")
+        self._mover = Mover(self._board, spin_s, f"rpcdist p2p {group_name}")
+        self._lock = self._mover.lock
+        self._rota = self._mover.rota
         self._num_sends = 0
         self._num_receives = 0
         self._closed = False
@@ -108,7 +107,7 @@ class Messenger:
         if peer == self._rank:
             with self._lock:
                 self._board.put_to_self(request)
-            self._settle(request)
+            self._mover.settle(request)
         else:
             self._start_send(request)
         return self._finish(request)
@@ -143,7 +142,7 @@ class Messenger:
             if not receive.done:
                 self._rota.ensure() if asynchronous else self._rota.changed()
         if receive.done:
-            self._settle(receive)
+            self._mover.settle(receive)
         return self._finish(receive)
 
     def _check(self, title: str, tag: int) -> None:
@@ -190,7 +189,7 @@ class Messenger:
             if link.ended is None:
                 self._write_directly(link, request)
         if self._board.settled:
-            self._settle(request)
+            self._mover.settle(request)
 
     def _open(self, link: OutLink, request: Request) -> None:
         """Connects a link that this thread made busy."""
@@ -213,11 +212,18 @@ class Messenger:
             raise self._board.error
 
     def _write_directly(self, link: OutLink, request: Request) -> None:
-        now = time.monotonic()
-        if now - link.refusals_read_at > _REFUSAL_INTERVAL_S:
-            link.refusals_read_at = now
-            self._read_refusals(link)
-        self._write(link)
+        try:
+            now = time.monotonic()
+            if now - link.refusals_read_at > _REFUSAL_INTERVAL_S:
+                link.refusals_read_at = now
+                self._mover.read_refusals(link)
+            self._mover.write(link)
+        except BaseException:  # a signal's: nobody knows how far the stream is
+            with self._lock:
+                self._board.end_outgoing(link, f"{request.title} was interrupted")
+                self._mover.release_locked(link)
+                self._rota.changed()
+            raise
         if link.stream:
             with self._lock:
                 self._rota.ensure() if request.work is not None or request.done else self._rota.changed()
@@ -243,22 +249,32 @@ class Messenger:
 
     def fail(self, error: BaseException) -> None:
         """Everything that is pending fails with this error, and so does everything later; idempotent."""
-        with self._lock:
-            if self._board.error is None:
-                self._board.error = error
-            self._rota.changed()
-            leads = self._rota.take()
-            if leads:
-                self._board.attend(time.monotonic())
-                self._rota.pass_on_locked()
-        if leads:
-            self._settle()
+        self._mover.fail(error)
 
     def peer_lost(self, rank: int, reason: str) -> None:
         """Rank `rank` of the group is gone. What came of it before can still be received."""
         with self._lock:
             self._board.lost.setdefault(rank, reason)
             self._rota.changed()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until what was sent has left this process, for at most `timeout_s` in all; returns whether it has.
+
+        Receives are not waited for: what they wait for may never come.
+        """
+        limit = time.monotonic() + timeout_s
+        with self._lock:
+            works = [
+                request.work
+                for request in self._board.pending
+                if request.work is not None and not isinstance(request, Receive)
+            ]
+        for work in works:
+            try:
+                work.wait(max(1e-3, limit - time.monotonic()))
+            except CollectiveError:  # whoever owns the work is told
+                pass
+        return all(work.is_success() for work in works)
 
     def close(self) -> None:
         """Fails what is pending, says goodbye, closes the sockets; idempotent, bounded, waits for no peer."""
@@ -270,176 +286,3 @@ class Messenger:
         with self._lock:
             self._rota.stop()
         self._rota.join()
-
-    def _free(self) -> None:
-        """Nobody leads any more: closes what no thread uses. The lock is held."""
-        for incoming in self._board.incoming.values():
-            incoming.close()
-        for outgoing in self._board.outgoing.values():
-            if not outgoing.busy:
-                outgoing.close()
-        self._rota.alarm.close()
-
-    # ------------------------------------------------------------ the leader
-
-    def _is_needed(self) -> bool:
-        return bool(self._board.pending) or self._board.has_leftovers()
-
-    def _settle(self, own: Request | None = None) -> None:
-        """Tells the waiters of what was decided; `own` is the caller's. Who leads passes none, and knows by itself."""
-        with self._lock:
-            settled, self._board.settled = self._board.settled, []
-            if own is not None and any(request is not own for request in settled):
-                self._rota.changed()  # the leader may sleep for one of them
-        for request in settled:
-            request.settle()
-
-    def _lead(self, mine: Request | None) -> None:
-        """Moves bytes until `mine` is settled, or nothing is pending."""
-        board, rota = self._board, self._rota
-        while True:
-            with self._lock:
-                board.attend(time.monotonic())
-                readers, writers = board.interests()
-                version = rota.version
-            if board.settled:
-                self._settle()
-            if mine is None:
-                if rota.has_followers or not self._is_needed():
-                    return
-            elif mine.done:
-                mine.await_settled()
-                return
-            try:
-                moved = self._step(readers, writers) or (mine is not None and self._spin(readers, writers, version))
-            except BaseException as exc:  # a signal's: nobody knows how far the streams are
-                self.fail(exc)
-                raise
-            if not moved:
-                self._sleep(readers, writers, version)
-
-    def _step(self, readers: list[InLink], writers: list[OutLink]) -> bool:
-        """Tries every socket once; whether anything changed."""
-        moved = False
-        for incoming in readers:
-            moved |= self._read(incoming)
-        for outgoing in writers:
-            with self._lock:
-                mine = not outgoing.busy and bool(outgoing.stream)
-                outgoing.busy |= mine
-            if mine:
-                moved |= self._write(outgoing)
-        return moved
-
-    def _spin(self, readers: list[InLink], writers: list[OutLink], version: int) -> bool:
-        """Goes on trying for a moment, which is shorter than waking up takes."""
-        if not 0 < len(readers) + len(writers) <= _MOST_SPINNING:
-            return False
-        until = time.monotonic() + self._spin_s
-        while time.monotonic() < until and version == self._rota.version:
-            if self._step(readers, writers):
-                return True
-        return False
-
-    def _sleep(self, readers: list[InLink], writers: list[OutLink], version: int) -> None:
-        """Until a socket is ready, a deadline comes, or something changed since `version`."""
-        board, rota = self._board, self._rota
-        with self._lock:
-            if version != rota.version:
-                return
-            rota.sleeping = True
-            watched = [(link, link.sock) for link in board.outgoing.values() if link.sock is not None]
-            to_read = [rota.alarm.sock, *(link.sock for link in readers), *(sock for _, sock in watched)]
-            to_write = [link.sock for link in writers if link.sock is not None]
-            limit_s = max(0.0, board.next_deadline - time.monotonic())
-        ready = wait_ready(to_read, to_write, None if limit_s == math.inf else limit_s)
-        with self._lock:
-            rota.sleeping = False
-        if rota.alarm.sock.fileno() in ready:
-            rota.alarm.silence()
-        for link, sock in watched:
-            if sock.fileno() in ready:
-                with self._lock:
-                    mine = not link.busy and link.ended is None
-                    link.busy |= mine
-                if mine:
-                    self._read_refusals(link)
-                    self._release(link)
-
-    # ------------------------------------------------------------ one socket
-
-    def _read(self, link: InLink) -> bool:
-        """For the leader: receives what is there; whether anything changed."""
-        board = self._board
-        for step in range(_MOST_STEPS):
-            try:
-                num_bytes = link.receive()
-            except LinkEnded as exc:
-                with self._lock:
-                    board.end_incoming(link, str(exc))
-                return True
-            if num_bytes == 0:
-                if link.source not in board.lost:
-                    return step > 0
-                with self._lock:
-                    board.end_incoming(link, board.lost[link.source])
-                return True
-            with self._lock:
-                self._digest(link, num_bytes)
-                if board.settled or link.ended is not None or not board.is_wanted(link, a_send_is_stuck=True):
-                    return True
-        return True
-
-    def _digest(self, link: InLink, num_bytes: int) -> None:
-        try:
-            link.stream.advance(num_bytes)
-        except ProtocolViolation as exc:
-            self._board.end_incoming(link, f"it does not follow the protocol ({exc}); the connection was closed")
-        except (MemoryError, RuntimeError) as exc:  # torch raises RuntimeError when memory is short
-            self._board.end_incoming(link, f"there is no memory to keep its message ({exc}); the connection was closed")
-
-    def _write(self, link: OutLink) -> bool:
-        """For the thread that made the link busy: sends what goes, and frees the link; whether anything changed."""
-        for step in range(_MOST_STEPS):
-            if link.ended is not None or not link.stream:
-                break
-            try:
-                num_bytes = link.send()
-            except LinkEnded as exc:
-                with self._lock:
-                    self._board.end_outgoing(link, str(exc))
-                break
-            if num_bytes == 0:
-                self._release(link)
-                return step > 0
-            with self._lock:
-                for request in link.stream.advance(num_bytes):
-                    self._board.decide(request)
-                if not link.stream:
-                    self._release_locked(link)
-                    return True
-        self._release(link)
-        return True
-
-    def _read_refusals(self, link: OutLink) -> None:
-        """For the thread that made the link busy."""
-        try:
-            refusals = link.read_refusals()
-        except LinkEnded as exc:
-            with self._lock:
-                self._board.end_outgoing(link, str(exc))
-            return
-        for expected, header in refusals:
-            with self._lock:
-                self._board.refused(link, expected, header)
-
-    def _release(self, link: OutLink) -> None:
-        with self._lock:
-            self._release_locked(link)
-
-    def _release_locked(self, link: OutLink) -> None:
-        link.busy = False
-        if self._board.error is not None:
-            link.stream.clear()
-        if self._rota.stopped:
-            link.close()

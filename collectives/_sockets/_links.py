@@ -25,6 +25,7 @@ __all__ = ["STRIPE_BYTES", "Links"]
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
 
+_CONNECT_LIMIT_S: Final = 120.0  # a process answers however busy its user is: if it does not, it is gone
 _SOCKETS_BETWEEN_HOSTS: Final = 4
 _STRIPE_MULTIPLE: Final = 1 << 10
 _PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
@@ -96,10 +97,9 @@ class Links:
 
     def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
         purpose = f"{self._prefix}{self._rank}.{channel}"
+        limit_s = min(control.deadline.remaining_s(), _CONNECT_LIMIT_S)
         try:
-            return self._hub.connect(
-                self._addresses[peer], purpose, control.deadline.remaining_s(), self._unix, control.check
-            )
+            return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:
             if control.deadline.expired():
                 raise PlaneTimeout(frozenset([peer])) from exc

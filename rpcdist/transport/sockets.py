@@ -193,7 +193,7 @@ class SocketHub:
         check_purpose(purpose)
         began = time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(Deadline.after(timeout_s).wait_s()):  # uvloop knows no infinity
                 return await self._connect_any(HubAddress.parse(address), purpose, unix)
         except TimeoutError as exc:
             waited_s = time.monotonic() - began
@@ -228,16 +228,16 @@ class SocketHub:
         except RuntimeError as exc:
             coroutine.close()
             raise TransportError("the I/O loop of the socket hub is closed") from exc
-        limit = deadline.at + 1.0
+        limit = Deadline(deadline.at + 1.0)
         try:
             while True:
                 with suppress(concurrent.futures.TimeoutError):
-                    return future.result(_CHECK_INTERVAL_S if check else max(0.0, limit - time.monotonic()))
+                    return future.result(_CHECK_INTERVAL_S if check else limit.wait_s())
                 if future.done():
                     return future.result()
                 if check is not None:
                     check()
-                if time.monotonic() >= limit:
+                if limit.expired():
                     raise DeadlineExceeded("the I/O loop did not answer in time")
         finally:
             if not future.done():

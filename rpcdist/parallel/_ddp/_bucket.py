@@ -105,19 +105,20 @@ class DenseBucket:
 
     # ------------------------------------------------------------ from gradients to runs
 
-    def gather(self, gradient_of: Callable[[Member], torch.Tensor | None]) -> list[torch.Tensor]:
-        """Makes the runs that are reduced from the gradients; a missing one counts as zero."""
+    def gather(self, gradient_of: Callable[[Member], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
+        """Makes the runs that are reduced.
+
+        Args:
+            gradient_of: a member's gradient; a missing one counts as zero.
+            in_place: whether gradients may be overwritten.
+        """
         with torch.no_grad():
             if self._packed:
                 self._pack([gradient_of(member) for member in self._packed])
-            self.runs = [self._own_run(member, gradient_of(member)) for member in self._own]
+            self.runs = [self._own_run(member, gradient_of(member), in_place) for member in self._own]
             if self._packed:
                 self.runs.append(self.buffer)
         return self.runs
-
-    def gather_zeros(self) -> list[torch.Tensor]:
-        """Runs of zeros, for a rank that has no gradients."""
-        return self.gather(lambda member: None)
 
     def _pack(self, gradients: Sequence[torch.Tensor | None]) -> None:
         targets, sources = [], []
@@ -131,28 +132,28 @@ class DenseBucket:
             torch._foreach_copy_(targets, sources)
 
     @staticmethod
-    def _own_run(member: Member, gradient: torch.Tensor | None) -> torch.Tensor:
+    def _own_run(member: Member, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
         parameter = member.parameter
         if gradient is None:
             return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        if not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient):
-            run = as_run(gradient, parameter)
-            if run is not None:
-                return run.detach()
+        fits = in_place and not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient)
+        if fits and (run := as_run(gradient.detach(), parameter)) is not None:
+            return run
         run = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         view_like(run, parameter).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         return run
 
     # ------------------------------------------------------------ and back
 
-    def scatter(self, deliver: Callable[[Member, torch.Tensor, bool], None]) -> None:
+    def scatter(self, deliver: Callable[[list[Member], list[torch.Tensor], bool], None]) -> None:
         """Hands the reduced gradients over, and lets go of the runs.
 
         Args:
-            deliver: gets a member, its gradient, and whether that lies in the bucket's buffer.
+            deliver: gets members, their gradients, and whether these will not be overwritten by the next iteration.
         """
         runs, self.runs = self.runs, []
-        for member, run in zip(self._own, runs, strict=False):
-            deliver(member, view_like(run, member.parameter), False)
-        for member, view in zip(self._packed, self._views if self._packed else (), strict=True):
-            deliver(member, view, True)
+        if self._own:
+            pairs = zip(self._own, runs, strict=False)  # the packed ones come last
+            deliver(self._own, [view_like(run, member.parameter) for member, run in pairs], True)
+        if self._packed:
+            deliver(self._packed, self._views, False)

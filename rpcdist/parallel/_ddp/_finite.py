@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final, Literal
 
 import torch
@@ -42,10 +42,10 @@ class FiniteCheck:
         self._num_found = 0
         self.results_are_equal = True
 
-    def before(self, runs: Sequence[torch.Tensor], gradients: Sequence[tuple[str, torch.Tensor]]) -> None:
-        """Looks at what this rank contributes to a bucket; `gradients` are the same with names."""
+    def before(self, runs: Sequence[torch.Tensor], named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        """Looks at what this rank contributes to a bucket; `named` says which gradients these are."""
         if self._mode != "never" and not all(map(self._is_fine, runs)):
-            names = (name for name, gradient in gradients if not bool(torch.isfinite(_values(gradient)).all()))
+            names = (name for name, gradient in named() if not bool(torch.isfinite(_values(gradient)).all()))
             self._mine += names
 
     def after(self, runs: Sequence[torch.Tensor]) -> None:

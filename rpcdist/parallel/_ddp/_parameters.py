@@ -80,7 +80,8 @@ def verify(parameters: Sequence[Named], options: Mapping[str, object], group: Pr
     differences = _differences(views)
     if differences:
         raise ModelsDiffer(
-            "DistributedDataParallel needs the same model on every rank, but: " + "; ".join(differences[:MAX_DIFFERENCES])
+            "DistributedDataParallel needs the same model on every rank, but: "
+            + "; ".join(differences[:MAX_DIFFERENCES])
         )
 
 

@@ -1,0 +1,487 @@
+"""The reducer: takes gradients as they become ready, and has them averaged over the ranks, bucket by bucket.
+
+Rules:
+ 1. Buckets are reduced in their order, each as soon as it and those before it are complete; so all ranks issue the same
+    operations in the same order, whatever the order in which their gradients become ready.
+ 2. An iteration is armed by a forward pass, begins with its first gradient, and ends when all buckets are reduced and
+    the results are delivered, at the end of the backward pass. Gradients that come while none is armed are ignored.
+ 3. Where gradients come from is the business of a `GradientSource`.
+ 4. Ranks agree on the buckets: by the same parameters at first, then by the order of readiness on rank 0.
+ 5. The last bucket is reduced at the end of the pass: nothing is left to overlap, and no other thread is needed.
+
+Hooks run on the engine's threads; a lock guards all.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup, Work
+from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.parallel._ddp._bucket import DenseBucket, Member
+from rpcdist.parallel._ddp._buckets import BucketCaps, GradientFacts, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._errors import DataParallelError, UnusedParameters
+from rpcdist.parallel._ddp._finite import CheckFinite, FiniteCheck
+from rpcdist.parallel._ddp._notices import Notices
+from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.parallel._ddp._reduction import BucketWait, CommHook, GradBucket, reduce_runs
+from rpcdist.parallel._ddp._sources import DistributedPass, GradientSource, OrdinaryPass
+from rpcdist.parallel._ddp._sparse import SparseBucket
+
+__all__ = ["Bucket", "Reducer", "ReducerOptions"]
+
+Bucket = DenseBucket | SparseBucket
+_num_reducers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
+
+
+class ReducerOptions:
+    """How a reducer works.
+
+    Args:
+        caps: of the buckets.
+        find_unused: whether parameters may stay without gradients, different ones in each iteration.
+        static: whether every iteration does the same as the first one.
+        view: whether gradients become views of the buckets.
+        skip_unused: whether buckets without any used parameter are left out, on all ranks the same ones.
+        check_finite: see [Note: probes].
+    """
+
+    def __init__(
+        self,
+        caps: BucketCaps,
+        *,
+        find_unused: bool = False,
+        static: bool = False,
+        view: bool = False,
+        skip_unused: bool = False,
+        check_finite: CheckFinite = "probes",
+    ) -> None:
+        self.caps = caps
+        self.find_unused = find_unused
+        self.static = static
+        self.view = view
+        self.skip_unused = skip_unused
+        self.check_finite = check_finite
+
+    @property
+    def dynamic_unused(self) -> bool:
+        """Whether each iteration finds out which parameters it does not use."""
+        return self.find_unused and not self.static
+
+
+class Reducer:
+    """See the top of the file.
+
+    Args:
+        parameters: in the same order on all ranks.
+        group: the ranks.
+        options: the same on all ranks.
+    """
+
+    def __init__(self, parameters: Sequence[Named], group: ProcessGroup, options: ReducerOptions) -> None:
+        self.parameters = list(parameters)
+        self.options = options
+        self.iteration = 0
+        self.divide_by: float | None = None  # None for the size of the group
+        self.hook: tuple[CommHook, object] | None = None
+        self.has_rebuilt = False
+        self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
+        self._facts = [
+            GradientFacts(tensor.nbytes, (tensor.dtype, tensor.device), sparse) for _, tensor, sparse in parameters
+        ]
+        self._lock = threading.RLock()
+        self._index_of = {id(named.tensor): index for index, named in enumerate(parameters)}
+        self._armed = False
+        self._source: GradientSource | None = None
+        self.use_group(group)
+
+    def __repr__(self) -> str:
+        state = f"waits for bucket {self._next}" if self._armed else "idle"
+        return f"<Reducer of {len(self.parameters)} parameters in {len(self.buckets)} buckets: {state}>"
+
+    def use_group(self, group: ProcessGroup) -> None:
+        """Reduces in this group from now on, and finds its buckets anew."""
+        self.group = group
+        number = _num_reducers[group] = _num_reducers.get(group, 0) + 1
+        self._notices = Notices(group, f"ddp/{number}")
+        self._waiter = BucketWait(group, self._notices)
+        self._finite = FiniteCheck(group, self.options.check_finite)
+        self._partial_passes = False
+        self._order: list[int] | None = None
+        self._ready_order: list[int]
+        self._expected_calls: list[int] | None = None  # of each hook, in a static graph
+        self._globally_used: list[bool] | None = None
+        self.has_rebuilt = False
+        self._armed = False
+        self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
+
+    def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
+        flat = self.options.view or self.hook is not None
+        self.buckets: list[Bucket] = []
+        for number, bucket in enumerate(indices):
+            members = [Member(index, self.parameters[index]) for index in bucket]
+            if self.parameters[bucket[0]].sparse:
+                self.buckets.append(SparseBucket(number, members[0], self.group))
+            else:
+                self.buckets.append(DenseBucket(number, members, flat))
+        self._bucket_of = {member.index: bucket for bucket in self.buckets for member in bucket.members}
+        self._reset()
+
+    def _reset(self) -> None:
+        """Nothing has come yet."""
+        self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
+        self._ready_order = []
+        self._next = 0
+        self._begun = False
+        self._callback_queued = False
+        self._notice_posted = False
+        self._unused: set[int] = set()
+        self._marked_unused = False
+        self._calls = [0] * len(self.parameters)
+        self._works: dict[int, list[Work]] = {}
+        self._futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
+        self._skipped: set[int] = set()
+        for bucket in self.buckets:
+            bucket.waiting = {member.index for member in bucket.members}
+
+    def use_hook(self, hook: CommHook, state: object, results_are_equal: bool) -> None:
+        """Has a comm hook reduce the dense buckets.
+
+        Args:
+            hook: see `DistributedDataParallel.register_comm_hook`.
+            state: its first argument.
+            results_are_equal: whether it is known to leave the same bits on all ranks.
+        """
+        self.hook = hook, state
+        self._finite.results_are_equal = results_are_equal
+        self._make_buckets([[member.index for member in bucket.members] for bucket in self.buckets])
+
+    # ------------------------------------------------------------ the forward pass
+
+    def rebuild(self) -> bool:
+        """Makes the buckets anew, once the order of readiness is known; whether it did. Communicates nothing."""
+        if self._order is None or self.has_rebuilt:
+            return False
+        self.has_rebuilt = True
+        self._make_buckets(rebuilt_buckets(self._facts, self.options.caps, self._order))
+        return True
+
+    def check_finished(self) -> None:
+        """Raises when the last iteration began and did not end.
+
+        Raises:
+            UnusedParameters: names the parameters.
+        """
+        with self._lock:
+            if not (self._armed and self._begun):
+                return
+            missing = self._missing()
+            self._armed = False
+            notice = self._notices.post(self.iteration, missing, final=True)
+            raise UnusedParameters(notice.rank, missing, self.iteration)
+
+    def arm(self, used: set[int] | None) -> None:
+        """Expects the gradients of a backward pass.
+
+        Args:
+            used: the `id`s of the parameters that can get gradients in it; None for all.
+        """
+        with self._lock:
+            self._reset()
+            if used is not None:
+                self._unused = {index for address, index in self._index_of.items() if address not in used}
+            if not self._armed:
+                self.iteration += 1
+            self._armed = True
+
+    def _missing(self) -> list[str]:
+        """The names of the parameters that did not get gradients, in the module's order."""
+        waiting = {index for bucket in self.buckets for index in bucket.waiting}
+        return [named.name for index, named in enumerate(self.parameters) if index in waiting]
+
+    # ------------------------------------------------------------ gradients
+
+    def gradient_added(self, index: int) -> None:
+        """An ordinary backward pass has added to a parameter's `.grad`."""
+        if self._armed:
+            with self._lock:
+                if self._source is None or not self._begun:
+                    self._source = OrdinaryPass(self.options.view)
+                self._ready(index, self._source)
+
+    def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
+        """A distributed backward pass is about to capture a parameter's gradient."""
+        if self._armed:
+            with self._lock:
+                if not self._begun or not isinstance(self._source, DistributedPass):
+                    self._source = DistributedPass()
+                self._source.arrive(index, gradient)
+                self._ready(index, self._source)
+
+    def _ready(self, index: int, source: GradientSource) -> None:
+        if not self._armed:
+            return
+        if not self._begun:
+            self._begun = True
+            self.first_gradient_ns = time.time_ns()
+        if not self._callback_queued:
+            self._callback_queued = True
+            source.at_end(self._pass_ended)
+        self._calls[index] += 1
+        if self.options.static:
+            if self._expected_calls is None:
+                return  # the first iteration only counts
+            if self._calls[index] != self._expected_calls[index]:
+                self._check_static(index)
+                return
+        self._mark_unused()
+        self._mark(index)
+
+    def _check_static(self, index: int) -> None:
+        assert self._expected_calls is not None
+        if self._calls[index] > self._expected_calls[index]:
+            raise DataParallelError(
+                f"Your training graph has changed in this iteration, which static_graph=True does not allow: parameter "
+                f"{self.parameters[index].name!r} got {self._calls[index]} gradients in iteration {self.iteration} on "
+                f"rank {self._world_rank}, and {self._expected_calls[index]} in the first one"
+            )
+
+    def _mark_unused(self) -> None:
+        if not self._marked_unused:
+            self._marked_unused = True
+            for index in sorted(self._unused):
+                self._mark(index)
+
+    def _mark(self, index: int) -> None:
+        bucket = self._bucket_of[index]
+        if index not in bucket.waiting:
+            raise DataParallelError(
+                f"Expected to mark a variable ready only once: parameter {self.parameters[index].name!r} got a second "
+                f"gradient in iteration {self.iteration} on rank {self._world_rank}. Either reentrant checkpointing "
+                "uses it several times (pass use_reentrant=False, or static_graph=True if every iteration is the "
+                "same), or a second backward pass ran after one forward pass (call it under no_sync, or forward again)"
+            )
+        bucket.waiting.discard(index)
+        if self._order is None and not self.options.dynamic_unused:
+            self._ready_order.append(index)
+        if not bucket.waiting:
+            self._launch_complete()
+
+    @property
+    def _world_rank(self) -> int:
+        return self.group.world_rank(self.group.rank())
+
+    # ------------------------------------------------------------ reductions
+
+    def _launch_complete(self) -> None:
+        """Reduces what is complete, in order; all but the last bucket, see rule 5."""
+        while self._next < len(self.buckets) - (self.hook is None):
+            bucket = self.buckets[self._next]
+            if bucket.waiting:
+                return
+            self._next += 1
+            self._launch(bucket, asynchronous=True)
+
+    def _launch(self, bucket: Bucket, asynchronous: bool) -> None:
+        if self.options.skip_unused and all(member.index in self._unused for member in bucket.members):
+            self._skipped.add(bucket.number)
+            return
+        try:
+            if isinstance(bucket, SparseBucket):
+                self._launch_sparse(bucket)
+            else:
+                self._launch_dense(bucket, asynchronous)
+        except CollectiveError as exc:
+            self._waiter.fail(exc, bucket.number, [member.name for member in bucket.members], self.iteration)
+
+    def _gradient(self, member: Member) -> torch.Tensor | None:
+        if self._source is None or member.index in self._unused:
+            return None
+        return self._source.gradient(member)
+
+    def _launch_sparse(self, bucket: SparseBucket) -> None:
+        gradient = self._gradient(bucket.members[0])
+        if gradient is not None:
+            values = gradient._values() if gradient.is_sparse else gradient
+            self._finite.before([values.reshape(-1)], partial(self._named_gradients, bucket))
+        self._works[bucket.number] = [bucket.start(gradient)]
+
+    def _launch_dense(self, bucket: DenseBucket, asynchronous: bool) -> None:
+        runs = bucket.gather(self._gradient, self._source is None or self._source.lends)
+        self._finite.before(runs, partial(self._named_gradients, bucket))
+        if not self.first_launch_ns:
+            self.first_launch_ns = time.time_ns()
+        if self.hook is None:
+            self._works[bucket.number] = reduce_runs(runs, self.group, self._divisor, asynchronous)
+            return
+        hook, state = self.hook
+        self._futures[bucket.number] = hook(state, GradBucket(bucket, bucket is self.buckets[-1]))
+
+    def _named_gradients(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
+        pairs = ((member.name, self._gradient(member)) for member in bucket.members)
+        return [(name, gradient) for name, gradient in pairs if gradient is not None]
+
+    @property
+    def _divisor(self) -> float:
+        return self.group.size() if self.divide_by is None else self.divide_by
+
+    # ------------------------------------------------------------ the end of the pass
+
+    def outputs_reached(self) -> None:
+        """The backward pass begins at the module's outputs (for hooks); whatever is missing at its end is unused."""
+        if self._armed and not self._begun:
+            source = self._source = OrdinaryPass(self.options.view)
+            source.at_end(self._close)
+
+    def _pass_ended(self) -> None:
+        """A backward pass, or a nested one, has ended."""
+        with self._lock:
+            self._callback_queued = False
+            if not self._armed or self._must_close:
+                return
+            if any(bucket.waiting for bucket in self.buckets):
+                self._warn_others()
+            else:
+                self._finish()
+
+    @property
+    def _must_close(self) -> bool:
+        """Whether the end of the outermost pass is the end of the iteration, complete or not."""
+        return self.options.dynamic_unused or (self.options.static and self._expected_calls is None)
+
+    def _warn_others(self) -> None:
+        """Some gradients are missing. They may come with another backward pass, which is rare."""
+        if not self._notice_posted and not self._partial_passes:
+            self._notice_posted = True
+            self._notices.post(self.iteration, self._missing(), final=False)
+
+    def _close(self) -> None:
+        """Takes what has not come for unused, and finishes."""
+        with self._lock:
+            if not self._armed:
+                return
+            if self.options.static and self._expected_calls is None:
+                self._expected_calls = list(self._calls)
+                self._unused = {index for index, count in enumerate(self._calls) if not count}
+                for bucket in self.buckets:
+                    bucket.waiting.clear()
+            for bucket in self.buckets:
+                self._unused |= bucket.waiting
+                bucket.waiting.clear()
+            self._begun = True
+            self._launch_complete()
+            self._finish()
+
+    def _finish(self) -> None:
+        """Waits for the reductions, delivers them, and agrees on what the next iteration needs."""
+        self._partial_passes = self._partial_passes or self._notice_posted
+        self._armed = False
+        while self._next < len(self.buckets):
+            self._next += 1
+            self._launch(self.buckets[self._next - 1], asynchronous=False)
+        self._share_used()
+        for bucket in self.buckets:
+            if bucket.number not in self._skipped:
+                self._finish_bucket(bucket)
+        self._finite.conclude(self.iteration)
+        self._share_order()
+        self.done_ns = time.time_ns()
+
+    def _finish_bucket(self, bucket: Bucket) -> None:
+        names = [member.name for member in bucket.members]
+        for work in self._works.pop(bucket.number, ()):
+            self._waiter.wait(work, bucket.number, names, self.iteration)
+        if isinstance(bucket, SparseBucket):
+            reduced = bucket.finish(self._divisor)
+            self._finite.after([(reduced._values() if reduced.is_sparse else reduced).reshape(-1)])
+            self._deliver(bucket.members, [reduced], lasting=True)
+            return
+        future = self._futures.pop(bucket.number, None)
+        if future is not None:
+            self._take_result(bucket, future)
+        self._finite.after(bucket.runs)
+        bucket.scatter(self._deliver)
+
+    def _take_result(self, bucket: DenseBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+        """Puts what a comm hook's future brings into the bucket."""
+        result = future.wait()
+        tensor = result[0] if isinstance(result, list | tuple) else result
+        if not isinstance(tensor, torch.Tensor):
+            raise ConfigError(f"a comm hook's future has to bring a tensor, not {type(tensor).__name__}")
+        if tensor.data_ptr() != bucket.buffer.data_ptr():
+            bucket.buffer.copy_(tensor.view(-1))
+
+    def _deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        """Hands reduced gradients over; those of parameters that no rank used stay as they are."""
+        assert self._source is not None
+        used = self._globally_used
+        if used is not None and not all(used[member.index] for member in members):
+            pairs = [pair for pair in zip(members, reduced, strict=True) if used[pair[0].index]]
+            members, reduced = [member for member, _ in pairs], [tensor for _, tensor in pairs]
+        self._source.deliver(members, reduced, lasting)
+
+    def _share_used(self) -> None:
+        """Tells the others which parameters were used here; those that nobody used keep their gradients."""
+        first_static = self.options.static and self._globally_used is None
+        if not (self.options.dynamic_unused or first_static):
+            return
+        mine = [index not in self._unused for index in range(len(self.parameters))]
+        if self.options.skip_unused:
+            self._globally_used = mine
+            return
+        used = torch.tensor(mine, dtype=torch.int32, device=self.parameters[0].tensor.device)
+        collectives.all_reduce(used, group=self.group)
+        self._globally_used = [count > 0 for count in used.tolist()]
+
+    def _share_order(self) -> None:
+        """Once all parameters have shown when they become ready, takes the order of rank 0."""
+        if self._order is not None or self.options.dynamic_unused:
+            return
+        if self.options.static and not self._ready_order:
+            return  # the first iteration of a static graph does not show it
+        self._agree_on_order(self._ready_order)
+
+    def _agree_on_order(self, mine: Sequence[int]) -> None:
+        order = torch.tensor(mine, dtype=torch.int64, device=self.parameters[0].tensor.device)
+        collectives.broadcast(order, group=self.group, group_src=0)
+        self._order = order.tolist()
+
+    # ------------------------------------------------------------ a rank without data
+
+    def shadow(self) -> None:
+        """Takes part in the reductions of an iteration of other ranks, with nothing to add; see `join`."""
+        with self._lock:
+            self.rebuild()
+            self.arm(set())
+            self._source = _Nobody()
+            self._begun = True
+            for bucket in self.buckets:
+                bucket.waiting.clear()
+            if self.options.static and self._expected_calls is None:
+                self._expected_calls = [1] * len(self.parameters)
+            elif not self.options.dynamic_unused:
+                self._ready_order = list(range(len(self.parameters)))
+            self._launch_complete()
+            self._finish()
+
+
+class _Nobody(GradientSource):
+    """The gradients of a rank that has none."""
+
+    lends = False
+
+    def gradient(self, member: Member) -> torch.Tensor | None:
+        return None
+
+    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        """Nobody wants them."""
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        raise AssertionError("there is no backward pass")

@@ -1,0 +1,130 @@
+"""Where gradients come from: an ordinary backward pass, or one of `rpcdist.autograd`. The reducer does not know which.
+
+An ordinary pass adds to `.grad`, and tells a hook of the parameter afterwards. A distributed pass captures gradients
+for its context and leaves `.grad` alone: there, tensor hooks get them, and a callback at the pass's end puts the
+reduced ones in their places.
+"""
+
+from __future__ import annotations
+
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+from torch.autograd import Variable
+
+from rpcdist.parallel._ddp._bucket import Member
+
+__all__ = ["DistributedPass", "GradientSource", "OrdinaryPass", "in_distributed_context"]
+
+
+class GradientSource(ABC):
+    """A backward pass as the reducer sees it.
+
+    Attributes:
+        lends: whether its gradients may be overwritten by their reduction.
+    """
+
+    lends: ClassVar[bool]
+
+    @abstractmethod
+    def gradient(self, member: Member) -> torch.Tensor | None:
+        """The member's gradient of this rank, once it has come."""
+
+    @abstractmethod
+    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        """Takes reduced gradients over.
+
+        Args:
+            members: whose.
+            reduced: these tensors.
+            lasting: whether they may be kept; else the next iteration overwrites them.
+        """
+
+    @abstractmethod
+    def at_end(self, callback: Callable[[], None]) -> None:
+        """Has it called when the running pass ends; what it raises, the pass raises. For hooks."""
+
+
+class OrdinaryPass(GradientSource):
+    """`loss.backward()`.
+
+    Args:
+        view: whether `.grad` shall be the reducer's own tensors, although the next iteration overwrites them.
+    """
+
+    lends = True
+
+    def __init__(self, view: bool) -> None:
+        self._view = view
+
+    def gradient(self, member: Member) -> torch.Tensor | None:
+        return member.parameter.grad
+
+    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        keep = lasting or self._view
+        targets, sources = [], []
+        for member, tensor in zip(members, reduced, strict=True):
+            gradient = member.parameter.grad
+            if keep or gradient is None or gradient.is_sparse or tensor.is_sparse:
+                if gradient is None or _differ(gradient, tensor):
+                    member.parameter.grad = tensor if keep else tensor.clone()
+            elif gradient.data_ptr() != tensor.data_ptr():
+                targets.append(gradient)
+                sources.append(tensor)
+        if targets:
+            with torch.no_grad():
+                torch._foreach_copy_(targets, sources)
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        Variable._execution_engine.queue_callback(callback)
+
+
+def _differ(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
+    """Whether they are in different places."""
+    return gradient.is_sparse or tensor.is_sparse or gradient.data_ptr() != tensor.data_ptr()
+
+
+class DistributedPass(GradientSource):
+    """`rpcdist.autograd.backward` inside a context."""
+
+    lends = False
+
+    def __init__(self) -> None:
+        self._arrived: dict[int, torch.Tensor] = {}
+        self._reduced: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def arrive(self, index: int, gradient: torch.Tensor) -> None:
+        """Says that the engine is about to capture a gradient."""
+        self._arrived[index] = gradient
+
+    def gradient(self, member: Member) -> torch.Tensor | None:
+        return self._arrived.get(member.index)
+
+    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        for member, tensor in zip(members, reduced, strict=True):
+            self._reduced.append((member.parameter, tensor if lasting else tensor.clone()))
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        from rpcdist import autograd
+
+        def settle(captured: dict[torch.Tensor, torch.Tensor]) -> None:
+            callback()
+            captured.update(self._reduced)
+            self._reduced.clear()
+
+        autograd.queue_callback(settle)
+
+
+def in_distributed_context() -> bool:
+    """Whether this thread is in a context of `rpcdist.autograd`; does not import it for the question."""
+    autograd = sys.modules.get("rpcdist.autograd")
+    if autograd is None:
+        return False
+    try:
+        autograd._current_context()
+    except RuntimeError:
+        return False
+    return True
