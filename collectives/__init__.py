@@ -91,6 +91,8 @@ if TYPE_CHECKING:
     from rpcdist.collectives.backends import is_xccl_available as is_xccl_available
     from rpcdist.collectives.constants import default_pg_nccl_timeout as default_pg_nccl_timeout
     from rpcdist.collectives.constants import default_pg_timeout as default_pg_timeout
+    from rpcdist.collectives.device_mesh import DeviceMesh as DeviceMesh
+    from rpcdist.collectives.device_mesh import init_device_mesh as init_device_mesh
     from rpcdist.collectives.options import AllgatherOptions as AllgatherOptions
     from rpcdist.collectives.options import AllreduceCoalescedOptions as AllreduceCoalescedOptions
     from rpcdist.collectives.options import AllreduceOptions as AllreduceOptions
@@ -119,6 +121,7 @@ __all__ = [
     "BarrierOptions",
     "BroadcastOptions",
     "DebugLevel",
+    "DeviceMesh",
     "DistBackendError",
     "DistError",
     "DistNetworkError",
@@ -173,6 +176,7 @@ __all__ = [
     "get_rank",
     "get_world_size",
     "group",
+    "init_device_mesh",
     "init_process_group",
     "irecv",
     "is_available",
@@ -243,6 +247,7 @@ _MODULES = {
         "is_xccl_available"
     ),
     "constants": "default_pg_nccl_timeout default_pg_timeout",
+    "device_mesh": "DeviceMesh init_device_mesh",
     "options": (
         "AllToAllOptions AllgatherOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions "
         "BroadcastOptions DebugLevel GatherOptions ReduceOptions ReduceScatterOptions ScatterOptions "
@@ -252,10 +257,13 @@ _MODULES = {
     "work": "Work",
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
+_MODULES_AS_NAMES = frozenset({"collective_utils", "flight_recorder", "functional"})
 _RENAMED = {"BackendBase": "Backend", "_make_nccl_premul_sum": "make_premul_sum"}
 
 
 def __getattr__(name: str) -> object:
+    if name in _MODULES_AS_NAMES:
+        return import_module(f"rpcdist.collectives.{name}")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value: object = getattr(import_module(f"rpcdist.collectives.{_LAZY[name]}"), _RENAMED.get(name, name))

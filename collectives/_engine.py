@@ -117,6 +117,7 @@ class Engine:
         departed: rank to the last sequence number that it took part in, for ranks that left the group.
         wakeup_fd: readable once the running operation cannot be finished.
         on_failure: told of the group's failure, once; any thread; must not block.
+        on_departure: told of a rank that left, and of that in words; likewise.
     """
 
     def __init__(self, plane: Plane, group: str, world_ranks: tuple[int, ...], timeout_s: float) -> None:
@@ -125,6 +126,7 @@ class Engine:
         self.departed: dict[int, int] = {}
         self.reporter = Reporter()
         self.on_failure: Callable[[CollectiveError], object] | None = None
+        self.on_departure: Callable[[int, str], object] | None = None
         self._plane = plane
         self._world_ranks = world_ranks
         self._timeout_s = timeout_s
@@ -311,6 +313,8 @@ class Engine:
             current = self._current
         if current is not None and current.sequence > last_sequence:
             self._wake_poller()
+        if self.on_departure is not None:
+            self.on_departure(rank, self._departure(rank).reason)
 
     def check_departed(self, sequence: int, title: str) -> None:
         """Raises when somebody left before the operation with this number."""

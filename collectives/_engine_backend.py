@@ -109,9 +109,7 @@ class EngineBackend(Backend):
             tensor,
             peer,
             tag,
-            lambda: self._messages.recv(
-                tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish
-            ),
+            lambda: self._messages.recv(tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish),
         )
 
     def _recorded(

@@ -48,13 +48,16 @@ __all__ = [
 def all_reduce(
     tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
 ) -> Work | None:
-    """Replaces the tensor, on every rank, by the reduction of all ranks' tensors; all ranks get the same bits."""
+    """Replaces the tensor, on every rank, by the reduction of all ranks' tensors; all ranks get the same bits.
+
+    It may be a sparse (COO) tensor, with SUM: the ranks' entries may be in different places, and the sum is coalesced.
+    """
     check_tensor(tensor, "tensor")
     found = member_group(group, "all_reduce")
     if found is None:
         return None
-    carrier = found.carrier(tensor.device.type)
-    return carrier.run(_lowering.all_reduce(carrier.place, tensor, op), async_op)
+    work = found.carrier(tensor.device.type).all_reduce(tensor, op, async_op)
+    return work if async_op else None
 
 
 def reduce(

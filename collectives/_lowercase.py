@@ -63,8 +63,7 @@ class LowerCaseOperations:
         """`opts`: AllreduceOptions, or a ReduceOp."""
         tensor = _one(tensors)
         given = _options(AllreduceOptions, opts, "reduceOp", timeout)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, _lowering.all_reduce(carrier.place, tensor, given.reduceOp), given)
+        return self._carrier_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
         """All tensors have one dtype; they are reduced in one operation."""

@@ -6,8 +6,10 @@ seam at which tests put a stand-in that needs no GPU; the methods of `Communicat
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Final, Protocol, cast
 
@@ -18,10 +20,10 @@ from rpcdist.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["OLDEST_CUPY", "Communicator", "CudaRuntime", "Event", "Runtime", "Stream"]
+__all__ = ["OLDEST_CUPY", "Communicator", "CudaRuntime", "Event", "Runtime", "Stream", "nccl_is_usable"]
 
 OLDEST_CUPY: Final = 14
-"""CuPy 14.0 is the first with `commSplit`, and the first whose calls let other Python threads run while they block."""
+"""CuPy 14.0.0 has `commSplit`, and unique ids that are `bytes`; 13.6.0, the newest before it, has neither."""
 
 _ADVICE: Final = (
     "install it with `pip install 'rpcdist[cuda]' nvidia-nccl-cu12` (for CUDA 13: cupy-cuda13x, nvidia-nccl-cu13) on "
@@ -163,16 +165,28 @@ class CudaRuntime:
         return torch.cuda.is_current_stream_capturing()
 
 
+@cache
+def nccl_is_usable() -> bool:
+    """Whether groups of the backend can be made here; imports CuPy where there is a GPU for it."""
+    try:
+        _load_nccl()
+    except ConfigError:
+        return False
+    return True
+
+
 def _load_nccl() -> ModuleType:
     if not torch.cuda.is_available():
         raise ConfigError(f'the backend "nccl" needs a GPU that torch can use, and there is none here; {_ADVICE}')
     try:
-        cupy = import_module("cupy")
-        nccl = import_module("cupy.cuda.nccl")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # CuPy warns when it finds no NCCL: the error below says that
+            cupy = import_module("cupy")
+            nccl = import_module("cupy.cuda.nccl")
     except ImportError as exc:
         raise ConfigError(f'the backend "nccl" needs CuPy with NCCL ({exc}); {_ADVICE}') from exc
-    if not getattr(nccl, "available", False):
-        raise ConfigError(f'the backend "nccl" found CuPy {cupy.__version__} but no NCCL library; {_ADVICE}')
     if int(str(cupy.__version__).split(".")[0]) < OLDEST_CUPY:
         raise ConfigError(f'the backend "nccl" needs CuPy {OLDEST_CUPY} or newer, not {cupy.__version__}; {_ADVICE}')
+    if not getattr(nccl, "available", False):
+        raise ConfigError(f'the backend "nccl" found CuPy {cupy.__version__} but no NCCL library; {_ADVICE}')
     return nccl

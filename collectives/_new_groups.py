@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, cast
 
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from rpcdist.collectives._store._base import Store
 
 __all__ = [
+    "MakeBackend",
     "default_timeout",
     "hashed_name",
     "make_group",
@@ -35,6 +36,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+MakeBackend = Callable[[Backend | str, GroupContext], BackendBase]
 
 
 def default_timeout(backend: str) -> timedelta:
@@ -53,6 +56,7 @@ def open_group(
     options: object | None,
     device: torch.device | None,
     description: str,
+    make: MakeBackend = make_backend,
 ) -> ProcessGroup:
     """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
     opened: dict[str, BackendBase] = {}
@@ -64,7 +68,7 @@ def open_group(
                 context = GroupContext(
                     name, rank, ranks, PrefixStore(backend_name, store), timeout.total_seconds(), options, device
                 )
-                opened[backend_name] = make_backend(backend_name, context)
+                opened[backend_name] = make(backend_name, context)
             by_device[device_type] = opened[backend_name]
     except BaseException:
         for each in opened.values():
@@ -151,6 +155,7 @@ def make_group(
     options: object | None,
     device: torch.device | None,
     description: str | None,
+    make: MakeBackend = make_backend,
 ) -> ProcessGroup:
     """Makes a group whose members, and nobody else, call this with one name; `world` gets to know it."""
     if world.store is None:
@@ -169,6 +174,7 @@ def make_group(
         options=options,
         device=device,
         description="undefined" if description is None else description,
+        make=make,
     )
     world.groups[name] = made
     return made

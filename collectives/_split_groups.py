@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from rpcdist.collectives._arrival import arrive
+from rpcdist.collectives._backend import Backend as BackendBase
+from rpcdist.collectives._backend import GroupContext
 from rpcdist.collectives._checks import check_timeout
 from rpcdist.collectives._groups import World, current_world, group_or_default
-from rpcdist.collectives._new_groups import default_timeout, hashed_name, make_group, open_group
+from rpcdist.collectives._new_groups import MakeBackend, default_timeout, hashed_name, make_group, open_group
 from rpcdist.collectives._store._prefix import PrefixStore
-from rpcdist.collectives.backends import Backend, BackendConfig
+from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcdist.collectives.nccl import NcclBackend
 
 __all__ = ["shrink_group", "split_group", "split_off"]
 
@@ -31,6 +36,9 @@ def split_group(
 ) -> ProcessGroup | None:
     """Cuts a group into groups that have no rank in common; all ranks of the parent call it, and no others.
 
+    Where the parent has an `nccl` backend that the new groups have as well, they share its connections and memory
+    (`ncclCommSplit`): then every rank takes part, also one that will be in no group, and waits until the others come.
+
     Args:
         parent_pg: the default group by default.
         split_ranks: for each new group, ranks in the parent.
@@ -41,18 +49,43 @@ def split_group(
         This rank's group; None when it is in none of them.
     """
     parent = group_or_default(parent_pg)
+    nccl = _nccl_backend(parent, parent.name() if backend is None else backend)
     if not split_ranks:
         raise ConfigError("split_ranks cannot be None or empty")
     if backend is not None:
         _check_subset(backend, parent)
+    make = make_backend if nccl is None else _by_splitting(nccl)
     mine: Sequence[int] = ()
     for part in split_ranks:
         _check_split(part, parent)
         if parent.rank() in part:
             mine = mine or part
     if not mine:
+        if nccl is not None:
+            nccl.split(None)
         return None
-    return split_off(parent, mine, timeout=timeout, options=pg_options, description=group_desc, backend=backend)
+    return split_off(
+        parent, mine, timeout=timeout, options=pg_options, description=group_desc, backend=backend, make=make
+    )
+
+
+def _nccl_backend(parent: ProcessGroup, wanted: str) -> NcclBackend | None:
+    """The parent's, if the new groups are to have one."""
+    from rpcdist.collectives.nccl import NcclBackend
+
+    if Backend.NCCL not in BackendConfig(wanted).device_backend_map.values():
+        return None
+    found = (parent.backend(device_type) for device_type in parent.device_types)
+    return next((each for each in found if isinstance(each, NcclBackend)), None)
+
+
+def _by_splitting(nccl: NcclBackend) -> MakeBackend:
+    def make(name: Backend | str, context: GroupContext) -> BackendBase:
+        made = nccl.split(context) if name == Backend.NCCL else make_backend(name, context)
+        assert made is not None, "a split with a context makes a backend"
+        return made
+
+    return make
 
 
 def split_off(
@@ -64,6 +97,7 @@ def split_off(
     name: str | None = None,
     description: str | None = None,
     backend: str | None = None,
+    make: MakeBackend = make_backend,
 ) -> ProcessGroup | None:
     """A group of some ranks of `parent`, made by those alone; None on the others."""
     _check_split(ranks, parent)
@@ -81,6 +115,7 @@ def split_off(
         options=parent.options if options is None else options,
         device=parent.bound_device_id,
         description=f"{parent.group_desc}:split" if description is None else description,
+        make=make,
     )
 
 

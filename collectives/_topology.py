@@ -1,9 +1,9 @@
 """Which ranks of a group share a host: found out by trying, never by comparing hostnames.
 
-Every rank publishes the address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose name
-is abstract and random, so that it exists in one network namespace of one kernel only; and then only if j's memory arrives
-at r. The lowest rank of a host leads it, and makes the memory. Every rank says in the store how it went; a host on which
-it did not work for everybody uses sockets.
+Every rank publishes the address of its socket hub. Ranks r and j < r share a host if r can open j's Unix socket, whose
+name is abstract and random, so that it exists in one network namespace of one kernel only; and then only if j's memory
+arrives at r. The lowest rank of a host leads it, and makes the memory. Every rank says in the store how it went; a
+host on which it did not work for everybody uses sockets.
 """
 
 from __future__ import annotations
@@ -135,9 +135,7 @@ def share_memory(
         if segment is not None:
             segment.close()
             segment = None
-    leaders = {
-        rank: ranks[0] if works[index] else rank for index, ranks in enumerate(hosts.members) for rank in ranks
-    }
+    leaders = {rank: ranks[0] if works[index] else rank for index, ranks in enumerate(hosts.members) for rank in ranks}
     return segment, Hosts.from_leaders([leaders[rank] for rank in range(context.size)])
 
 
@@ -168,7 +166,9 @@ def _boot_id() -> str:
         return ""
 
 
-def watch_sockets(context: GroupContext, hub: SocketHub, meeting: Meeting, deadline: Deadline) -> dict[int, socket.socket]:
+def watch_sockets(
+    context: GroupContext, hub: SocketHub, meeting: Meeting, deadline: Deadline
+) -> dict[int, socket.socket]:
     """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0."""
     purpose = f"{meeting.uid}/watch/"
     if context.rank != 0:

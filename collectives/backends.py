@@ -195,8 +195,12 @@ def is_gloo_available() -> bool:
 
 
 def is_nccl_available() -> bool:
-    """Whether there are a CUDA device and CuPy."""
-    return find_spec("cupy") is not None and torch.cuda.is_available()
+    """Whether there are a CUDA device, a CuPy that is new enough, and an NCCL that it can load."""
+    if not torch.cuda.is_available():
+        return False
+    from rpcdist.collectives._nccl_library import nccl_is_usable
+
+    return nccl_is_usable()
 
 
 def is_mpi_available() -> bool:

@@ -57,7 +57,9 @@ class MpiBackend(EngineBackend):
         agreement, data, headers, elements = self._communicators
         plane = MpiPlane(self._mpi, agreement, data)
         self._engine = GroupEngine(plane, context.name, context.ranks, context.timeout_s)
-        self._mpi_messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere)
+        self._mpi_messages = MpiMessages(
+            self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere
+        )
         self._engine.on_failure = self._tell_messages
         if context.size > 1:
             self._watch = GroupWatch(context, self._engine, self._deadline)

@@ -26,7 +26,7 @@ from rpcdist.collectives._nccl_work import NcclWork
 from rpcdist.collectives._operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives._topology import exchange
 from rpcdist.collectives._watched import GroupWatch
-from rpcdist.collectives.flight_recorder import Record
+from rpcdist.collectives.flight_recorder import MessageLog, Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveTimeout, ConfigError
@@ -106,6 +106,7 @@ class NcclBackend(Backend):
         self._side_stream = self._runtime.new_stream()
         self._order = threading.Lock()  # what is enqueued in one order here has to have that order on all ranks
         self._batch = threading.local()
+        self._log = MessageLog(context.name, context.ranks)
         self._closed = False
         self._watchdog = NcclWatchdog(context, self._runtime, self._communicator)
         self._watch: GroupWatch | None = None
@@ -261,7 +262,7 @@ class NcclBackend(Backend):
         self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
     ) -> Work:
         title = f"send of group {self.context.name!r} to rank {self.context.ranks[peer]}"
-        return self._message(title, self._calls.send, tensor, peer, asynchronous, timeout_s, None)
+        return self._message(title, self._calls.send, tensor, peer, tag, asynchronous, timeout_s, None)
 
     def recv(
         self,
@@ -276,7 +277,7 @@ class NcclBackend(Backend):
         if peer is None:
             raise ConfigError('recv from any source does not exist in the backend "nccl": name the source (src=)')
         title = f"recv of group {self.context.name!r} from rank {self.context.ranks[peer]}"
-        return self._message(title, self._calls.recv, tensor, peer, asynchronous, timeout_s, finish)
+        return self._message(title, self._calls.recv, tensor, peer, tag, asynchronous, timeout_s, finish)
 
     def _message(
         self,
@@ -284,19 +285,18 @@ class NcclBackend(Backend):
         call: Callable[[torch.Tensor, int, Stream], None],
         tensor: torch.Tensor,
         peer: int,
+        tag: int,
         asynchronous: bool,
         timeout_s: float | None,
         finish: Callable[[], None] | None,
     ) -> Work:
         self._refuse_what_cannot_be((tensor,))
-        record = Record(self.context.name, 0, title.split()[0], str(tensor.dtype)[6:], [tensor.numel()])
-        record.start()
         work = NcclWork(
             title,
             self._runtime,
             self._deadline(timeout_s),
             [tensor],
-            record,
+            self._log.record(title.split()[0], tensor, peer, tag),
             blocking=self._blocking_wait,
             result=[tensor],
         )

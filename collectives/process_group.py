@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from rpcdist.collectives import _backend
+from rpcdist.collectives import _backend, _lowering
 from rpcdist.collectives._lowercase import LowerCaseOperations
 from rpcdist.collectives._lowering import Lowered, Place
+from rpcdist.collectives._sparse import all_reduce_sparse
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, RpcdistError
 
@@ -54,6 +55,12 @@ class Carrier:
             finish=finish,
             result=result,
         )
+
+    def all_reduce(self, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None = None) -> Work:
+        """The one operation that sparse tensors have as well."""
+        if tensor.is_sparse:
+            return all_reduce_sparse(self, tensor, op, async_op, timeout_s)
+        return self.submit(_lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
 
 
 class ProcessGroup(LowerCaseOperations):

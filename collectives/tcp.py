@@ -7,8 +7,6 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rpcdist.collectives._sockets.plane import SocketPlane
-
 from rpcdist.collectives._at_exit import close_at_exit
 from rpcdist.collectives._backend import GroupContext
 from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
@@ -17,6 +15,7 @@ from rpcdist.collectives._local_process import LocalProcess, acquire_local_proce
 from rpcdist.collectives._plane import Plane
 from rpcdist.collectives._point.mailboxes import Mailboxes
 from rpcdist.collectives._shared import SharedMemoryPlane, segment_size, unsupported_here
+from rpcdist.collectives._sockets.plane import SocketPlane
 from rpcdist.collectives._solo import SoloPlane
 from rpcdist.collectives._topology import Meeting, find_hosts, meet, share_memory, watch_sockets
 from rpcdist.collectives._watch import Watch
@@ -86,9 +85,13 @@ class TcpBackend(EngineBackend):
         self._plane = _make_plane(context, hub, meeting, options, deadline)
         self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
         self._engine = self._new_engine()
-        sockets = watch_sockets(context, hub, meeting, deadline)
-        self._watch = Watch(process.node, context.rank, context.ranks, context.name, self._engine)
-        self._watch.start(sockets, deadline.remaining_s() + 1)
+        try:
+            sockets = watch_sockets(context, hub, meeting, deadline)
+            self._watch = Watch(process.node, context.rank, context.ranks, context.name, self._engine)
+            self._watch.start(sockets, deadline.remaining_s() + 1)
+        except BaseException:
+            self._free()
+            raise
         self._engine.reporter = self._watch
 
     def _new_engine(self) -> GroupEngine:
@@ -109,13 +112,16 @@ class TcpBackend(EngineBackend):
             return
         self._closed = True
         self._engine.close(timeout_s)
+        self._free()
+        if self._process is not None:
+            self._process.release()
+
+    def _free(self) -> None:
         self._mailboxes.close()
         if self._watch is not None:
             self._watch.close(self._engine.sequence)
         self._plane.close()
         self._engine.free()
-        if self._process is not None:
-            self._process.release()
 
 
 def _make_plane(

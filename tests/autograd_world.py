@@ -8,6 +8,7 @@ all used sources that reach it have run; gates run in the order of `Run.pending`
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -115,12 +116,19 @@ class World:
         return states, runs, tuple(sorted(map(repr, self.flying)))
 
     def fork(self) -> World:
-        fixed: list[object] = [self.hops, self.graphs, self.neighbours]
-        for graph in self.graphs.values():
-            fixed += [graph.sends, graph.recvs, *graph.sends, *graph.recvs]
-        fixed += [what for _, _, what in self.flying]  # never changed
-        fixed += [running.run for running in self.running]
-        return copy.deepcopy(self, {id(kept): kept for kept in fixed})
+        """A copy that goes its own way. What never changes is shared: a deep copy would take most of a test's time."""
+        running = [
+            dataclasses.replace(r, pending=r.pending.copy(), unanswered=r.unanswered.copy()) for r in self.running
+        ]
+        return dataclasses.replace(
+            self,
+            states={worker: _fork(state) for worker, state in self.states.items()},
+            flying=self.flying.copy(),
+            running=running,
+            gradients=self.gradients.copy(),
+            arrived=self.arrived.copy(),
+            ran=self.ran.copy(),
+        )
 
     # ------------------------------------------------------------ inside
 
@@ -185,6 +193,19 @@ class World:
                 used[message] |= 1 << tensor
                 todo += self.hops[message].tensors[tensor]
         return used
+
+
+def _fork(state: PassState) -> PassState:
+    twin = copy.copy(state)
+    for name, value in vars(state).items():
+        if isinstance(value, (set, dict, list)):
+            setattr(twin, name, value.copy())
+    groups = [copy.copy(group) for group in state._groups]  # their lists of sends and recvs never change
+    twin._groups = groups
+    twin._groups_of = {id: [groups[group.number] for group in found] for id, found in state._groups_of.items()}
+    twin._group_of = {id: groups[group.number] for id, group in state._group_of.items()}
+    twin._dirty = {number: groups[number] for number in state._dirty}
+    return twin
 
 
 def build(hops: tuple[Hop, ...], num_workers: int, fast: bool = False) -> World:

@@ -241,17 +241,6 @@ def leave_early(rank: int, size: int, leaver: int) -> None:
     backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
 
 
-def slow_peer(rank: int, size: int, slow: int) -> float:
-    """One rank comes late and the others wait for it; returns what this rank took, in seconds."""
-    if rank == slow:
-        time.sleep(0.5)
-    began = time.monotonic()
-    tensor = torch.full((100,), float(rank))
-    backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
-    assert tensor[0] == sum(range(size))
-    return time.monotonic() - began
-
-
 def open_things(rank: int, size: int) -> dict[str, int]:
     """What this process holds: descriptors by kind, and threads of groups."""
     import threading
@@ -267,3 +256,59 @@ def open_things(rank: int, size: int) -> dict[str, int]:
         found["pipes"] += target.startswith("pipe:")
     found["threads"] = sum("group" in thread.name for thread in threading.enumerate())
     return found
+
+
+# ---------------------------------------------------------------- every operation
+
+
+def operation_for(kind: Kind, rank: int, size: int, count: int) -> Operation:
+    """One of a kind, with `count` elements in each chunk; rank 0 is the root."""
+
+    def chunks(there: bool = True) -> tuple[torch.Tensor, ...]:
+        return tuple(torch.full((count,), float(rank)) for _ in range(size)) if there else ()
+
+    one = (torch.full((count,), float(rank)),)
+    return {
+        Kind.ALL_REDUCE: lambda: Operation(kind, one, one, ReduceOp.MAX),
+        Kind.REDUCE: lambda: Operation(kind, one, one, ReduceOp.MAX, root=0),
+        Kind.BROADCAST: lambda: Operation(kind, one, one, root=0),
+        Kind.ALL_GATHER: lambda: Operation(kind, one, chunks()),
+        Kind.GATHER: lambda: Operation(kind, one, chunks(rank == 0), root=0),
+        Kind.SCATTER: lambda: Operation(kind, chunks(rank == 0), one, root=0),
+        Kind.REDUCE_SCATTER: lambda: Operation(kind, chunks(), one, ReduceOp.MAX),
+        Kind.ALL_TO_ALL: lambda: Operation(kind, chunks(), chunks()),
+        Kind.BARRIER: lambda: Operation(kind),
+    }[kind]()
+
+
+def die_in(rank: int, size: int, name: str, victim: int) -> tuple[str, str, float]:
+    """Runs one operation again and again; the victim kills itself while its own runs."""
+    operation = operation_for(Kind[name], rank, size, 300_000)
+    try:
+        backend().submit(operation)
+        if rank == victim:
+            backend().submit(operation, asynchronous=True)
+            os.kill(os.getpid(), signal.SIGKILL)
+        while True:
+            backend().submit(operation)
+    except Exception as exc:
+        return type(exc).__name__, str(exc), time.time()
+
+
+def come_late(rank: int, size: int, late: int) -> dict[str, float]:
+    """Every operation once, for which one rank comes late; what each took here, in seconds."""
+    took = {}
+    for kind in EVERY_KIND:
+        backend().submit(Operation(Kind.BARRIER))
+        if rank == late:
+            time.sleep(0.1)
+        operation = operation_for(kind, rank, size, 1000)
+        expected = reference(operation, rank, [operation_for(kind, other, size, 1000).inputs for other in range(size)])
+        began = time.monotonic()
+        backend().submit(operation)
+        took[kind.name] = time.monotonic() - began
+        compare(operation, expected)
+    return took
+
+
+EVERY_KIND = tuple(Kind(number) for number in range(Kind.ALL_REDUCE, Kind.BARRIER + 1))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -11,11 +12,14 @@ import group_functions as ranks
 import pytest
 from group_pool import GroupPool
 
+from rpcdist.collectives._operation import Kind
+
 pytestmark = pytest.mark.multiproc
 
 SHARED, SOCKETS = True, False
 MEDIA = [pytest.param(SHARED, id="shared memory"), pytest.param(SOCKETS, id="sockets")]
-OPERATIONS = int(os.environ.get("RPCDIST_TEST_OPERATIONS", "60"))
+FULL = os.environ.get("RPCDIST_TEST_FULL") == "1"  # `make stress`
+OPERATIONS = 600 if FULL else 60
 
 
 @pytest.fixture
@@ -145,11 +149,33 @@ def test_a_rank_that_leaves_early_is_named(group_pool: GroupPool, group: Any, sh
 
 
 @pytest.mark.parametrize("shared", MEDIA)
-def test_a_slow_rank_is_waited_for(group_pool: GroupPool, group: Any, shared: bool) -> None:
+def test_a_late_rank_is_waited_for_in_every_operation(group_pool: GroupPool, group: Any, shared: bool) -> None:
     group(3, shared)
-    took = group_pool.run(3, ranks.slow_peer, 1)
-    assert min(took[0], took[2]) > 0.3
-    assert took[1] < 0.3
+    took = group_pool.run(3, ranks.come_late, 0)  # the root: nobody can be done without it
+    for kind in ranks.EVERY_KIND:
+        if kind not in (Kind.REDUCE, Kind.GATHER) or shared == SOCKETS:
+            assert min(took[1][kind.name], took[2][kind.name]) > 0.05, kind
+        assert took[0][kind.name] < 0.1 + max(took[1][kind.name], took[2][kind.name])
+
+
+@pytest.mark.parametrize("name", [kind.name for kind in ranks.EVERY_KIND])
+def test_every_operation_ends_when_a_rank_dies_in_it(group_pool: GroupPool, group: Any, name: str) -> None:
+    for shared in (SHARED, SOCKETS) if FULL else (bool(Kind[name] % 2),):
+        group(3, shared)
+        group_pool.start(3, ranks.die_in, name, 1)
+        limit = time.monotonic() + 30
+        assert group_pool.ranks[1].process.wait(30) == -signal.SIGKILL
+        killed_at = time.time()
+        for rank in (0, 2):
+            error, text, failed_at = group_pool.ranks[rank].answer(limit)
+            assert error == "RankLost", text
+            assert name.lower() in text
+            assert "rank 1 was lost" in text or "with rank 1 broke" in text
+            assert failed_at - killed_at < 2
+        group_pool.ranks[1].answer(limit)
+        for rank in (0, 2):
+            group_pool.ranks[rank].ask(("group_functions", "close_group", rank, 3, ()))
+            group_pool.ranks[rank].answer(limit)
 
 
 def test_nothing_is_left_of_a_group(group_pool: GroupPool, group: Any) -> None:

@@ -9,14 +9,24 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from rpcdist.parallel import algorithms as algorithms
+    from rpcdist.parallel import comm_hooks as comm_hooks
+    from rpcdist.parallel import distributed as distributed
     from rpcdist.parallel import pipeline as pipeline
+    from rpcdist.parallel.algorithms import Join as Join
+    from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
 
-__all__ = ["Pipeline", "pipeline"]
+__all__ = ["DistributedDataParallel", "Join", "Pipeline", "algorithms", "comm_hooks", "distributed", "pipeline"]
 
 # Where each name is defined; None for a submodule.
 _HOMES: dict[str, str | None] = {
+    "DistributedDataParallel": "rpcdist.parallel.distributed",
+    "Join": "rpcdist.parallel.algorithms",
     "Pipeline": "rpcdist.parallel.pipeline",
+    "algorithms": None,
+    "comm_hooks": None,
+    "distributed": None,
     "pipeline": None,
 }
 

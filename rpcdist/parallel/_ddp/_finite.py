@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterable, Sequence
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 import torch
 
@@ -72,7 +72,7 @@ class FiniteCheck:
         self._num_found += 1
         if self._num_found & (self._num_found - 1):
             return
-        culprits: list[list[str]] = [[] for _ in range(self._group.size())]
+        culprits: list[Any] = [[] for _ in range(self._group.size())]
         if self.results_are_equal:
             collectives.all_gather_object(culprits, mine, group=self._group)
         else:

@@ -1,11 +1,11 @@
-"""The parameters and buffers of a module as ranks see them: which take part, whether they are equal, making them equal."""
+"""The parameters and buffers of a module: which take part, whether all ranks have the same, making them equal."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -75,9 +75,9 @@ def verify(parameters: Sequence[Named], options: Mapping[str, object], group: Pr
     collectives.all_gather_single(digests, digest, group=group)
     if bool((digests == digest).all()):
         return
-    views: list[tuple[dict[str, str], dict[str, str]]] = [({}, {})] * group.size()
+    views: list[object] = [None] * group.size()
     collectives.all_gather_object(views, (mine, choices), group=group)
-    differences = _differences(views)
+    differences = _differences(cast("list[tuple[dict[str, str], dict[str, str]]]", views))
     if differences:
         raise ModelsDiffer(
             "DistributedDataParallel needs the same model on every rank, but: "

@@ -121,6 +121,7 @@ class Reducer:
         self.has_rebuilt = False
         self._armed = False
         self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
+        self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         flat = self.options.view or self.hook is not None
@@ -350,6 +351,11 @@ class Reducer:
                 self._warn_others()
             else:
                 self._finish()
+
+    @property
+    def watches_outputs(self) -> bool:
+        """Whether `outputs_reached` has to be called for this iteration."""
+        return self._must_close
 
     @property
     def _must_close(self) -> bool:

@@ -11,9 +11,10 @@ import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.errors import CollectiveError
+from rpcdist.errors import CollectiveError, ConfigError
 from rpcdist.parallel._ddp._bucket import DenseBucket
 from rpcdist.parallel._ddp._errors import explained, list_names
+from rpcdist.parallel._ddp._layout import view_like
 from rpcdist.parallel._ddp._notices import Notices
 
 __all__ = ["BucketWait", "CommHook", "GradBucket", "reduce_runs"]
@@ -30,6 +31,7 @@ class GradBucket:
     def __init__(self, bucket: DenseBucket, is_last: bool) -> None:
         self._bucket = bucket
         self._is_last = is_last
+        self._buffer = bucket.buffer
 
     def __repr__(self) -> str:
         return f"<GradBucket {self._bucket!r}>"
@@ -40,11 +42,13 @@ class GradBucket:
 
     def buffer(self) -> torch.Tensor:
         """The gradients of this rank, as one flat tensor; a hook may change it."""
-        return self._bucket.buffer
+        return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
         """The same, as views in the shapes of the parameters."""
-        return list(self._bucket.views)
+        parameters = self.parameters()
+        parts = self._buffer.split([parameter.numel() for parameter in parameters])
+        return [view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
 
     def parameters(self) -> list[torch.Tensor]:
         """The parameters, in the order of `gradients`."""
@@ -55,14 +59,11 @@ class GradBucket:
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the flat tensor by another of the same size."""
-        old = self._bucket.buffer
-        if buffer.numel() != old.numel():
-            raise ValueError(f"the buffer of bucket {self.index()} has {old.numel()} elements, not {buffer.numel()}")
-        if buffer.dtype is old.dtype and buffer.device == old.device and buffer.is_contiguous():
-            self._bucket.use_buffer(buffer.view(-1))
-        else:
-            old.copy_(buffer.view(-1))
+        """Has `buffer` return another flat tensor of the same size, perhaps of another dtype, from now on."""
+        if buffer.numel() != self._bucket.buffer.numel():
+            count = self._bucket.buffer.numel()
+            raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
+        self._buffer = buffer
 
 
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]

@@ -80,7 +80,7 @@ class SparseBucket:
         parameter = self.members[0].parameter
         longest = max(counts)
         if longest == 0:
-            return torch.sparse_coo_tensor(torch.empty(1, 0, dtype=torch.int64), size=parameter.shape).to(parameter)
+            return torch.zeros_like(parameter, layout=torch.sparse_coo)
         # The rows of an embedding's gradient: one sparse dimension, all others dense.
         indices = torch.zeros(longest, dtype=torch.int64, device=parameter.device)
         values = torch.zeros(longest, *parameter.shape[1:], dtype=parameter.dtype, device=parameter.device)

@@ -1,0 +1,327 @@
+"""$ python benchmarks/ddp.py
+Compares `rpcdist.parallel.DistributedDataParallel` with torch's on Gloo: training steps, and memory.
+
+Two pairs of processes live at the same time, one for each library, with the same models and data. In each round first
+one pair takes some steps and then the other, in changing order, so that a machine that slows down slows down both; the
+table shows medians over the rounds. A step is forward, backward with the reduction of gradients, and a step of SGD; a
+step alone is the same under `no_sync`, so without communication. Every process has one thread for computing: on a
+machine of two cores nothing is left for the threads that communicate.
+
+Memory is the peak of a fresh process over five steps, less what it had before the model was made.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import multiprocessing
+import os
+import signal
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from _pairs import PairFailed, end, free_port
+from _report import RESULTS, Line, about_machine, layout, show, write_results
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+ORDER_TIMEOUT_S = 180.0
+LIBRARIES = ("rpcdist", "torch")
+STEP_BUDGET = 0.8
+MEMORY_BUDGET = 1.0
+HEAD: Line = ("model", "what", "unit", "ours", "torch", "ours/torch", "in single rounds", "budget", "ok")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and its data.
+
+    Attributes:
+        name: for the table.
+        make: the model.
+        shape: of one rank's batch.
+        options: of DistributedDataParallel.
+    """
+
+    name: str
+    make: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def make_mlp() -> nn.Module:
+    from torch import nn
+
+    sizes = (512, 2048, 2048, 2048, 512)
+    layers: list[nn.Module] = []
+    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
+    return nn.Sequential(*layers[:-1])
+
+
+def make_transformer() -> nn.Module:
+    from torch import nn
+
+    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
+    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+
+
+CASES = {
+    "mlp": Case("MLP, 10.5 M parameters, 32 rows a rank", make_mlp, (32, 512)),
+    "mlp-view": Case("the same, gradient_as_bucket_view", make_mlp, (32, 512), (("gradient_as_bucket_view", True),)),
+    "transformer": Case("transformer, 3.2 M parameters, 4 x 32 tokens a rank", make_transformer, (4, 32, 256)),
+}
+
+
+# ---- what runs in the processes
+
+
+class Peer:
+    """One rank of one library. Its public methods are the orders."""
+
+    def __init__(self, library: str, rank: int, port: int) -> None:
+        self.library = library
+        self.rank = rank
+        self.port = port
+        self.running = True
+
+    def start(self) -> None:
+        import torch
+
+        torch.set_num_threads(1)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port), RANK=str(self.rank), WORLD_SIZE="2")
+        if self.library == "torch":
+            import torch.distributed as dist
+            from torch.nn.parallel import DistributedDataParallel
+
+            self.dist: Any = dist
+            self.wrapper: Any = DistributedDataParallel
+        else:
+            from rpcdist import collectives, parallel
+
+            self.dist, self.wrapper = collectives, parallel.DistributedDataParallel
+        self.dist.init_process_group("gloo")
+        self.dist.barrier()
+
+    def prepare(self, name: str) -> None:
+        """Makes the model and warms up: buckets are rebuilt after the first step."""
+        import torch
+
+        case = CASES[name]
+        torch.manual_seed(0)
+        self.model = self.wrapper(case.make(), **dict(case.options))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+        torch.manual_seed(self.rank)
+        self.inputs = torch.randn(case.shape)
+        for _ in range(4):
+            self._step()
+
+    def _step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss: Tensor = self.model(self.inputs).square().mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        return loss
+
+    def steps(self, count: int, sync: bool) -> float:
+        """The median seconds of some steps."""
+        self._step()
+        times = []
+        with contextlib.nullcontext() if sync else self.model.no_sync():
+            for _ in range(count):
+                begin = time.perf_counter()
+                self._step()
+                times.append(time.perf_counter() - begin)
+        return statistics.median(times)
+
+    def memory(self, name: str) -> int:
+        """Bytes that this process needs for the model and five steps, at the peak."""
+        before = _memory("VmRSS")
+        self.prepare(name)
+        self._step()
+        return _memory("VmHWM") - before
+
+    def stop(self) -> None:
+        self.dist.destroy_process_group()
+        self.running = False
+
+
+def _memory(field: str) -> int:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"/proc/self/status has no {field}")
+
+
+def live(library: str, rank: int, port: int, pipe: Connection) -> None:
+    """Obeys orders until the benchmark says stop or is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides; when it dies, the pipe ends
+    peer = Peer(library, rank, port)
+    with contextlib.suppress(EOFError):
+        while peer.running:
+            name, *arguments = pipe.recv()
+            try:
+                answer = (False, getattr(peer, name)(*arguments))
+            except BaseException:
+                answer = (True, traceback.format_exc())
+            pipe.send(answer)
+
+
+# ---- the pairs
+
+
+class Pair:
+    """Two ranks of one library."""
+
+    def __init__(self, library: str, pipes: list[Connection]) -> None:
+        self.library = library
+        self.pipes = pipes
+
+    def ask(self, *order: object) -> list[Any]:
+        """Gives both ranks an order, and waits for both answers."""
+        for pipe in self.pipes:
+            pipe.send(order)
+        return [self._answer(rank, str(order)) for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int, what: str) -> Any:
+        if not self.pipes[rank].poll(ORDER_TIMEOUT_S):
+            raise PairFailed(f"rank {rank} of {self.library} did not finish {what} in {ORDER_TIMEOUT_S:.0f} s")
+        try:
+            failed, answer = self.pipes[rank].recv()
+        except EOFError:
+            raise PairFailed(f"rank {rank} of {self.library} died during {what}") from None
+        if failed:
+            raise PairFailed(f"rank {rank} of {self.library} failed in {what}:\n{answer}")
+        return answer
+
+
+@contextlib.contextmanager
+def open_pair(library: str) -> Iterator[Pair]:
+    """Starts a pair, and ends its processes in any case."""
+    context = multiprocessing.get_context("spawn")
+    port = free_port()
+    processes, pipes = [], []
+    try:
+        for rank in range(2):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=live, args=(library, rank, port, theirs), daemon=True)
+            process.start()
+            theirs.close()  # only the child holds it now, so its death ends our waiting
+            processes.append(process)
+            pipes.append(ours)
+        pair = Pair(library, pipes)
+        pair.ask("start")
+        yield pair
+        pair.ask("stop")
+    finally:
+        end(processes)
+
+
+# ---- measuring
+
+
+def measure_steps(name: str, pairs: list[Pair], rounds: int, count: int) -> list[Line]:
+    """Alternates between the pairs."""
+    for pair in pairs:
+        pair.ask("prepare", name)
+    samples: dict[bool, list[list[float]]] = {True: [], False: []}
+    for number in range(rounds):
+        order = pairs if number % 2 == 0 else pairs[::-1]
+        for sync in (True, False):
+            times = {pair.library: max(pair.ask("steps", count, sync)) for pair in order}
+            samples[sync].append([times[library] for library in LIBRARIES])
+    return [
+        make_line(name, "training step", "ms", samples[True], 1e3, STEP_BUDGET),
+        make_line(name, "step alone", "ms", samples[False], 1e3, None),
+    ]
+
+
+def measure_memory(name: str, rounds: int) -> Line:
+    samples = []
+    for _ in range(rounds):
+        peaks = []
+        for library in LIBRARIES:
+            with open_pair(library) as pair:
+                peaks.append(float(max(pair.ask("memory", name))))
+        samples.append(peaks)
+    return make_line(name, "peak memory", "MiB", samples, 2**-20, MEMORY_BUDGET)
+
+
+def make_line(name: str, what: str, unit: str, rounds: list[list[float]], scale: float, budget: float | None) -> Line:
+    """The table's line for what was measured as [ours, torch] in each round."""
+    ours, torch = (statistics.median(values) * scale for values in zip(*rounds, strict=True))
+    ratio = statistics.median(mine / peers for mine, peers in rounds)
+    ratios = sorted(mine / peers for mine, peers in rounds)
+    return (
+        CASES[name].name,
+        what,
+        unit,
+        show(ours),
+        show(torch),
+        f"{ratio:.2f}x",
+        f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
+        "" if budget is None else f"at most {budget:g}x",
+        "" if budget is None else "yes" if ratio <= budget else "NO",
+    )
+
+
+# ---- the command
+
+
+def compare(arguments: argparse.Namespace) -> int:
+    """Prints the table; returns the exit status."""
+    about = [
+        *about_machine("rpcdist", "torch"),
+        f"- 2 pairs of 2 processes on this host, 1 thread each; medians of {arguments.rounds} alternating rounds of "
+        f"{arguments.steps} steps",
+        "- ours is `rpcdist.parallel`, torch is `torch.nn.parallel` on Gloo",
+    ]
+    print("\n".join(about), flush=True)
+    lines: list[Line] = []
+    with contextlib.ExitStack() as stack:
+        pairs = [stack.enter_context(open_pair(library)) for library in LIBRARIES]
+        for name in arguments.only:
+            print(f"measuring the steps of {name} ...", file=sys.stderr, flush=True)
+            lines += measure_steps(name, pairs, arguments.rounds, arguments.steps)
+    for name in arguments.only:
+        print(f"measuring the memory of {name} ...", file=sys.stderr, flush=True)
+        lines.append(measure_memory(name, 1 if arguments.quick else 3))
+    table = layout(HEAD, lines)
+    print("\n".join(["", *table]))
+    if arguments.write:
+        write_results("ddp", [*about, "", *table])
+    return int(arguments.check and any(line[-1] == "NO" for line in lines))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
+    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, not how fast")
+    parser.add_argument("--rounds", type=int, help="alternating rounds (default: 9, or 2 with --quick)")
+    parser.add_argument("--steps", type=int, help="of each round (default: 15, or 3 with --quick)")
+    parser.add_argument("--only", action="append", choices=list(CASES), help="this model; may be given several times")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
+    arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or (2 if arguments.quick else 9)
+    arguments.steps = arguments.steps or (3 if arguments.quick else 15)
+    arguments.only = arguments.only or list(CASES)
+    os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it
+    try:
+        return compare(arguments)
+    except PairFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

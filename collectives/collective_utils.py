@@ -1,0 +1,126 @@
+"""Steps that all ranks take together, or none: a rank that fails takes its exception to all others.
+
+Without a group (`pg=None`) there is only this process, and nothing is sent.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar, cast
+
+from rpcdist.collectives import _objects
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError, DistBackendError
+
+__all__ = ["all_gather", "broadcast"]
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class _Outcome:
+    """What a rank's part came to.
+
+    Attributes:
+        stage: as the rank calls it.
+        data: the pickled value, so that what cannot be pickled is found out before anything is sent.
+        error: why there is none.
+        failed: whether the rank says so.
+    """
+
+    stage: str | None
+    data: bytes = b""
+    error: Exception | None = None
+    failed: bool = False
+
+    def describe(self, rank: int) -> str:
+        stage = "" if self.stage is None else f" in stage {self.stage!r}"
+        reason = "" if self.error is None else f": {type(self.error).__name__}: {self.error}"
+        return f"rank {rank} failed{stage}{reason}"
+
+
+def broadcast(
+    data_or_fn: T | Callable[[], T],
+    *,
+    success: bool = True,
+    stage_name: str | None = None,
+    rank: int = 0,
+    pg: ProcessGroup | None = None,
+) -> T:
+    """A value of one rank on all ranks, or, if it has none, an error on all ranks.
+
+    Args:
+        data_or_fn: the value, or a function that returns it, which only that rank calls. It is pickled.
+        success: False there says that the rank has failed already; then the value is None.
+        stage_name: for errors.
+        rank: in the group; the one whose value counts.
+        pg: the group; None for this process alone.
+
+    Raises:
+        DistBackendError: that rank failed; its exception is the cause, on all ranks.
+    """
+    if not success and data_or_fn is not None:
+        raise ConfigError("data_or_fn has to be None when success is False: a rank that failed has no value")
+    outcomes = [_Outcome(stage_name)]
+    if pg is None or pg.rank() == rank:
+        outcomes = [_outcome(data_or_fn, stage_name) if success else _Outcome(stage_name, failed=True)]
+    if pg is not None:
+        received: list[object] = list(outcomes)
+        _objects.broadcast_object_list(received, group=pg, group_src=rank)
+        outcomes = [cast(_Outcome, received[0])]
+    _raise_failures({rank: outcomes[0]})
+    return cast(T, pickle.loads(outcomes[0].data))
+
+
+def all_gather(
+    data_or_fn: T | Callable[[], T], stage_name: str | None = None, pg: ProcessGroup | None = None
+) -> list[T]:
+    """The values of all ranks, by rank, or, if one of them has none, an error on all ranks.
+
+    Args:
+        data_or_fn: this rank's value, or a function that returns it. It is pickled.
+        stage_name: has to be the same on all ranks, so that none is a step ahead.
+        pg: the group; None for this process alone.
+
+    Raises:
+        DistBackendError: some ranks failed, or are in another stage; the first one's exception is the cause.
+    """
+    mine = _outcome(data_or_fn, stage_name)
+    outcomes: list[object] = [mine]
+    if pg is not None:
+        outcomes = [None] * pg.size()
+        _objects.all_gather_object(outcomes, mine, pg)
+    found = [cast(_Outcome, each) for each in outcomes]
+    _raise_failures(dict(enumerate(found)))
+    stages = {outcome.stage for outcome in found}
+    if len(stages) > 1:
+        said = ", ".join(f"rank {rank} is in {outcome.stage!r}" for rank, outcome in enumerate(found))
+        raise DistBackendError(f"the ranks are in different stages: {said}")
+    return [cast(T, pickle.loads(outcome.data)) for outcome in found]
+
+
+def _outcome(data_or_fn: object, stage: str | None) -> _Outcome:
+    """Whatever goes wrong here, the other ranks are told."""
+    try:
+        value = data_or_fn() if callable(data_or_fn) else data_or_fn
+        return _Outcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    except Exception as exc:
+        return _Outcome(stage, error=_portable(exc), failed=True)
+
+
+def _portable(exc: Exception) -> Exception:
+    """The exception, or one with its text if it does not survive pickling."""
+    try:
+        pickle.loads(pickle.dumps(exc))
+    except Exception:
+        return DistBackendError(f"{type(exc).__name__}: {exc}")
+    return exc
+
+
+def _raise_failures(outcomes: dict[int, _Outcome]) -> None:
+    failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.failed}
+    if failed:
+        text = "; ".join(outcome.describe(rank) for rank, outcome in failed.items())
+        raise DistBackendError(text) from next(iter(failed.values())).error

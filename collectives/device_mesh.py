@@ -1,0 +1,302 @@
+"""`DeviceMesh`: the ranks of the world as an array, with a group along each of its dimensions.
+
+    mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicas", "shards"))
+    all_reduce(gradient, group=mesh["replicas"].get_group())
+
+All ranks of the world make the same meshes in the same order, as they do with groups.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+import torch
+
+from rpcdist.collectives._groups import default_group, get_rank, get_world_size, is_initialized
+from rpcdist.collectives._init import init_process_group
+from rpcdist.collectives._new_groups import new_group
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError
+
+__all__ = ["DeviceMesh", "init_device_mesh"]
+
+Dimension = int | str
+
+
+class DeviceMesh:
+    """See above; `init_device_mesh` is the usual way.
+
+    Args:
+        device_type: "cpu" or "cuda", without an index.
+        mesh: ranks in the world, each once, as a tensor or nested sequences.
+        mesh_dim_names: one for each dimension.
+        backend_override: dimension, by number or name, to the backend of its groups; that of the default group
+            otherwise.
+
+    Attributes:
+        device_type: as given.
+        mesh: int64, on the CPU.
+        mesh_dim_names: as given.
+
+    Raises (constructor):
+        ConfigError: ranks that do not exist, or names that do not fit.
+    """
+
+    def __init__(
+        self,
+        device_type: str,
+        mesh: torch.Tensor | Sequence[object],
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+        backend_override: Mapping[Dimension, str] | None = None,
+    ) -> None:
+        ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu").clone()
+        _check_device_type(device_type)
+        names = _checked_names(mesh_dim_names, ranks.dim())
+        self._set(device_type, ranks, names, ())
+        _set_up(device_type)
+        _check_ranks(ranks)
+        backends = {self._dimension(key): name for key, name in (backend_override or {}).items()}
+        self._groups = tuple(self._make_groups(dim, backends.get(dim)) for dim in range(ranks.dim()))
+
+    def _set(
+        self, device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None, groups: tuple[ProcessGroup, ...]
+    ) -> None:
+        self.device_type = device_type
+        self.mesh = ranks
+        self.mesh_dim_names = names
+        self._groups = groups
+        self._rank = -1
+        self._coordinate: tuple[int, ...] | None = None
+
+    def _make_groups(self, dim: int, backend: str | None) -> ProcessGroup:
+        """Makes the groups along one dimension, on all ranks; returns this one's."""
+        name = f"mesh_{dim}" if self.mesh_dim_names is None else f"mesh_{self.mesh_dim_names[dim]}"
+        everybody = list(range(get_world_size()))
+        mine: ProcessGroup | None = None
+        for ranks in self.mesh.movedim(dim, -1).reshape(-1, self.mesh.shape[dim]).tolist():
+            reuses = ranks == everybody and backend is None
+            made = default_group() if reuses else new_group(ranks, backend=backend, group_desc=name, sort_ranks=False)
+            if isinstance(made, ProcessGroup):
+                mine = made
+        return cast(ProcessGroup, mine)
+
+    @classmethod
+    def _part(
+        cls, device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None, groups: tuple[ProcessGroup, ...]
+    ) -> DeviceMesh:
+        made = cls.__new__(cls)
+        made._set(device_type, ranks, names, groups)
+        return made
+
+    @staticmethod
+    def from_group(
+        group: ProcessGroup | Sequence[ProcessGroup],
+        device_type: str,
+        mesh: torch.Tensor | Sequence[object] | None = None,
+        *,
+        mesh_dim_names: Sequence[str] | None = None,
+    ) -> DeviceMesh:
+        """A mesh of groups that there are already: of one group, or of one for each dimension of `mesh`.
+
+        Raises:
+            ConfigError: the groups do not fit the mesh.
+        """
+        _check_device_type(device_type)
+        groups = (group,) if isinstance(group, ProcessGroup) else tuple(group)
+        if mesh is None and len(groups) != 1:
+            raise ConfigError("Must pass mesh if passing several ProcessGroups, or none")
+        ranks = torch.tensor(groups[0].ranks) if mesh is None else torch.as_tensor(mesh, dtype=torch.int64).clone()
+        if ranks.dim() != len(groups):
+            raise ConfigError(f"the mesh has {ranks.dim()} dimensions and {len(groups)} groups; give one for each")
+        made = DeviceMesh._part(device_type, ranks, _checked_names(mesh_dim_names, ranks.dim()), groups)
+        for dim, each in enumerate(groups):
+            if (found := made._line(dim)) != list(each.ranks):
+                raise ConfigError(f"dimension {dim} of the mesh has ranks {found} here, but its group {each.ranks}")
+        return made
+
+    def _line(self, dim: int) -> list[int]:
+        """The ranks along one dimension, through this rank."""
+        coordinate = self.get_coordinate()
+        if coordinate is None:
+            raise ConfigError(f"rank {get_rank()} is not in the mesh")
+        place = tuple(slice(None) if other == dim else at for other, at in enumerate(coordinate))
+        return cast("list[int]", self.mesh[place].tolist())
+
+    def __repr__(self) -> str:
+        names = self.mesh_dim_names or range(self.ndim)
+        sizes = ", ".join(f"{name}={size}" for name, size in zip(names, self.shape, strict=True))
+        return f"<DeviceMesh of {self.device_type!r}: {sizes}; ranks {self.mesh.tolist()}>"
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, DeviceMesh):
+            return NotImplemented
+        return self._key() == other._key()
+
+    def __hash__(self) -> int:
+        return hash(self._key())
+
+    def _key(self) -> tuple[object, ...]:
+        return self.device_type, self.shape, tuple(self.mesh.flatten().tolist()), self.mesh_dim_names
+
+    # ------------------------------------------------------------ its shape, and this rank in it
+
+    @property
+    def ndim(self) -> int:
+        return self.mesh.dim()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.mesh.shape)
+
+    def size(self, mesh_dim: int | None = None) -> int:
+        """The number of ranks, in all or along one dimension."""
+        return self.mesh.numel() if mesh_dim is None else self.mesh.shape[mesh_dim]
+
+    def get_rank(self) -> int:
+        """This process's rank in the world."""
+        return get_rank()
+
+    def get_coordinate(self) -> tuple[int, ...] | None:
+        """Where this rank is, by dimension; None when it is not in the mesh."""
+        if self._rank != get_rank():
+            self._rank = get_rank()
+            found = (self.mesh == self._rank).nonzero().tolist()
+            self._coordinate = tuple(found[0]) if found else None
+        return self._coordinate
+
+    def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
+        """This rank's rank along a dimension, which may be left out where there is only one.
+
+        Raises:
+            ConfigError: there are several dimensions and none is named, or this rank is not in the mesh.
+        """
+        return self.get_group(mesh_dim).rank()
+
+    # ------------------------------------------------------------ groups and parts
+
+    def get_group(self, mesh_dim: Dimension | None = None) -> ProcessGroup:
+        """The group of this rank along a dimension, which may be left out where there is only one.
+
+        Raises:
+            ConfigError: there are several dimensions and none is named, or this rank is not in the mesh.
+            KeyError: there is no dimension of this name.
+        """
+        if mesh_dim is None and self.ndim != 1:
+            raise ConfigError(
+                f"Found the DeviceMesh have {self.ndim} dimensions. Optional kwarg `mesh_dim` needs to be specified "
+                "when device_mesh.ndim > 1; or take one dimension first, e.g. mesh['name'].get_group()"
+            )
+        return self.get_all_groups()[0 if mesh_dim is None else self._dimension(mesh_dim)]
+
+    def get_all_groups(self) -> list[ProcessGroup]:
+        """The groups of this rank, by dimension. Raises ConfigError when it is not in the mesh."""
+        if self.get_coordinate() is None:
+            raise ConfigError(f"rank {get_rank()} is not in the mesh {self!r}, so it has no group there")
+        return list(self._groups)
+
+    def _dimension(self, key: Dimension) -> int:
+        if isinstance(key, int):
+            if not -self.ndim <= key < self.ndim:
+                raise ConfigError(f"the mesh has {self.ndim} dimensions, and no number {key}")
+            return key % self.ndim
+        if self.mesh_dim_names is None:
+            raise KeyError("No `mesh_dim_names` found: name the dimensions when you make the mesh")
+        if key not in self.mesh_dim_names:
+            raise KeyError(f"Invalid mesh_dim_name {key!r}; there are {', '.join(self.mesh_dim_names)}")
+        return self.mesh_dim_names.index(key)
+
+    def __getitem__(self, mesh_dim_names: str | Sequence[str]) -> DeviceMesh:
+        """The part of the mesh that this rank is in, with some of the dimensions, in their order; nothing is sent.
+
+        On a rank outside of the mesh it is the first such part.
+
+        Raises:
+            KeyError: names that do not exist, or are in another order.
+        """
+        names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        dims = [self._dimension(name) for name in names]
+        if not dims or dims != sorted(set(dims)):
+            raise KeyError(
+                f"Invalid mesh_dim_names {names}: give some of {self.mesh_dim_names}, each once, in this order"
+            )
+        if len(dims) == self.ndim:
+            return self
+        coordinate = self.get_coordinate() or (0,) * self.ndim
+        place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+        groups = tuple(self._groups[dim] for dim in dims)
+        return self._part(self.device_type, self.mesh[place].clone(), names, groups)
+
+
+def init_device_mesh(
+    device_type: str,
+    mesh_shape: Sequence[int],
+    *,
+    mesh_dim_names: Sequence[str] | None = None,
+    backend_override: Mapping[Dimension, str] | None = None,
+) -> DeviceMesh:
+    """Makes a mesh of ranks 0, 1, 2, ..., the last dimension fastest; calls `init_process_group()` if nobody has.
+
+    Args:
+        device_type: "cpu" or "cuda", without an index.
+        mesh_shape: the number of ranks along each dimension.
+        mesh_dim_names: one for each dimension.
+        backend_override: dimension, by number or name, to the backend of its groups.
+
+    Raises:
+        ConfigError: names that do not fit the shape, or more ranks than the world has.
+    """
+    shape = tuple(mesh_shape)
+    if not shape or any(length < 1 for length in shape):
+        raise ConfigError(f"mesh_shape has at least one dimension, and no empty ones; it is {shape}")
+    if mesh_dim_names is not None and len(mesh_dim_names) != len(shape):
+        raise ConfigError(
+            "mesh_shape and mesh_dim_names should have same length! Found "
+            f"len(mesh_dim_names): {len(mesh_dim_names)} and len(mesh_shape): {len(shape)}."
+        )
+    ranks = torch.arange(torch.Size(shape).numel()).view(shape)
+    return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
+
+
+# ---------------------------------------------------------------- checks
+
+
+def _check_device_type(device_type: str) -> None:
+    if not device_type.isalpha():
+        raise ConfigError(
+            f"Device type with index is not supported but got {device_type}: pass 'cpu' or 'cuda', and set the current "
+            "device with torch.cuda.set_device()"
+        )
+
+
+def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
+    if names is None:
+        return None
+    found = tuple(names)
+    if len(found) != ndim:
+        raise ConfigError(f"the mesh has {ndim} dimensions, and {len(found)} names: {found}")
+    if len(set(found)) != len(found):
+        raise ConfigError(f"Each mesh_dim_name must be unique; found {found}")
+    return found
+
+
+def _check_ranks(ranks: torch.Tensor) -> None:
+    flat, size = ranks.flatten().tolist(), get_world_size()
+    if len(set(flat)) != len(flat):
+        raise ConfigError(f"every rank is in a mesh once; found {flat}")
+    if flat and not (0 <= min(flat) and max(flat) < size):
+        raise ConfigError(
+            f"Mesh should not be bigger than default world size {size}, but found ranks up to {max(flat)}"
+        )
+
+
+def _set_up(device_type: str) -> None:
+    """What torch does before it makes the first mesh."""
+    if not is_initialized():
+        init_process_group()
+    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
+        local_rank = os.environ.get("LOCAL_RANK", "")
+        number = int(local_rank) if local_rank.isdigit() else get_rank()
+        torch.cuda.set_device(number % torch.cuda.device_count())

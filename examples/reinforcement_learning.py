@@ -1,0 +1,520 @@
+"""$ python examples/reinforcement_learning.py --observers 2
+mean reward 456 (20 at first; 2 observers, 49152 steps), batches 1.5 times as fast, picture: out/reinforcement.png
+
+The first line is the command, the second its last line of output (your digits differ a little). An agent learns to
+balance a pole on a cart (CartPole of gymnasium; every step that the pole stands is a reward of 1). The observers own
+the poles: each plays several at once, one coroutine per pole, and asks the agent for every action. The agent holds a
+reference to every observer, and each observer one to the agent.
+
+`--select batched` (the default) collects the questions of all poles and answers them with one run of the network:
+`select_batched` returns a future, so no thread waits meanwhile (`rpc.functions.async_execution`). `--select single`
+answers each question by a run of its own. At the end both are timed on the same poles, without learning. The learning
+itself is PPO (Schulman et al., 2017).
+
+It starts its processes itself. Under torchrun rank 0 is the agent, and all other ranks are observers:
+
+    $ torchrun --nproc-per-node 3 examples/reinforcement_learning.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import importlib.util
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributions import Categorical
+from torch.futures import Future
+from torch.nn.functional import mse_loss
+
+import rpcdist.rpc as rpc
+
+NUM_STATE = 4  # numbers that describe a cart with its pole: place, speed, angle, turning speed
+NUM_ACTIONS = 2  # push left, push right
+DISCOUNT = 0.99
+SMOOTHING = 0.95  # of the advantages (Schulman et al., 2016)
+CLIP = 0.2
+NUM_PASSES = 6  # over the steps of a round
+MINIBATCH = 256
+LAST_EPISODES = 40  # whose mean is the result
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; every process gets a copy."""
+
+    observers: int
+    poles: int
+    rounds: int
+    steps: int
+    width: int
+    select: str
+    lr: float
+    seed: int
+    min_reward: float
+    device: str
+    picture: Path
+
+    @property
+    def num_poles(self) -> int:
+        return self.observers * self.poles
+
+
+class ActorCritic(nn.Module):
+    """States (n, 4) -> a score for each action (n, 2), and the reward that is expected from here on (n)."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.actor = layers(width, NUM_ACTIONS)
+        self.critic = layers(width, 1)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        return self.actor(states), self.critic(states).squeeze(1)
+
+
+def layers(width: int, num_outputs: int) -> nn.Module:
+    last = nn.Linear(width, num_outputs)
+    nn.init.zeros_(last.bias)
+    last.weight.data *= 0.1  # no opinions at the start
+    return nn.Sequential(nn.Linear(NUM_STATE, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), last)
+
+
+# ---- observers: their methods are called by the agent through remote references
+
+
+@dataclass
+class Played:
+    """What happened to the poles of one observer in a round."""
+
+    states: Tensor  # (steps + 1, poles, 4): the last one is where the next round begins
+    actions: Tensor  # (steps, poles) int64
+    ends: Tensor  # (steps, poles) bool: the episode ended with this step
+    episodes: list[int]  # rewards of the episodes that ended, in order
+
+
+class Observer:
+    """Owns some poles, and asks the agent what to do with them."""
+
+    def __init__(self, number: int, agent: rpc.RRef[Agent], options: Options) -> None:
+        import gymnasium
+
+        self.agent = agent
+        self.first_pole = number * options.poles
+        self.poles = [gymnasium.make("CartPole-v1") for _ in range(options.poles)]
+        seeds = (options.seed * 10_000 + self.first_pole + index for index in range(options.poles))
+        self.states = [torch.from_numpy(pole.reset(seed=seed)[0]) for pole, seed in zip(self.poles, seeds, strict=True)]
+        self.rewards = [0] * options.poles
+
+    async def play(self, steps: int, select: str) -> Played:
+        """A coroutine, like all that it starts: one thread is enough, however many poles wait for an answer."""
+        played = Played(
+            states=torch.empty(steps + 1, len(self.poles), NUM_STATE),
+            actions=torch.empty(steps, len(self.poles), dtype=torch.int64),
+            ends=torch.empty(steps, len(self.poles), dtype=torch.bool),
+            episodes=[],
+        )
+        await asyncio.gather(*(self.play_one(index, steps, select, played) for index in range(len(self.poles))))
+        return played
+
+    async def play_one(self, index: int, steps: int, select: str, played: Played) -> None:
+        """Exactly `steps` steps, over as many episodes as it takes: all poles stay in step with each other."""
+        agent = self.agent.rpc_async(timeout=60)
+        ask = agent.select_batched if select == "batched" else agent.select_single
+        pole = self.poles[index]
+        for step in range(steps):
+            played.states[step, index] = self.states[index]
+            action = await ask(self.first_pole + index, self.states[index])
+            state, _, fell, ran_out, _ = pole.step(action)
+            self.rewards[index] += 1
+            if fell or ran_out:
+                played.episodes.append(self.rewards[index])
+                self.rewards[index] = 0
+                state, _ = pole.reset()
+            self.states[index] = torch.from_numpy(state)
+            played.actions[step, index] = action
+            played.ends[step, index] = fell or ran_out
+        played.states[steps, index] = self.states[index]
+
+
+# ---- the agent: the observers ask it
+
+
+class Agent:
+    """Owns the network; chooses actions, and learns from what followed."""
+
+    def __init__(self, options: Options) -> None:
+        torch.manual_seed(options.seed)
+        self.options = options
+        self.network = ActorCritic(options.width).to(options.device)
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=options.lr)
+        self.lock = threading.Lock()
+        self.waiting: dict[int, tuple[Tensor, Future[int]]] = {}  # by pole
+
+    @rpc.functions.async_execution
+    def select_batched(self, pole: int, state: Tensor) -> Future[int]:
+        """The answer is a future: the question waits, without a thread, until all poles have asked."""
+        answer: Future[int] = Future()
+        with self.lock:
+            self.waiting[pole] = (state, answer)
+            if len(self.waiting) < self.options.num_poles:
+                return answer
+            batch, self.waiting = [self.waiting[asked] for asked in sorted(self.waiting)], {}
+        # Outside the lock: this sends the answers, and the next questions may come before the last of them has left.
+        actions = self.choose(torch.stack([state for state, _ in batch]))
+        for (_, waiting), action in zip(batch, actions, strict=True):
+            waiting.set_result(action)
+        return answer
+
+    def select_single(self, pole: int, state: Tensor) -> int:
+        (action,) = self.choose(state[None])
+        return action
+
+    @torch.no_grad()
+    def choose(self, states: Tensor) -> list[int]:
+        scores = self.network.actor(states.to(self.options.device))
+        actions: list[int] = Categorical(logits=scores, validate_args=False).sample().tolist()
+        return actions
+
+    def learn(self, played: list[Played], done: float) -> None:
+        """One round of PPO; `done` is the share of the rounds that is over."""
+        states = torch.cat([part.states for part in played], dim=1).to(self.options.device)
+        actions = torch.cat([part.actions for part in played], dim=1).to(self.options.device).flatten()
+        ends = torch.cat([part.ends for part in played], dim=1).to(self.options.device)
+        with torch.no_grad():
+            scores, values = self.network(states.flatten(0, 1))
+            values = values.unflatten(0, states.shape[:2])
+            chances = Categorical(logits=scores[: len(actions)]).log_prob(actions)
+        advantages = estimate_advantages(values, ends).flatten()
+        goals = advantages + values[:-1].flatten()
+        advantages = (advantages - advantages.mean()) / (advantages.std() + 1e-8)
+        self.optimizer.param_groups[0]["lr"] = self.options.lr * (1 - done)
+        steps = states[:-1].flatten(0, 1)
+        for _ in range(NUM_PASSES):
+            for chosen in torch.randperm(len(actions)).split(MINIBATCH):
+                loss = self.loss(steps[chosen], actions[chosen], chances[chosen], advantages[chosen], goals[chosen])
+                self.optimizer.zero_grad()
+                loss.backward()
+                nn.utils.clip_grad_norm_(self.network.parameters(), 0.5)
+                self.optimizer.step()
+
+    def loss(self, states: Tensor, actions: Tensor, chances: Tensor, advantages: Tensor, goals: Tensor) -> Tensor:
+        scores, values = self.network(states)
+        policy = Categorical(logits=scores)
+        ratio = (policy.log_prob(actions) - chances).exp()
+        gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
+        loss: Tensor = -gain.mean() + 0.5 * mse_loss(values, goals) - 0.01 * policy.entropy().mean()
+        return loss
+
+
+def estimate_advantages(values: Tensor, ends: Tensor) -> Tensor:
+    """How much better each step went than expected, (steps, poles); values (steps + 1, poles), ends (steps, poles)."""
+    advantages = torch.zeros_like(values)
+    for step in reversed(range(len(ends))):
+        goes_on = (~ends[step]).float()
+        surprise = 1 + DISCOUNT * goes_on * values[step + 1] - values[step]
+        advantages[step] = surprise + DISCOUNT * SMOOTHING * goes_on * advantages[step + 1]
+    return advantages[:-1]
+
+
+# ---- what the user sees
+
+
+@dataclass
+class History:
+    """What was played, and how fast."""
+
+    episodes: list[int] = field(default_factory=list)  # rewards
+    ended_at: list[int] = field(default_factory=list)  # steps that had been played when the round of the episode ended
+    speeds: dict[str, list[float]] = field(default_factory=dict)  # steps per second of each timing
+
+    def add(self, episodes: list[int], num_steps: int) -> None:
+        self.episodes += episodes
+        self.ended_at += [num_steps] * len(episodes)
+
+    @property
+    def first(self) -> float:
+        return mean(self.episodes[:LAST_EPISODES])
+
+    @property
+    def last(self) -> float:
+        return mean(self.episodes[-LAST_EPISODES:])
+
+    @property
+    def speed_up(self) -> float:
+        return max(self.speeds["batched"]) / max(self.speeds["single"])
+
+
+def mean(values: list[int]) -> float:
+    return sum(values) / max(1, len(values))
+
+
+def draw(history: History, options: Options) -> None:
+    """Writes the picture: the rewards while it learned, and the steps per second of both ways to choose actions."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file needs no display
+    from matplotlib import layout_engine, pyplot
+
+    layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), width_ratios=(2, 1), layout=layout)
+    left.scatter(history.ended_at, history.episodes, s=8, alpha=0.25, color="C0", label="an episode")
+    smooth = [mean(history.episodes[max(0, end - LAST_EPISODES) : end]) for end in range(1, len(history.episodes) + 1)]
+    left.plot(history.ended_at, smooth, color="C1", linewidth=2, label=f"mean of the last {LAST_EPISODES}")
+    left.set(title="Reward: how long the pole stood (at most 500)", xlabel="steps played", ylim=(0, 510))
+    left.legend(loc="upper left", frameon=False)
+    names = {"single": "one question\nat a time", "batched": f"batches of\n{options.num_poles} questions"}
+    for place, (key, name) in enumerate(names.items()):
+        best = max(history.speeds[key])
+        right.bar(name, best, color=f"C{place}", width=0.6)
+        right.text(place, best, f"{best:,.0f}", ha="center", va="bottom")
+    right.set(title=f"Steps per second: {history.speed_up:.1f} times as many")
+    right.margins(y=0.12)
+    for axes in (left, right):
+        axes.grid(alpha=0.25, axis="y")
+        axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(f"CartPole: an agent and {options.observers} observers", fontweight="bold")
+    figure.savefig(options.picture, dpi=130)
+
+
+@contextmanager
+def progress_of(rounds: int) -> Iterator[Callable[[int, float, int], None]]:
+    """A bar on a terminal, ten lines elsewhere."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=rounds, unit="round", dynamic_ncols=True) as bar:
+
+            def show_bar(number: int, reward: float, steps: int) -> None:
+                bar.set_postfix_str(f"mean reward {reward:.0f}", refresh=False)
+                bar.update()
+
+            yield show_bar
+        return
+
+    def show_line(number: int, reward: float, steps: int) -> None:
+        if number % max(1, rounds // 10) == 0 or number == rounds:
+            print(f"round {number}/{rounds}: {steps} steps, mean reward {reward:.0f}", flush=True)
+
+    yield show_line
+
+
+# ---- processes
+
+
+def run_agent(options: Options) -> float:
+    """Puts an observer on every other worker, lets them play and learns, and returns the mean reward at the end."""
+    agent = Agent(options)
+    agent_rref = rpc.RRef(agent)
+    observers = [
+        rpc.remote(f"observer{number}", Observer, args=(number, agent_rref, options))
+        for number in range(options.observers)
+    ]
+    history = History()
+    num_steps = 0
+    with progress_of(options.rounds) as show:
+        for number in range(options.rounds):
+            played = play(observers, options.steps, options.select)
+            agent.learn(played, number / options.rounds)
+            num_steps += options.steps * options.num_poles
+            history.add([reward for part in played for reward in part.episodes], num_steps)
+            show(number + 1, history.last, num_steps)
+    history.speeds = measure_speeds(observers, options)
+    draw(history, options)
+    print(
+        f"mean reward {history.last:.0f} ({history.first:.0f} at first; {options.observers} observers, "
+        f"{num_steps} steps), batches {history.speed_up:.1f} times as fast, picture: {options.picture}",
+        flush=True,
+    )
+    return history.last
+
+
+def play(observers: list[rpc.RRef[Observer]], steps: int, select: str) -> list[Played]:
+    """All observers at the same time; if one is lost, this fails at once and names it."""
+    return rpc.wait_all([observer.rpc_async(timeout=0).play(steps, select) for observer in observers])
+
+
+def measure_speeds(observers: list[rpc.RRef[Observer]], options: Options) -> dict[str, list[float]]:
+    """Steps per second of both ways to choose, three times each, in turns."""
+    speeds: dict[str, list[float]] = {"single": [], "batched": []}
+    for _ in range(3):
+        for select, found in speeds.items():
+            started = time.monotonic()
+            play(observers, options.steps // 4, select)
+            found.append(options.steps // 4 * options.num_poles / (time.monotonic() - started))
+    return speeds
+
+
+def run_process(rank: int, options: Options) -> None:
+    """The life of one process: rank 0 is the agent, the others observe when they are told to."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    torch.set_num_threads(1)  # the processes share the cores already
+    name = "agent" if rank == 0 else f"observer{rank - 1}"
+    rpc.init_rpc(name, rank=rank, world_size=options.observers + 1)
+    reward = run_agent(options) if rank == 0 else None
+    rpc.shutdown()  # waits for everybody: an observer serves calls until the agent has finished
+    if reward is not None and reward < options.min_reward:
+        sys.exit(f"mean reward {reward:.0f} is below --min-reward {options.min_reward:g}")
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
+
+    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
+    """
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def spawn_processes(options: Options) -> None:
+    """Starts the agent and the observers, and stays their parent: whatever ends one of them ends all."""
+    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    try:
+        with interrupts_deferred():
+            processes = mp.spawn(run_process, args=(options,), nprocs=options.observers + 1, join=False)
+        while not processes.join():
+            pass
+    except mp.ProcessExitedException as error:  # it has said why
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        for process in processes.processes:
+            process.terminate()
+        for process in processes.processes:
+            process.join()
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+# ---- the command line
+
+
+def parse_options() -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
+    parser = argparse.ArgumentParser(
+        description="An agent learns to balance poles, which several observers show to it.",
+        epilog="Under torchrun, rank 0 is the agent, all other ranks are observers, and --observers may be left out.",
+    )
+    add = partial(parser.add_argument, metavar="N")
+    add("--observers", type=positive(int), help="number of observers (default: 2)")
+    add("--poles", type=positive(int), default=8, help="of each observer (default: %(default)s)")
+    add("--rounds", type=positive(int), default=24, help="of playing and then learning (default: %(default)s)")
+    add("--steps", type=positive(int), default=128, help="of each pole in a round (default: %(default)s)")
+    add("--width", type=positive(int), default=64, help="of the network (default: %(default)s)")
+    parser.add_argument("--select", choices=("batched", "single"), default="batched", help="one run of the network for "
+                        "all poles, or one for each (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--lr", type=positive(float), default=0.003, help="learning rate at the start (default: "
+                        "%(default)s)")  # fmt: skip
+    parser.add_argument("--seed", type=int, default=0, help="of the network and the poles (default: %(default)s)")
+    parser.add_argument("--min-reward", type=float, default=0.0, metavar="STEPS", help="exit with status 1 when the "
+                        "mean reward at the end is below (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="where the agent's network is (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=Path("out/reinforcement.png"), metavar="FILE",
+                        help="where the rewards and the speed-up go (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
+                        "one)")  # fmt: skip
+    arguments = vars(parser.parse_args())
+    port = arguments.pop("port")
+    try:
+        arguments["observers"] = choose_num_observers(arguments["observers"])
+        options = Options(**arguments)
+        check(options)
+        return options, port if is_under_torchrun() else reserve_port(port)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above zero, for argparse."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
+
+    return parse
+
+
+def is_under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def choose_num_observers(wanted: int | None) -> int:
+    """As many as --observers says, or all ranks but one of torchrun's."""
+    if not is_under_torchrun():
+        return wanted or 2
+    num_observers = int(os.environ["WORLD_SIZE"]) - 1
+    if num_observers < 1:
+        raise ValueError("torchrun must start at least 2 processes, an agent and an observer: --nproc-per-node 2")
+    if wanted not in (None, num_observers):
+        raise ValueError(f"--observers {wanted} does not fit torchrun's {num_observers + 1} processes: leave it out")
+    return num_observers
+
+
+def check(options: Options) -> None:
+    """Finds what would fail at the end of the run, or with a puzzling text."""
+    for module in ("gymnasium", "matplotlib", "tqdm"):
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
+    if options.steps < 4:
+        raise ValueError(f"--steps {options.steps}: at least 4")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no GPU here")
+    if options.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
+    try:
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+
+
+def reserve_port(port: int) -> int:
+    """`port` if nobody uses it, or for 0 one that is free."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: must be between 0 and 65535")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
+        chosen: int = probe.getsockname()[1]
+        return chosen
+
+
+def main() -> None:
+    options, port = parse_options()
+    if is_under_torchrun():
+        run_process(int(os.environ["RANK"]), options)
+    else:
+        # Importing torch takes each of them seconds, in which nothing else would be seen.
+        print(f"starting the agent and {options.observers} observer{'s' * (options.observers > 1)} ...", flush=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        spawn_processes(options)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,177 @@
+"""Which parameter lies where: parameter groups, the shard of them that each owner has, and their state as one dictionary.
+
+Pure bookkeeping: no calls are made here. A parameter's *number* is its place among all parameters of the optimizer, in
+the order in which the user gave them; checkpoints use it, as those of `torch.optim` do.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from rpcdist.errors import ConfigError
+from rpcdist.rpc import PyRRef, RRef, WorkerInfo
+
+__all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
+
+Group = dict[str, Any]
+"""A parameter group as `torch.optim` has it: `params`, here references, and options such as `lr`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The parameters that one worker owns.
+
+    Attributes:
+        owner: the worker.
+        groups: for each of its local groups, which of all groups that is.
+        numbers: for each of its local groups, the numbers of the parameters.
+        params: for each of its local groups, the references.
+    """
+
+    owner: WorkerInfo
+    groups: list[int]
+    numbers: list[list[int]]
+    params: list[list[RRef[torch.Tensor]]]
+
+    @property
+    def num_params(self) -> int:
+        return sum(map(len, self.numbers))
+
+    def flat_numbers(self) -> list[int]:
+        """The numbers of all its parameters, in the order of the local optimizer."""
+        return [number for numbers in self.numbers for number in numbers]
+
+
+def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
+    """The groups that a user means by a list of references, or by a list of dictionaries with such lists.
+
+    Returns:
+        The groups, copied one level deep, and whether it was a plain list.
+
+    Raises:
+        TypeError: something in it is no reference.
+        ValueError: there is nothing to optimize.
+    """
+    if isinstance(params, torch.Tensor | PyRRef):
+        raise TypeError(f"params_rref is a {type(params).__name__}; it has to be a list of RRefs")
+    given = list(params)
+    is_flat = not given or not isinstance(given[0], Mapping)
+    groups = [{"params": given}] if is_flat else [{**group, "params": list(group["params"])} for group in given]
+    if not any(group["params"] for group in groups):
+        raise ValueError("DistributedOptimizer got an empty parameter list")
+    for number, param in enumerate(param for group in groups for param in group["params"]):
+        if not isinstance(param, PyRRef):
+            raise TypeError(
+                f"params_rref[{number}] is a {type(param).__name__}, not an RRef; write rpc.RRef(parameter) for one "
+                "that lives here, and take RemoteModule.remote_parameters() for those of a remote module"
+            )
+    return groups, is_flat
+
+
+def place(groups: Sequence[Group]) -> list[Shard]:
+    """The shard of each owner; owners come in the order in which their first parameters do."""
+    shards: dict[WorkerInfo, Shard] = {}
+    number = 0
+    for index, group in enumerate(groups):
+        for param in group["params"]:
+            owner = param.owner()
+            shard = shards.setdefault(owner, Shard(owner, [], [], []))
+            if not shard.groups or shard.groups[-1] != index:
+                shard.groups.append(index)
+                shard.numbers.append([])
+                shard.params.append([])
+            shard.numbers[-1].append(number)
+            shard.params[-1].append(param)
+            number += 1
+    return list(shards.values())
+
+
+def options_of(group: Mapping[str, Any]) -> Group:
+    """A group without its parameters, copied: later changes of tensors among the options do not show in it."""
+    return copy.deepcopy({name: value for name, value in group.items() if name != "params"})
+
+
+def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
+    """For each group, the options that differ from what was sent before."""
+    return [
+        {
+            name: value
+            for name, value in group.items()
+            if name != "params" and not (name in before and _equal(before[name], value))
+        }
+        for before, group in zip(sent, groups, strict=True)
+    ]
+
+
+def _equal(first: Any, second: Any) -> bool:
+    if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
+        return type(first) is type(second) and torch.equal(first, second)
+    return type(first) is type(second) and bool(first == second)
+
+
+def gather_state(shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """One dictionary, as the optimizer would have it if all parameters were in one process.
+
+    Args:
+        shards: of all owners.
+        groups: with the options.
+        parts: the `state_dict` of each owner's optimizer.
+    """
+    state: dict[Any, Any] = {}
+    for shard, part in zip(shards, parts, strict=True):
+        numbers = shard.flat_numbers()
+        for key, value in part["state"].items():
+            state[numbers[key] if isinstance(key, int) else key] = value
+    packed: list[Group] = []
+    number = 0
+    for group in groups:
+        count = len(group["params"])
+        packed.append({**options_of(group), "params": list(range(number, number + count))})
+        number += count
+    return {"state": dict(sorted(state.items(), key=_state_order)), "param_groups": packed}
+
+
+def _state_order(item: tuple[Any, Any]) -> tuple[bool, Any]:
+    key = item[0]
+    return not isinstance(key, int), key if isinstance(key, int) else str(key)
+
+
+def scatter_state(
+    shards: Sequence[Shard], groups: Sequence[Group], state_dict: Mapping[str, Any]
+) -> list[dict[str, Any]]:
+    """What each owner's optimizer has to load of a dictionary that `gather_state` or a `torch.optim` optimizer made.
+
+    Raises:
+        ConfigError: (a ValueError) it is not of these parameters; the text says why.
+    """
+    saved: Sequence[Group] = state_dict["param_groups"]
+    sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
+    if sizes != saved_sizes:
+        raise ConfigError(
+            f"the loaded state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
+        )
+    keys = [key for group in saved for key in group["params"]]  # what the parameters are called in it, by number
+    parts = []
+    for shard in shards:
+        local = {keys[number]: index for index, number in enumerate(shard.flat_numbers())}
+        state = {
+            local[key] if key in local else key: value
+            for key, value in state_dict["state"].items()
+            if key in local or key not in keys
+        }
+        parts.append({"state": state, "param_groups": _local_groups(shard, saved)})
+    return parts
+
+
+def _local_groups(shard: Shard, saved: Sequence[Group]) -> list[Group]:
+    local: list[Group] = []
+    start = 0
+    for index, numbers in zip(shard.groups, shard.numbers, strict=True):
+        local.append({**saved[index], "params": list(range(start, start + len(numbers)))})
+        start += len(numbers)
+    return local

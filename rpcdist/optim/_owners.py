@@ -1,0 +1,113 @@
+"""Calls to several owners of one optimizer at once: waits for all of them, and names those that failed."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import rpcdist.rpc as rpc
+from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
+from rpcdist.rpc import Future, WorkerInfo
+
+__all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerCall:
+    """A function to run at one owner."""
+
+    owner: WorkerInfo
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to_thread(...)") -> list[Any]:
+    """Runs the calls at the same time, the one of this process on this thread, and waits for all of them.
+
+    Args:
+        what: is done, for errors.
+        calls: at most one for each owner.
+        instead: what to write on an event loop.
+
+    Raises:
+        OwnerLost: an owner died.
+        BlockingInLoop: called on an event loop's thread.
+        Exception: what an owner raised; its notes say which, who else failed, and who did not. If several failed, it
+            is the error of the first in order.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop(what, f"await {instead}")
+    me = rpc.get_worker_info()
+    outcomes: list[Any] = [None if call.owner == me else _start(call) for call in calls]
+    for index, call in enumerate(calls):
+        if call.owner == me:
+            outcomes[index] = _outcome_of(lambda call=call: call.function(*call.args))  # type: ignore[misc]
+    results = [_outcome_of(outcome.wait) if isinstance(outcome, Future) else outcome for outcome in outcomes]
+    error = _error_in(what, calls, results)
+    if error is not None:
+        raise error
+    return results
+
+
+def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]:
+    """`ask_owners` as a future. Cancelling it cancels the calls; an owner that has finished by then has finished."""
+    started = [_start(call) for call in calls]
+    futures = [future for future in started if isinstance(future, Future)]
+    combined: Future[list[Any]] = Future(on_cancel=lambda: [future.cancel() for future in futures])
+    left = len(futures)
+    lock = threading.Lock()
+
+    def one_done(_: Future[Any] | None) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            if left > 0:
+                return
+        results = [_outcome_of(future.value) if isinstance(future, Future) else future for future in started]
+        error = _error_in(what, calls, results)
+        combined._complete(results) if error is None else combined._fail(error)
+
+    for future in futures:
+        future.is_quiet = True  # its error is reported through the combined future
+        future.add_done_callback(one_done)
+    if not futures:
+        one_done(None)
+    return combined
+
+
+@dataclass(frozen=True, slots=True)
+class _Failed:
+    error: Exception
+
+
+def _start(call: OwnerCall) -> Future[Any] | _Failed:
+    try:
+        return rpc.rpc_async(call.owner, call.function, args=call.args)
+    except Exception as exc:
+        return _Failed(exc)
+
+
+def _outcome_of(wait: Callable[[], Any]) -> Any:
+    try:
+        return wait()
+    except Exception as exc:
+        return _Failed(exc)
+
+
+def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> Exception | None:
+    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _Failed)]
+    if not failed:
+        return None
+    owner, error = failed[0]
+    if isinstance(error, WorkerLost) and not isinstance(error, OwnerLost):
+        lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)
+        lost.__cause__ = error
+        error = lost
+    finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _Failed)]
+    error.add_note(f"{what} failed on worker {owner!r}; it was done on: {', '.join(finished) or 'no worker'}")
+    for other, other_error in failed[1:]:
+        error.add_note(f"it failed on worker {other!r}, too: {type(other_error).__name__}: {other_error}")
+    return error

@@ -1,0 +1,259 @@
+"""`DistributedOptimizer`: one optimizer for parameters that live on many workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, TypeVar
+
+import torch
+
+import rpcdist.autograd as autograd
+from rpcdist.errors import RpcdistError
+from rpcdist.optim._groups import (
+    Group,
+    Shard,
+    changed_options,
+    gather_state,
+    options_of,
+    parse_groups,
+    place,
+    scatter_state,
+)
+from rpcdist.optim._owner import LocalOptimizer, call_local_optimizer, new_local_optimizer
+from rpcdist.optim._owners import OwnerCall, ask_owners, ask_owners_async
+from rpcdist.rpc import Future, RRef
+
+__all__ = ["DistributedOptimizer"]
+
+Scheduler = TypeVar("Scheduler")
+
+
+class DistributedOptimizer(torch.optim.Optimizer):
+    """Optimizes parameters where they live, with the gradients of a distributed-autograd context.
+
+        with autograd.context() as context_id:
+            loss = rpc.rpc_sync("worker1", forward, (x,)).sum()
+            autograd.backward(context_id, [loss])
+            optimizer.step(context_id)
+
+    Every owner of parameters gets an optimizer of the given class, with a state of its own. Steps of several trainers
+    on one owner come one after the other; between owners there is no order.
+
+    It is a `torch.optim.Optimizer`: the classes of `torch.optim.lr_scheduler` take it as it is, and options that are
+    written to `param_groups` reach the owners with the next step. `param_groups[i]["params"]` are references; the
+    state lives at the owners, and `state_dict` gathers it.
+
+    Args:
+        optimizer_class: a subclass of `torch.optim.Optimizer`, or another callable that makes one; the owners must be
+            able to import it.
+        params_rref: references to the parameters, or parameter groups: dictionaries with such a list as "params".
+        args, kwargs: for the optimizer's constructor at every owner.
+
+    Attributes:
+        remote_optimizers: references to the local optimizers, one for each owner.
+        is_functional_optim: false; torch has it true for those that it compiles with TorchScript.
+
+    Raises:
+        TypeError: a parameter is no reference, or refers to something else than a tensor.
+        ValueError: there are no parameters.
+        OwnerLost: an owner died.
+        Exception: what the constructor raised at an owner; a note of the error names the worker.
+    """
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        params_rref: Iterable[RRef[Any]] | Iterable[dict[str, Any]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        groups, is_flat = parse_groups(params_rref)
+        self.is_functional_optim = False
+        self._kind = getattr(optimizer_class, "__name__", str(optimizer_class))
+        self._shards = place(groups)
+        made = ask_owners(
+            f"creating a distributed {self._kind}",
+            [
+                OwnerCall(
+                    shard.owner,
+                    new_local_optimizer,
+                    (optimizer_class, _groups_at(shard, groups), is_flat, shard.numbers, args, kwargs),
+                )
+                for shard in self._shards
+            ],
+        )
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _, _ in made]
+        self._sent = [options for _, options, _ in made]  # by shard: what its groups have
+        for shard, options in zip(self._shards, self._sent, strict=True):
+            for index, group_options in zip(shard.groups, options, strict=True):
+                groups[index] |= options_of(group_options)
+        self._is_made = False
+        super().__init__(groups, made[0][2])
+        self._is_made = True
+
+    # ------------------------------------------------------------ steps
+
+    def step(self, context_id: int, *, hogwild: bool = False) -> None:  # type: ignore[override]
+        """Takes one step at every owner, with the gradients of a context; blocks until all are done.
+
+        A parameter without a gradient in the context stays as it is. Every `.grad` is as before afterwards.
+
+        Args:
+            context_id: of `autograd.context()`, after `backward`.
+            hogwild: let the backward passes of other trainers, which have used the parameters before this step and
+                saved them, go on with the new values. Without it they fail: torch sees that a saved tensor changed.
+
+        Raises:
+            ContextNotFound: the context is over.
+            OwnerLost: an owner died.
+            BlockingInLoop: called on an event loop; write `await optimizer.step_async(...)`.
+            Exception: what a local optimizer raised; the notes of the error say where the step was made and where not.
+        """
+        autograd._is_valid_context(context_id)
+        calls, sending = self._step_calls(context_id, hogwild)
+        took_part = ask_owners(self._doing("step"), calls, "optimizer.step_async(...)")
+        self._stepped(context_id, took_part, sending)
+
+    def step_async(self, context_id: int, *, hogwild: bool = False) -> Future[None]:
+        """`step` as a future: await it, or wait for it.
+
+        Cancelling it cancels the steps that have not begun; which ones those are is not told.
+        """
+        autograd._is_valid_context(context_id)
+        self._opt_called = True  # learning-rate schedulers want to know
+        calls, sending = self._step_calls(context_id, hogwild)
+        asked = ask_owners_async(self._doing("step"), calls)
+        done: Future[None] = Future(on_cancel=asked.cancel)
+        asked.is_quiet = True
+
+        def all_done(_: Future[list[Any]]) -> None:
+            try:
+                self._stepped(context_id, asked.value(), sending)
+            except Exception as exc:
+                done._fail(exc)
+            else:
+                done._complete(None)
+
+        asked.add_done_callback(all_done)
+        return done
+
+    def _step_calls(self, context_id: int, hogwild: bool) -> tuple[list[OwnerCall], list[list[Group]]]:
+        """The calls, and for each the options that its groups will have after it."""
+        calls, sending = [], []
+        for index, shard in enumerate(self._shards):
+            groups = [self.param_groups[number] for number in shard.groups]
+            changes = changed_options(self._sent[index], groups)
+            calls.append(self._call(index, "step", context_id, changes, hogwild))
+            sending.append([options_of(group) for group in groups] if any(changes) else self._sent[index])
+        return calls, sending
+
+    def _stepped(self, context_id: int, took_part: list[bool], sent: list[list[Group]]) -> None:
+        self._sent = sent
+        if not all(took_part):
+            autograd._is_valid_context(context_id)  # it ended during the step, and the gradients with it
+
+    def clip_grad_norm_(
+        self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> torch.Tensor:
+        """Scales the gradients of this optimizer's parameters in a context, so that their norm is at most `max_norm`.
+
+        The norm is that of all gradients on all workers together, as if they were one vector. Call it between
+        `backward` and `step`; `get_gradients` shows the result as well.
+
+        Args:
+            context_id: of `autograd.context()`, after `backward`.
+            max_norm: what the norm may be.
+            norm_type: the p of the p-norm; infinity for the greatest absolute value.
+            error_if_nonfinite: raise if the norm is infinite or not a number, and change nothing.
+
+        Returns:
+            The norm before, a scalar tensor on the CPU.
+
+        Raises:
+            RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
+            Otherwise as `step`.
+        """
+        autograd._is_valid_context(context_id)
+        norms = self._ask_all("norm", context_id, float(norm_type))
+        total = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type)).item()
+        if error_if_nonfinite and not math.isfinite(total):
+            raise RpcdistError(
+                f"The total norm of order {norm_type} for the gradients in context {context_id} is {total}, so they "
+                "cannot be clipped. To scale them anyway, leave error_if_nonfinite out"
+            )
+        factor = max_norm / (total + 1e-6)
+        if not factor >= 1.0:  # also if it is not a number, as torch has it
+            involved = [index for index, norm in enumerate(norms) if norm != 0.0]
+            ask_owners(self._doing("clip_grad_norm_"), [self._call(i, "scale", context_id, factor) for i in involved])
+        return torch.tensor(total)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Resets the `.grad` of all parameters. Gradients of contexts end with their contexts; this is for others."""
+        self._ask_all("zero_grad", set_to_none)
+
+    # ------------------------------------------------------------ options and state
+
+    def make_scheduler(self, scheduler_class: Callable[..., Scheduler], *args: Any, **kwargs: Any) -> Scheduler:
+        """The same as `scheduler_class(optimizer, *args, **kwargs)`, which works with any of torch's schedulers."""
+        return scheduler_class(self, *args, **kwargs)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not offered: give all groups to the constructor."""
+        if getattr(self, "_is_made", True):
+            raise RpcdistError(
+                "a DistributedOptimizer cannot get further parameter groups; give them all to its constructor, or make "
+                "a second optimizer for the new parameters"
+            )
+        self.param_groups.append(param_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state of all local optimizers as one dictionary on the CPU, in the form of `torch.optim`.
+
+        Parameters have numbers, in the order in which they were given; so the dictionary may be loaded into an ordinary
+        optimizer of the same parameters, or into a distributed one whose owners have other shares of them.
+        """
+        return gather_state(self._shards, self.param_groups, self._ask_all("state_dict"))
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+        """Gives every local optimizer its part of a dictionary that `state_dict` or an ordinary optimizer made.
+
+        Raises:
+            ConfigError: it is not of these parameters. (A ValueError.)
+        """
+        parts = scatter_state(self._shards, self.param_groups, state_dict)
+        calls = [self._call(index, "load_state_dict", part) for index, part in enumerate(parts)]
+        ask_owners(self._doing("load_state_dict"), calls)
+        for group, saved in zip(self.param_groups, state_dict["param_groups"], strict=True):
+            params = group["params"]
+            group.clear()
+            group |= {"params": params, **options_of(saved)}
+        self._sent = [[options_of(self.param_groups[number]) for number in shard.groups] for shard in self._shards]
+
+    # ------------------------------------------------------------ inside
+
+    def _call(self, index: int, method: str, *args: Any) -> OwnerCall:
+        rref = self.remote_optimizers[index]
+        return OwnerCall(self._shards[index].owner, call_local_optimizer, (rref, method, *args))
+
+    def _ask_all(self, method: str, *args: Any) -> list[Any]:
+        calls = [self._call(index, method, *args) for index in range(len(self._shards))]
+        return ask_owners(self._doing(method), calls)
+
+    def _doing(self, method: str) -> str:
+        return f"{method} of a distributed {self._kind}"
+
+    def __repr__(self) -> str:
+        where = ", ".join(f"{shard.num_params} on {shard.owner.name}" for shard in self._shards)
+        return f"<DistributedOptimizer {self._kind} [parameters: {where}]>"
+
+    def __getstate__(self) -> dict[str, Any]:
+        # A scheduler puts a wrapper of `step` into the object, which knows this one only.
+        return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+
+def _groups_at(shard: Shard, groups: list[Group]) -> list[Group]:
+    """The groups of one owner, with the options that the user gave."""
+    return [
+        {**groups[index], "params": params} for index, params in zip(shard.groups, shard.params, strict=True)
+    ]

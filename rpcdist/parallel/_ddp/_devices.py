@@ -1,0 +1,54 @@
+"""Devices of modules and inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["choose_device", "move_to"]
+
+
+def choose_device(
+    parameters: Sequence[torch.Tensor],
+    device_ids: Sequence[int | torch.device] | None,
+    output_device: int | torch.device | None,
+) -> torch.device | None:
+    """Where inputs are moved to; None leaves them where they are.
+
+    Raises:
+        ConfigError: the module's parameters are on different types of devices, or `device_ids` does not fit them.
+    """
+    devices = {parameter.device for parameter in parameters}
+    if len({device.type for device in devices}) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"the module's parameters must be on the same type of devices, and they are on {names}")
+    if device_ids is not None and len(device_ids) > 1:
+        raise ConfigError("device_ids can only be None or contain a single element: start one process for each device")
+    single = len(devices) == 1 and next(iter(devices)).type != "cpu"
+    if not single and (device_ids or output_device is not None):
+        names = ", ".join(sorted(map(str, devices)))
+        raise ConfigError(f"device_ids and output_device are for modules on one accelerator; this one is on {names}")
+    if not device_ids:
+        return None
+    chosen = device_ids[0]
+    return torch.device(next(iter(devices)).type, chosen) if isinstance(chosen, int) else torch.device(chosen)
+
+
+def move_to(value: Any, device: torch.device) -> Any:
+    """A value with all its tensors on the device; containers are copied, other objects kept."""
+    if isinstance(value, torch.Tensor):
+        return value.to(device, non_blocking=True)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(move_to(item, device) for item in value))
+    if isinstance(value, list | tuple):
+        return type(value)(move_to(item, device) for item in value)
+    if isinstance(value, dict):
+        return type(value)((key, move_to(item, device)) for key, item in value.items())
+    if is_dataclass(value) and not isinstance(value, type):
+        return type(value)(**{field.name: move_to(getattr(value, field.name), device) for field in fields(value)})
+    return value

@@ -1,0 +1,527 @@
+"""`DistributedDataParallel`: the same model on every rank, each with its own part of the data."""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar, NoReturn
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup, ReduceOp
+from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._buckets import BucketCaps
+from rpcdist.parallel._ddp._delayed import DelayedReduction
+from rpcdist.parallel._ddp._devices import choose_device, move_to
+from rpcdist.parallel._ddp._errors import DataParallelError
+from rpcdist.parallel._ddp._finite import CheckFinite
+from rpcdist.parallel._ddp._graphs import find_tensors, reached_leaves, watch_outputs
+from rpcdist.parallel._ddp._hooks import (
+    BufferHook,
+    BufferHookLocation,
+    check_comm_hook,
+    install_capture_hooks,
+    install_hooks,
+)
+from rpcdist.parallel._ddp._joining import DataParallelJoinHook
+from rpcdist.parallel._ddp._logging import logging_data
+from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
+from rpcdist.parallel._ddp._reducer import Reducer, ReducerOptions
+from rpcdist.parallel._ddp._reduction import CommHook
+from rpcdist.parallel._ddp._sources import in_distributed_context
+from rpcdist.parallel.algorithms import Join, Joinable
+from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
+
+__all__ = ["DistributedDataParallel"]
+
+
+class DistributedDataParallel(nn.Module, Joinable):
+    """Trains the same module on all ranks of a group: gradients are averaged over the ranks during the backward pass.
+
+    Wrap the module on every rank, train as if it were alone, and give each rank its own part of the data. Parameters
+    and buffers are rank 0's to begin with. `module` is the wrapped one. Gradients are averages over the ranks, so the
+    mean loss of equal parts gives the gradients of the whole batch.
+
+    Args:
+        module: its parameters must be the same on all ranks: names, order, shapes, dtypes, strides.
+        device_ids: None, or one device, to which inputs are moved.
+        output_device: None; kept for scripts.
+        dim: kept for scripts.
+        broadcast_buffers: the old name of `forward_sync_buffers`; False also leaves them out of the initial sync.
+        init_sync: compare the ranks' models, and copy rank 0's values to the others, now.
+        process_group: the ranks; the default group by default.
+        bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
+        find_unused_parameters: parameters may stay without gradients; which, is found out in every iteration.
+        check_reduction: kept for scripts.
+        gradient_as_bucket_view: gradients are views of communication buffers, which saves their copies when gradients
+            are kept between iterations (`zero_grad(set_to_none=False)`). Otherwise the default is faster, since large
+            gradients are reduced where they are.
+        static_graph: every iteration uses the same parameters equally often; allows reentrant checkpointing.
+        delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
+            `param_to_hook_all_reduce` is ready; they are none of the buckets' business.
+        param_to_hook_all_reduce: see there.
+        mixed_precision: not supported; use `torch.autocast`.
+        device_mesh: not supported; pass `process_group`.
+        skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
+            the same parameters must be unused on all ranks.
+        bucket_cap_mb_list: caps bucket by bucket; the last one holds for the rest.
+        batched_grad_copy: gradients are copied into a bucket all at once anyway.
+        forward_sync_buffers: give all ranks the buffers of rank 0 before each training forward; True by default.
+        check_finite: how to look for NaN and infinity in gradients, and warn (`NonFiniteGradients`), naming rank and
+            parameter: "probes" looks at the first elements of each bucket, "all" at everything, "never" at nothing.
+
+    Raises:
+        ModelsDiffer: the ranks have different models or options; names what differs.
+        ConfigError: an argument is wrong, or no parameter requires a gradient.
+    """
+
+    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        device_ids: Sequence[int | torch.device] | None = None,
+        output_device: int | torch.device | None = None,
+        dim: int = 0,
+        broadcast_buffers: bool | None = None,
+        init_sync: bool = True,
+        process_group: ProcessGroup | None = None,
+        bucket_cap_mb: float | None = None,
+        find_unused_parameters: bool = False,
+        check_reduction: bool = False,
+        gradient_as_bucket_view: bool = False,
+        static_graph: bool = False,
+        delay_all_reduce_named_params: Sequence[tuple[str, nn.Parameter]] | None = None,
+        param_to_hook_all_reduce: nn.Parameter | None = None,
+        mixed_precision: object | None = None,
+        device_mesh: object | None = None,
+        skip_all_reduce_unused_params: bool = False,
+        bucket_cap_mb_list: Sequence[float] | None = None,
+        batched_grad_copy: bool = False,
+        forward_sync_buffers: bool | None = None,
+        *,
+        check_finite: CheckFinite = "probes",
+    ) -> None:
+        nn.Module.__init__(self)
+        Joinable.__init__(self)
+        _refuse_unsupported(mixed_precision, device_mesh, process_group)
+        if check_reduction:
+            warnings.warn("The `check_reduction` argument is deprecated: it does nothing", FutureWarning, stacklevel=2)
+        if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
+            raise ConfigError(
+                "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
+            )
+        self.process_group = _member_group(process_group)
+        self.module = module
+        self.dim = dim
+        self.parameters_to_ignore = {
+            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            *(name for name, _ in delay_all_reduce_named_params or ()),
+        }
+        self.find_unused_parameters = find_unused_parameters
+        self.gradient_as_bucket_view = gradient_as_bucket_view
+        self.static_graph = static_graph
+        self.batched_grad_copy = batched_grad_copy
+        self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
+        self.check_finite = check_finite
+        self.forward_sync_buffers = _choose_sync(broadcast_buffers, forward_sync_buffers)
+        self.require_backward_grad_sync = True
+        self.require_forward_param_sync = True
+        self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
+        self._divide_by_initial_world_size = True
+        self._buffer_hook: BufferHook | None = None
+        self._delayed: DelayedReduction | None = None
+        if delay_all_reduce_named_params is not None and param_to_hook_all_reduce is not None:
+            self._delayed = DelayedReduction(
+                delay_all_reduce_named_params, param_to_hook_all_reduce, self.process_group
+            )
+        parameters = self._trainable()
+        tensors = [parameter.tensor for parameter in parameters]
+        self._input_device = choose_device(tensors, device_ids, output_device)
+        self.device_ids = None if self._input_device is None else [self._input_device]
+        self.output_device = output_device
+        self.device = tensors[0].device
+        self.device_type = self.device.type
+        self.is_multi_device_module = len({tensor.device for tensor in tensors}) > 1
+        if init_sync:
+            verify(parameters, self._shared_options(), self.process_group)
+            self._broadcast_states(0, buffers=broadcast_buffers is not False)
+        self._make_reducer(parameters)
+
+    # ------------------------------------------------------------ construction
+
+    def _trainable(self) -> list[Named]:
+        for name, parameter in self.module.named_parameters():
+            if isinstance(parameter, nn.UninitializedParameter) and name not in self.parameters_to_ignore:
+                raise ConfigError(
+                    f"parameter {name!r} is not initialized: run a forward pass of the module before wrapping it"
+                )
+        found = trainable(self.module, self.parameters_to_ignore)
+        if not found:
+            raise ConfigError(
+                "DistributedDataParallel is not needed when a module doesn't have any parameter that requires a "
+                "gradient."
+            )
+        return found
+
+    def _shared_options(self) -> dict[str, object]:
+        """What has to be the same on all ranks."""
+        return {
+            "the bucket cap": self._caps,
+            "find_unused_parameters": self.find_unused_parameters,
+            "static_graph": self.static_graph,
+            "gradient_as_bucket_view": self.gradient_as_bucket_view,
+            "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
+            "check_finite": self.check_finite,
+        }
+
+    def _make_reducer(self, parameters: list[Named]) -> None:
+        options = ReducerOptions(
+            self._caps,
+            find_unused=self.find_unused_parameters,
+            static=self.static_graph,
+            view=self.gradient_as_bucket_view,
+            skip_unused=self.skip_all_reduce_unused_params,
+            check_finite=self.check_finite,
+        )
+        self.reducer = Reducer(parameters, self.process_group, options)
+        self._capture_handles: list[RemovableHandle] = []
+        self._handles = install_hooks(parameters, self.reducer)
+        weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
+
+    def _broadcast_states(self, group_src: int, buffers: bool) -> None:
+        named: dict[str, torch.Tensor] = dict(self.module.named_parameters())
+        if buffers:
+            named.update(self.module.named_buffers())
+        tensors = [tensor for name, tensor in named.items() if name not in self.parameters_to_ignore]
+        broadcast_tensors(tensors, self.process_group, group_src)
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.process_group is not collectives.group.WORLD:
+            raise ConfigError("only a DistributedDataParallel of the default group can be pickled or copied")
+        left_out = ("process_group", "reducer", "_handles", "_capture_handles")
+        return {name: value for name, value in self.__dict__.items() if name not in left_out}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        nn.Module.__setstate__(self, state)
+        self.process_group = _member_group(None)
+        self._make_reducer(self._trainable())
+
+    # ------------------------------------------------------------ forward
+
+    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+        """The module's forward pass. Its backward pass averages the gradients over the ranks.
+
+        Raises:
+            UnusedParameters: the last backward pass left parameters without gradients.
+            UnevenInputs: see `join`.
+        """
+        trains = torch.is_grad_enabled()
+        if trains and self.require_backward_grad_sync:
+            self.reducer.check_finished()
+        self._notify_join()
+        if trains:
+            self.reducer.rebuild()
+        if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
+            self._sync_buffers()
+        if self._join_config.enable:
+            self._count_syncing(self.require_backward_grad_sync)
+        if self._input_device is not None:
+            inputs, kwargs = move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
+        with self._inside_ddp_forward():
+            output = self.module(*inputs, **kwargs)
+        if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
+            self._sync_buffers()
+        return self._expect_backward(output, trains)
+
+    def _expect_backward(self, output: Any, trains: bool) -> Any:
+        """Arms the reducer."""
+        self.require_forward_param_sync = trains and self.require_backward_grad_sync
+        if self._delayed is not None:
+            self._delayed.enabled = self.require_forward_param_sync
+        if not self.require_forward_param_sync:
+            return output
+        if in_distributed_context() and not self._capture_handles:
+            self._capture_handles += install_capture_hooks(self.reducer.parameters, self.reducer)
+        used = None
+        if self.find_unused_parameters and not self.static_graph:
+            used = reached_leaves(find_tensors(output))
+        self.reducer.arm(used)
+        return watch_outputs(output, self.reducer.outputs_reached) if self.reducer.watches_outputs else output
+
+    @contextmanager
+    def _inside_ddp_forward(self) -> Iterator[None]:
+        old, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
+        try:
+            yield
+        finally:
+            DistributedDataParallel._active_ddp_module = old
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, gradients are only added up on each rank; the next backward pass outside averages their sum.
+
+        The forward pass has to be inside, too.
+        """
+        old, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        try:
+            yield
+        finally:
+            self.require_backward_grad_sync = old
+
+    # ------------------------------------------------------------ buffers
+
+    @property
+    def broadcast_buffers(self) -> bool:
+        """The old name of `forward_sync_buffers`."""
+        return self.forward_sync_buffers
+
+    @broadcast_buffers.setter
+    def broadcast_buffers(self, value: bool) -> None:
+        self.forward_sync_buffers = value
+
+    @property
+    def named_module_buffers(self) -> dict[str, torch.Tensor]:
+        """The buffers that are synchronised, by name; looked up anew, since modules may replace them."""
+        return named_buffers(self.module, self.parameters_to_ignore)
+
+    @property
+    def modules_buffers(self) -> list[torch.Tensor]:
+        """The same without names."""
+        return list(self.named_module_buffers.values())
+
+    def will_sync_module_buffers(self) -> bool:
+        """Whether the next forward pass gives all ranks the same buffers."""
+        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+
+    def _syncs_buffers(self, location: BufferHookLocation) -> bool:
+        chosen = BufferHookLocation.PRE_FORWARD if self._buffer_hook is None else self._buffer_hook.location
+        return chosen is location and self.will_sync_module_buffers()
+
+    def _sync_buffers(self) -> None:
+        source = self._common_rank(True) if self._join_config.enable else 0
+        self._send_buffers(source)
+
+    def _send_buffers(self, source: int) -> None:
+        buffers = self.named_module_buffers
+        if self._buffer_hook is not None:
+            self._buffer_hook.call(buffers)
+            return
+        # An earlier forward pass may have saved them for a backward pass that is still to come.
+        with torch.autograd._unsafe_preserve_version_counter(tuple(buffers.values())):
+            broadcast_tensors(list(buffers.values()), self.process_group, source)
+
+    def _register_buffer_comm_hook(
+        self,
+        state: object,
+        hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None],
+        comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
+    ) -> None:
+        """Has a function synchronise the buffers instead of a broadcast."""
+        if not callable(hook):
+            raise TypeError("Communication hook must be callable.")
+        self._buffer_hook = BufferHook(state, hook, comm_hook_location)
+
+    # ------------------------------------------------------------ uneven inputs
+
+    def join(
+        self,
+        divide_by_initial_world_size: bool = True,
+        enable: bool = True,
+        throw_on_early_termination: bool = False,
+    ) -> Join:
+        """A context for training loops that are not equally long on all ranks.
+
+        A rank whose loop has ended takes part in the others' reductions with gradients of zero. At the end, all ranks
+        have the model of the one that trained longest.
+
+        Args:
+            divide_by_initial_world_size: gradients are divided by the size of the group, so that every input counts the
+                same; else by the number of ranks that still train.
+            enable: False switches it off.
+            throw_on_early_termination: raise `UnevenInputs` on every rank when the first one has no inputs left.
+        """
+        return Join(
+            [self],
+            enable,
+            throw_on_early_termination,
+            divide_by_initial_world_size=divide_by_initial_world_size,
+        )
+
+    def join_hook(self, **kwargs: object) -> DataParallelJoinHook:
+        return DataParallelJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+
+    @property
+    def join_device(self) -> torch.device:
+        return self.device
+
+    @property
+    def join_process_group(self) -> ProcessGroup:
+        return self.process_group
+
+    def _notify_join(self) -> None:
+        work = Join.notify_join_context(self)
+        if work is None or self._divide_by_initial_world_size:
+            self.reducer.divide_by = None
+        else:
+            self.reducer.divide_by = work.result()[0].item()
+
+    def _count_syncing(self, mine: bool) -> int:
+        """How many ranks average gradients in this iteration."""
+        flag = torch.tensor([float(mine)], device=self.device)
+        collectives.all_reduce(flag, group=self.process_group)
+        return int(flag.item())
+
+    def _shadow_iteration(self) -> None:
+        """Takes part in what the forward and backward pass of the other ranks communicate."""
+        if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
+            self._send_buffers(self._common_rank(False))
+        syncs = self._count_syncing(False) > 0
+        self.require_forward_param_sync = syncs
+        if syncs:
+            self.reducer.divide_by = None if self._divide_by_initial_world_size else 1.0
+            self.reducer.shadow()
+
+    def _sync_final_model(self, is_last_joiner: bool) -> None:
+        self._broadcast_states(self._common_rank(is_last_joiner), self.forward_sync_buffers)
+
+    def _common_rank(self, candidate: bool) -> int:
+        """The highest rank that is a candidate; all ranks ask together."""
+        rank = torch.tensor([self.process_group.rank() if candidate else -1], device=self.device)
+        collectives.all_reduce(rank, ReduceOp.MAX, group=self.process_group)
+        return int(rank.item())
+
+    # ------------------------------------------------------------ communication hooks
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Has a function reduce the gradients instead of an average. Once, before training, the same on all ranks.
+
+        Args:
+            state: its first argument.
+            hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
+                elements: the gradients that all ranks shall have. It divides by itself. Buckets of sparse gradients do
+                not go through it.
+        """
+        check_comm_hook(hook)
+        if self.reducer.hook is not None:
+            raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        self.reducer.use_hook(hook, state, leaves_equal_bits(hook))
+
+    def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
+        """Registers a hook by its type."""
+        self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))  # type: ignore[arg-type]
+
+    def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
+        raise ConfigError(
+            "_register_fused_optim is not supported; step the optimizer after backward, or in a hook of each parameter "
+            "(register_post_accumulate_grad_hook) with gradient_as_bucket_view=True"
+        )
+
+    # ------------------------------------------------------------ the rest of torch's surface
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
+        if not any(name.startswith("module.") for name in state_dict):
+            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leaves parameters and buffers, by their names in the module, to each rank. Call it before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    @classmethod
+    def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
+        return cls._active_ddp_module
+
+    def _get_ddp_logging_data(self) -> dict[str, str | int]:
+        """Options, buckets and times, for debugging."""
+        return logging_data(self)
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Checks the rate and ignores it: times are taken in every iteration."""
+        if sample_rate < 1:
+            raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _set_static_graph(self) -> None:
+        """The same as `static_graph=True`; call it before training."""
+        self.static_graph = True
+        self._make_reducer_again()
+
+    def _make_reducer_again(self) -> None:
+        hook = self.reducer.hook
+        self._remove_autograd_hooks()
+        self._make_reducer(self.reducer.parameters)
+        if hook is not None:
+            self.register_comm_hook(hook[1], hook[0])
+
+    def _remove_autograd_hooks(self) -> None:
+        """Stops averaging gradients."""
+        _remove(self._handles, self._capture_handles)
+
+    def _check_reducer_finalized(self) -> None:
+        """Raises UnusedParameters if the last backward pass did not end in order."""
+        self.reducer.check_finished()
+
+    def _update_process_group(self, new_process_group: ProcessGroup) -> None:
+        """Averages in another group from now on, after ranks have left or come; finds its buckets anew."""
+        self.process_group = new_process_group
+        self.reducer.use_group(new_process_group)
+
+
+def _remove(*lists: list[RemovableHandle]) -> None:
+    for handles in lists:
+        for handle in handles:
+            handle.remove()
+        handles.clear()
+
+
+def _member_group(given: ProcessGroup | None) -> ProcessGroup:
+    group = collectives.group.WORLD if given is None else given
+    if group is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call "
+            "rpcdist.collectives.init_process_group."
+        )
+    if not isinstance(group, ProcessGroup):
+        raise ConfigError(
+            f"process_group is a {type(group).__module__}.{type(group).__name__}; make groups with "
+            "rpcdist.collectives.new_group, and only wrap models on ranks that are in them"
+        )
+    return group
+
+
+def _choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return broadcast_buffers is not False
+
+
+def _refuse_unsupported(
+    mixed_precision: object | None, device_mesh: object | None, process_group: ProcessGroup | None
+) -> None:
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        raise ConfigError("device_mesh is not supported: pass process_group=rpcdist.collectives.new_group(ranks)")
+    if mixed_precision is not None:
+        raise ConfigError(
+            "mixed_precision is not supported: run the forward pass under torch.autocast, and halve the bytes on the "
+            "wire with register_comm_hook(None, rpcdist.parallel.comm_hooks.bf16_compress_hook)"
+        )
