@@ -61,7 +61,7 @@ def run_rank(rank: int, world: int, folder: str, names: Sequence[str], sizes: Se
     limit = timedelta(seconds=LIMIT_S)
     gloo.init_process_group("gloo", f"file://{folder}/gloo", limit, world, rank)
     ours.init_process_group("tcp", f"file://{folder}/ours", limit, world, rank)
-    sockets = ours.new_group(pg_options=TcpOptions(shared_memory=False))
+    sockets = ours.new_group(pg_options=TcpOptions(shared_memory=False, unix_sockets=False))
     libraries = {OURS: (ours, None), TCP: (ours, sockets), GLOO: (gloo, None)}
     found = []
     for case in [case for case in CASES if case.name in names]:

@@ -8,6 +8,7 @@ host on which it did not work for everybody uses sockets.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import secrets
@@ -21,7 +22,7 @@ from rpcdist.collectives._hybrid import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistNetworkError, RendezvousError, RpcdistError, StoreTimeout, TransportError
 from rpcdist.transport.shared_memory import Segment, accept, offer
-from rpcdist.transport.sockets import SocketHub
+from rpcdist.transport.sockets import HubAddress, SocketHub
 
 __all__ = ["Meeting", "exchange", "find_hosts", "share_memory"]
 
@@ -67,9 +68,12 @@ def exchange(context: GroupContext, key: str, value: str, deadline: Deadline) ->
     return [value.decode() for value in store.multi_get(keys)]
 
 
-def meet(context: GroupContext, hub: SocketHub, deadline: Deadline) -> Meeting:
-    """Publishes where this rank is, and learns where the others are."""
-    mine = {"hub": hub.address, "boot": _boot_id(), "uid": secrets.token_hex(8)}
+def meet(context: GroupContext, hub: SocketHub, deadline: Deadline, unix_sockets: bool = True) -> Meeting:
+    """Publishes where this rank is, without its Unix socket if others shall not use that, and learns where all are."""
+    address = HubAddress.parse(hub.address)
+    if not unix_sockets:
+        address = dataclasses.replace(address, unix_name="")
+    mine = {"hub": str(address), "boot": _boot_id(), "uid": secrets.token_hex(8)}
     entries = [json.loads(text) for text in exchange(context, "meeting", json.dumps(mine), deadline)]
     return Meeting(
         uid=str(entries[0]["uid"]),

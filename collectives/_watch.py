@@ -1,8 +1,8 @@
 """The watch of a group: tells every rank what only one of them can see.
 
 The group's rank 0 listens; every other rank keeps one connection to it, and one byte stream of small messages runs on
-it in each direction. So the death of a rank is seen by rank 0 at once and told to the others, and the death of rank 0 is
-seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `PEER_SILENCE_S`).
+it in each direction. So the death of a rank is seen by rank 0 at once and told to the others, and the death of rank 0
+is seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `PEER_SILENCE_S`).
 
 A message is four bytes of length and then JSON, an object with a `say`:
 

@@ -37,11 +37,15 @@ class TcpOptions:
     Attributes:
         shared_memory: whether ranks of one host may use shared memory; the default is what `RPCDIST_SHARED_MEMORY` says
             (0 or 1), and 1 without it. A rank that says no takes part through sockets.
+        unix_sockets: whether ranks of one host may reach this one through Unix sockets; without them only TCP is left.
     """
 
     shared_memory: bool | None = None
+    unix_sockets: bool = True
 
     def allows_shared_memory(self) -> bool:
+        if not self.unix_sockets:
+            return False  # the memory is handed over through them
         if self.shared_memory is not None:
             return self.shared_memory
         text = os.environ.get(SHARED_MEMORY_VARIABLE, "1")
@@ -81,7 +85,7 @@ class TcpBackend(EngineBackend):
 
     def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
         context, hub = self.context, process.hub
-        meeting = meet(context, hub, deadline)
+        meeting = meet(context, hub, deadline, options.unix_sockets)
         self._plane = _make_plane(context, hub, meeting, options, deadline)
         self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
         self._engine = self._new_engine()
@@ -97,6 +101,7 @@ class TcpBackend(EngineBackend):
     def _new_engine(self) -> GroupEngine:
         engine = GroupEngine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)
         engine.on_failure = self._mailboxes.fail
+        engine.on_departure = self._mailboxes.peer_lost
         return engine
 
     def __repr__(self) -> str:
@@ -111,7 +116,9 @@ class TcpBackend(EngineBackend):
         if self._closed:
             return
         self._closed = True
+        deadline = Deadline.after(timeout_s)
         self._engine.close(timeout_s)
+        self._mailboxes.drain(deadline.remaining_s())
         self._free()
         if self._process is not None:
             self._process.release()

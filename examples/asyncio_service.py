@@ -223,8 +223,8 @@ async def use(service: rpc.RRef[TrainingService], options: Options) -> float:
     accuracies = await asyncio.gather(*waits)
     draw(history, options)
     print(
-        f"test accuracy {accuracies[0]:.1f} %, {len(accuracies)} calls waited for it at a service with {threads} threads "
-        f"({time.monotonic() - started:.1f} s), picture: {options.picture}",
+        f"test accuracy {accuracies[0]:.1f} %, {len(accuracies)} calls waited for it at a service with {threads} "
+        f"threads ({time.monotonic() - started:.1f} s), picture: {options.picture}",
         flush=True,
     )
     return accuracies[0]

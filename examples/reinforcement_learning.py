@@ -291,28 +291,6 @@ def draw(history: History, options: Options) -> None:
     figure.savefig(options.picture, dpi=130)
 
 
-@contextmanager
-def progress_of(rounds: int) -> Iterator[Callable[[int, float, int], None]]:
-    """A bar on a terminal, ten lines elsewhere."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=rounds, unit="round", dynamic_ncols=True) as bar:
-
-            def show_bar(number: int, reward: float, steps: int) -> None:
-                bar.set_postfix_str(f"mean reward {reward:.0f}", refresh=False)
-                bar.update()
-
-            yield show_bar
-        return
-
-    def show_line(number: int, reward: float, steps: int) -> None:
-        if number % max(1, rounds // 10) == 0 or number == rounds:
-            print(f"round {number}/{rounds}: {steps} steps, mean reward {reward:.0f}", flush=True)
-
-    yield show_line
-
-
 # ---- processes
 
 
@@ -326,13 +304,12 @@ def run_agent(options: Options) -> float:
     ]
     history = History()
     num_steps = 0
-    with progress_of(options.rounds) as show:
-        for number in range(options.rounds):
-            played = play(observers, options.steps, options.select)
-            agent.learn(played, number / options.rounds)
-            num_steps += options.steps * options.num_poles
-            history.add([reward for part in played for reward in part.episodes], num_steps)
-            show(number + 1, history.last, num_steps)
+    for number in range(options.rounds):
+        played = play(observers, options.steps, options.select)
+        agent.learn(played, number / options.rounds)
+        num_steps += options.steps * options.num_poles
+        history.add([reward for part in played for reward in part.episodes], num_steps)
+        print(f"round {number + 1}/{options.rounds}: {num_steps} steps, mean reward {history.last:.0f}", flush=True)
     history.speeds = measure_speeds(observers, options)
     draw(history, options)
     print(
@@ -477,7 +454,7 @@ def choose_num_observers(wanted: int | None) -> int:
 
 def check(options: Options) -> None:
     """Finds what would fail at the end of the run, or with a puzzling text."""
-    for module in ("gymnasium", "matplotlib", "tqdm"):
+    for module in ("gymnasium", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
     if options.steps < 4:

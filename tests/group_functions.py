@@ -24,16 +24,16 @@ CLOSE_LIMIT_S = 5.0
 
 
 def open_group(rank: int, size: int, path: str, shared: object = True, timeout_s: float = LIMIT_S) -> str:
-    """Makes a group; `shared` says whether this rank may use shared memory, or is a list that says it for each rank."""
+    """Makes a group; `shared` says whether this rank may use shared memory, or "tcp", or is a list for all ranks."""
     close_group(rank, size)
-    allowed = shared[rank] if isinstance(shared, list) else bool(shared)
+    allowed = shared[rank] if isinstance(shared, list) else shared is True
     context = GroupContext(
         name=os.path.basename(path),
         rank=rank,
         ranks=tuple(range(size)),
         store=FileStore(path, size),
         timeout_s=timeout_s,
-        options=TcpOptions(shared_memory=allowed),
+        options=TcpOptions(shared_memory=allowed, unix_sockets=shared != "tcp"),
     )
     backend = state["backend"] = TcpBackend(context)
     return repr(backend)

@@ -101,13 +101,14 @@ def test_a_mesh_of_groups_that_there_are() -> None:
     run_ranks(4, on_rank)
 
 
-def test_it_makes_the_default_group_where_there_is_none(monkeypatch: pytest.MonkeyPatch, closed_stores: None) -> None:
+def test_it_makes_the_default_group_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
     with own_worlds():
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
         assert total(mesh.get_group("b")) == 0 and mesh.get_coordinate() == (0, 0)
         c.destroy_process_group()
+        c.close_stores()
 
 
 @pytest.mark.parametrize(

@@ -44,7 +44,7 @@ def group(group_pool: GroupPool) -> Iterator[Any]:
         (2, SHARED, "SharedMemory"),
         (2, SOCKETS, "Socket"),
         (3, SHARED, "SharedMemory"),
-        (3, SOCKETS, "Socket"),
+        (3, "tcp", "Socket"),
         (4, SHARED, "SharedMemory"),
         (4, SOCKETS, "Socket"),
         (4, [True, True, False, True], "Hybrid"),

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import threading
-import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,7 +18,6 @@ from rpcdist.collectives._backend import GroupContext
 from rpcdist.collectives._engine import Reporter
 from rpcdist.collectives._failure import GroupFailure
 from rpcdist.collectives._nccl_calls import native_form
-from rpcdist.collectives._nccl_library import CudaRuntime
 from rpcdist.collectives._operation import Kind, Operation, ReduceOp
 from rpcdist.collectives.nccl import NcclBackend, NcclOptions
 from rpcdist.errors import (
@@ -429,46 +426,3 @@ def test_split_makes_groups_of_some_ranks() -> None:
         rank.backend.submit(Operation(Kind.BARRIER))
 
     on_ranks(3, run)
-
-
-# ------------------------------------------------------------ machines without NCCL
-
-
-@pytest.fixture
-def a_gpu_is_claimed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    yield
-
-
-def cupy(version: str, available: bool) -> dict[str, types.ModuleType]:
-    package, cuda, nccl = (types.ModuleType(name) for name in ("cupy", "cupy.cuda", "cupy.cuda.nccl"))
-    vars(package).update(__version__=version, __path__=[])
-    vars(cuda).update(__path__=[])
-    vars(nccl).update(available=available)
-    return {"cupy": package, "cupy.cuda": cuda, "cupy.cuda.nccl": nccl}
-
-
-def test_without_a_gpu_the_error_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs a GPU.*pip install 'rpcdist\[cuda\]' nvidia-nccl-cu12"):
-        NcclBackend(GroupContext("g", 0, (0,), HashStore(), 1.0))
-
-
-@pytest.mark.parametrize(
-    ("modules", "expected"),
-    [
-        ({"cupy": None}, r"needs CuPy with NCCL.*pip install 'rpcdist\[cuda\]'"),
-        (cupy("14.0.0", False), "found CuPy 14.0.0 but no NCCL library"),
-        (cupy("13.6.0", True), "needs CuPy 14 or newer, not 13.6.0"),
-    ],
-)
-def test_without_cupy_the_error_says_what_to_install(
-    monkeypatch: pytest.MonkeyPatch,
-    a_gpu_is_claimed: None,
-    modules: dict[str, types.ModuleType | None],
-    expected: str,
-) -> None:
-    for name, module in modules.items():
-        monkeypatch.setitem(sys.modules, name, module)
-    with pytest.raises(ConfigError, match=expected):
-        CudaRuntime(torch.device("cuda", 0))

@@ -1,4 +1,4 @@
-"""Which parameter lies where: parameter groups, the shard of them that each owner has, and their state as one dictionary.
+"""Which parameter lies where: parameter groups, each owner's shard of them, and their state as one dictionary.
 
 Pure bookkeeping: no calls are made here. A parameter's *number* is its place among all parameters of the optimizer, in
 the order in which the user gave them; checkpoints use it, as those of `torch.optim` do.
@@ -114,7 +114,9 @@ def _equal(first: Any, second: Any) -> bool:
     return type(first) is type(second) and bool(first == second)
 
 
-def gather_state(shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def gather_state(
+    shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]
+) -> dict[str, Any]:
     """One dictionary, as the optimizer would have it if all parameters were in one process.
 
     Args:
@@ -153,7 +155,7 @@ def scatter_state(
     sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
     if sizes != saved_sizes:
         raise ConfigError(
-            f"the loaded state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
+            f"the state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
         )
     keys = [key for group in saved for key in group["params"]]  # what the parameters are called in it, by number
     parts = []

@@ -76,7 +76,7 @@ class LocalOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         with _alone("load_state_dict"):
-            self.optim.load_state_dict(state_dict)
+            self.optim.load_state_dict(_copied(state_dict))  # where the caller is here, it must not share the state
 
     def norm(self, context_id: int, norm_type: float) -> float:
         """The norm of all gradients of the context here, as if they were one vector."""

@@ -254,6 +254,4 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
 def _groups_at(shard: Shard, groups: list[Group]) -> list[Group]:
     """The groups of one owner, with the options that the user gave."""
-    return [
-        {**groups[index], "params": params} for index, params in zip(shard.groups, shard.params, strict=True)
-    ]
+    return [{**groups[index], "params": params} for index, params in zip(shard.groups, shard.params, strict=True)]

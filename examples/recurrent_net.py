@@ -1,0 +1,430 @@
+"""$ python examples/recurrent_net.py --steps 300
+validation loss 3.93 (guessing by frequency: 4.74; 300 steps, 14.1 s), picture: out/recurrent_net.png
+
+The first line is the command, the second its last line of output (your digits differ a little). A recurrent network
+learns to write Python, one word at a time, from the source of Python's own standard library. Its large tables, the
+embedding and the decoder, live on a server; the LSTM between them is on the trainer, which holds references to the
+tables. One distributed backward pass goes through both workers, and one distributed optimizer steps the parameters
+where they are. The loss is in nats per word, on text that it has not seen.
+
+It starts its processes itself. Under torchrun rank 0 is the trainer, and rank 1 the server:
+
+    $ torchrun --nproc-per-node 2 examples/recurrent_net.py
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import math
+import os
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import resource_tracker
+from pathlib import Path
+
+import torch
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+import rpcdist.autograd as dist_autograd
+import rpcdist.rpc as rpc
+from rpcdist.optim import DistributedOptimizer
+
+MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
+UNKNOWN = "<unknown>"  # stands for all rare words
+WORD = re.compile(r"\n *|\w+|[^\w\s]")  # a word, a sign, or a new line with its indentation
+State = tuple[Tensor, Tensor]  # what the LSTM remembers, each (1, batch, width)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line says; every process gets a copy."""
+
+    steps: int
+    batch_size: int
+    length: int
+    words: int
+    width: int
+    lr: float
+    seed: int
+    max_loss: float
+    device: str
+    picture: Path
+
+
+# ---- the model: two parts on the server, called through references, and one on the trainer
+
+
+class ServerPart(nn.Module):
+    """What the parts on the server have in common."""
+
+    def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
+        """References for the optimizer, which steps each parameter at its owner."""
+        return [rpc.RRef(parameter) for parameter in self.parameters()]
+
+
+class Embedding(ServerPart):
+    """Numbers of words (batch, length) int64 -> vectors (batch, length, width) float32."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        torch.manual_seed(options.seed)
+        self.device = options.device
+        self.table = nn.Embedding(options.words, options.width).to(options.device)
+
+    def forward(self, words: Tensor) -> Tensor:
+        vectors: Tensor = self.table(words.to(self.device)).cpu()
+        return vectors
+
+
+class Decoder(ServerPart):
+    """What the LSTM says (batch, length, width) -> a score for each word."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__()
+        torch.manual_seed(options.seed + 1)
+        self.device = options.device
+        self.linear = nn.Linear(options.width, options.words).to(options.device)
+
+    def forward(self, outputs: Tensor) -> Tensor:
+        scores: Tensor = self.linear(outputs.to(self.device))
+        return scores
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """In nats per word. Computed here, since the scores are large, and the loss is one number."""
+        return cross_entropy(self(outputs).flatten(0, 1), targets.to(self.device).flatten()).cpu()
+
+    def best(self, outputs: Tensor) -> Tensor:
+        """The likeliest word that is not unknown, at each place."""
+        return self(outputs)[..., 1:].argmax(dim=-1).cpu() + 1
+
+
+class RecurrentNet:
+    """The whole model, as the trainer sees it."""
+
+    def __init__(self, options: Options) -> None:
+        torch.manual_seed(options.seed + 2)
+        self.device = options.device
+        self.embedding = rpc.remote("server", Embedding, args=(options,))
+        self.lstm = nn.LSTM(options.width, options.width, batch_first=True).to(options.device)
+        self.decoder = rpc.remote("server", Decoder, args=(options,))
+
+    def outputs(self, words: Tensor, state: State | None) -> tuple[Tensor, State]:
+        vectors = self.embedding.rpc_sync().forward(words)
+        outputs, state = self.lstm(vectors.to(self.device), state)
+        return outputs.cpu(), state
+
+    def loss(self, words: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, State]:
+        outputs, state = self.outputs(words, state)
+        return self.decoder.rpc_sync().loss(outputs, targets), state
+
+    def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
+        own = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
+        return own + self.embedding.rpc_sync().parameter_rrefs() + self.decoder.rpc_sync().parameter_rrefs()
+
+
+# ---- the text
+
+
+@dataclass(frozen=True)
+class Text:
+    """The standard library as numbers of words."""
+
+    vocabulary: list[str]
+    train: Tensor  # (number of words) int64
+    test: Tensor
+
+    def numbers(self, words: list[str]) -> Tensor:
+        number_of = {word: number for number, word in enumerate(self.vocabulary)}
+        return torch.tensor([number_of.get(word, 0) for word in words])
+
+
+def read_library(options: Options) -> Text:
+    """The first 19 of 20 words are to learn from, the others to measure with."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
+    words = WORD.findall(text)
+    vocabulary = [UNKNOWN] + [word for word, _ in Counter(words).most_common(options.words - 1)]
+    numbers = Text(vocabulary, torch.empty(0), torch.empty(0)).numbers(words)
+    border = len(numbers) * 19 // 20
+    return Text(vocabulary, numbers[:border], numbers[border:])
+
+
+def batches(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    """Words and the words that follow them, both (batch, length); each row goes on from the batch before."""
+    rows = words[: (len(words) - 1) // options.batch_size * options.batch_size].unflatten(0, (options.batch_size, -1))
+    for start in range(0, rows.size(1) - options.length, options.length):
+        piece = rows[:, start : start + options.length + 1]
+        yield piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
+
+
+def endless(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
+    while True:
+        yield from batches(words, options)
+
+
+def guessing_loss(words: Tensor, options: Options) -> float:
+    """What somebody who only knows how frequent each word is would reach."""
+    shares = torch.bincount(words, minlength=options.words).double() / len(words)
+    return float(-torch.special.xlogy(shares, shares).sum())
+
+
+# ---- training, on the trainer
+
+
+def train(model: RecurrentNet, text: Text, options: Options) -> list[float]:
+    """Returns the loss of each step."""
+    optimizer = DistributedOptimizer(torch.optim.Adam, model.parameter_rrefs(), lr=options.lr)
+    losses: list[float] = []
+    state: State | None = None
+    with progress_of(options.steps) as show:
+        for step, (words, targets) in zip(range(options.steps), endless(text.train, options), strict=False):
+            with dist_autograd.context() as context_id:
+                loss, state = model.loss(words, targets, state)
+                dist_autograd.backward(context_id, [loss])
+                optimizer.step(context_id)
+            state = (state[0].detach(), state[1].detach())  # it remembers, but gradients end here
+            losses.append(loss.item())
+            show(step + 1, losses[-1])
+    return losses
+
+
+@torch.no_grad()
+def evaluate(model: RecurrentNet, text: Text, options: Options) -> float:
+    losses: list[float] = []
+    state: State | None = None
+    for words, targets in batches(text.test, options):
+        loss, state = model.loss(words, targets, state)
+        losses.append(loss.item())
+    return sum(losses) / len(losses)
+
+
+@torch.no_grad()
+def write_sample(model: RecurrentNet, text: Text, prompt: str, num_words: int = 12) -> str:
+    """The likeliest words after the prompt."""
+    written = WORD.findall(prompt)
+    outputs, state = model.outputs(text.numbers(written)[None], None)
+    for _ in range(num_words):
+        number = model.decoder.rpc_sync().best(outputs[:, -1:])
+        written.append(text.vocabulary[int(number)])
+        outputs, state = model.outputs(number, state)
+    return " ".join(written).replace("\n ", "\n")
+
+
+@contextmanager
+def progress_of(steps: int) -> Iterator[Callable[[int, float], None]]:
+    """A bar on a terminal, ten lines elsewhere."""
+    if sys.stderr.isatty():
+        from tqdm import tqdm
+
+        with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
+
+            def show_bar(step: int, loss: float) -> None:
+                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+                bar.update()
+
+            yield show_bar
+        return
+
+    def show_line(step: int, loss: float) -> None:
+        if step % max(1, steps // 10) == 0 or step == steps:
+            print(f"step {step}/{steps}: loss {loss:.3f}", flush=True)
+
+    yield show_line
+
+
+def draw(losses: list[float], loss: float, guessing: float, options: Options) -> None:
+    """Writes the picture: the loss of every step."""
+    import matplotlib
+
+    matplotlib.use("Agg")  # a file needs no display
+    from matplotlib import layout_engine, pyplot
+
+    figure, axes = pyplot.subplots(
+        figsize=(8, 4.4), layout=layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
+    )
+    axes.plot(losses, color="C0", linewidth=0.8, label="each step")
+    axes.axhline(guessing, color="gray", linestyle=":", label=f"{guessing:.2f} for guessing by frequency")
+    axes.axhline(loss, color="C1", linestyle="--", label=f"{loss:.2f} on text not seen")
+    axes.set(title="Loss in nats per word", xlabel="step")
+    axes.legend(loc="upper right", frameon=False)
+    axes.grid(alpha=0.25)
+    axes.spines[["top", "right"]].set_visible(False)
+    figure.suptitle("A recurrent net over two workers", fontweight="bold")
+    figure.savefig(options.picture, dpi=130)
+
+
+# ---- processes
+
+
+def run_trainer(options: Options) -> float:
+    """Trains, and returns the validation loss."""
+    text = read_library(options)
+    model = RecurrentNet(options)
+    started = time.monotonic()
+    losses = train(model, text, options)
+    seconds = time.monotonic() - started
+    loss, guessing = evaluate(model, text, options), guessing_loss(text.test, options)
+    draw(losses, loss, guessing, options)
+    print(f"What it writes now:\n{write_sample(model, text, 'if not isinstance(')}\n")
+    print(
+        f"validation loss {loss:.2f} (guessing by frequency: {guessing:.2f}; {options.steps} steps, {seconds:.1f} s), "
+        f"picture: {options.picture}",
+        flush=True,
+    )
+    return loss
+
+
+def run_process(rank: int, options: Options) -> None:
+    """The life of one process: rank 0 trains, rank 1 serves."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    torch.set_num_threads(1)  # the processes share the cores already
+    rpc.init_rpc(("trainer", "server")[rank], rank=rank, world_size=2)
+    loss = run_trainer(options) if rank == 0 else None
+    rpc.shutdown()  # waits for everybody: the server serves until the trainer has finished
+    if loss is not None and loss > options.max_loss:
+        sys.exit(f"validation loss {loss:.2f} is above --max-loss {options.max_loss:g}")
+
+
+@contextmanager
+def interrupts_deferred() -> Iterator[None]:
+    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
+
+    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
+    """
+    caught: list[int] = []
+    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+        signal.signal(signal.SIGINT, handler)
+    if caught:
+        raise KeyboardInterrupt
+
+
+def spawn_processes(options: Options) -> None:
+    """Starts the trainer and the server, and stays their parent: whatever ends one of them ends all."""
+    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    try:
+        with interrupts_deferred():
+            processes = mp.spawn(run_process, args=(options,), nprocs=2, join=False)
+        while not processes.join():
+            pass
+    except mp.ProcessExitedException as error:  # it has said why
+        sys.exit(error.exit_code)
+    except KeyboardInterrupt:
+        for process in processes.processes:
+            process.terminate()
+        for process in processes.processes:
+            process.join()
+        print("\ninterrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
+
+
+# ---- the command line
+
+
+def parse_options() -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
+    parser = argparse.ArgumentParser(
+        description="Trains a recurrent net on Python's standard library; its tables are on a server.",
+        epilog="Under torchrun, rank 0 is the trainer and rank 1 the server.",
+    )
+    add = partial(parser.add_argument, metavar="N")
+    add("--steps", type=positive(int), default=300, help="batches to learn from (default: %(default)s)")
+    add("--batch-size", type=positive(int), default=32, help="texts per batch (default: %(default)s)")
+    add("--length", type=positive(int), default=24, help="words per text (default: %(default)s)")
+    add("--words", type=positive(int), default=2000, help="size of the vocabulary (default: %(default)s)")
+    add("--width", type=positive(int), default=96, help="of the embedding and the LSTM (default: %(default)s)")
+    parser.add_argument("--lr", type=positive(float), default=0.005, help="learning rate (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of the model (default: %(default)s)")
+    parser.add_argument("--max-loss", type=float, default=math.inf, metavar="NATS", help="exit with status 1 when the "
+                        "validation loss is above (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--device", default="cpu", help="where the parts compute (default: %(default)s)")
+    parser.add_argument("--picture", type=Path, default=Path("out/recurrent_net.png"), metavar="FILE",
+                        help="where the loss curve goes (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
+                        "one)")  # fmt: skip
+    arguments = vars(parser.parse_args())
+    port = arguments.pop("port")
+    try:
+        options = Options(**arguments)
+        check(options)
+        return options, port if is_under_torchrun() else reserve_port(port)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
+    """A parser of numbers above zero, for argparse."""
+
+    def parse(text: str) -> float:
+        with suppress(ValueError):
+            if 0 < (number := kind(text)) < math.inf:
+                return number
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
+
+    return parse
+
+
+def is_under_torchrun() -> bool:
+    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+
+
+def check(options: Options) -> None:
+    """Finds what would fail at the end of the run, or with a puzzling text."""
+    if is_under_torchrun() and os.environ["WORLD_SIZE"] != "2":
+        raise ValueError("torchrun must start 2 processes, the trainer and the server: --nproc-per-node 2")
+    for module in ("matplotlib", "tqdm"):
+        if importlib.util.find_spec(module) is None:
+            raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no GPU here")
+    if options.picture.suffix not in (".png", ".pdf", ".svg"):
+        raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
+    try:
+        options.picture.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+
+
+def reserve_port(port: int) -> int:
+    """`port` if nobody uses it, or for 0 one that is free."""
+    if not 0 <= port < 65536:
+        raise ValueError(f"--port {port}: must be between 0 and 65535")
+    with socket.socket() as probe:
+        try:
+            probe.bind(("127.0.0.1", port))
+        except OSError as error:
+            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
+        chosen: int = probe.getsockname()[1]
+        return chosen
+
+
+def main() -> None:
+    options, port = parse_options()
+    if is_under_torchrun():
+        run_process(int(os.environ["RANK"]), options)
+    else:
+        # Importing torch takes each of them seconds, in which nothing else would be seen.
+        print("starting the trainer and the server ...", flush=True)
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        spawn_processes(options)
+
+
+if __name__ == "__main__":
+    main()
