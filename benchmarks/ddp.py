@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import multiprocessing
 import os
 import signal
@@ -62,7 +63,7 @@ def make_mlp() -> nn.Module:
 
     sizes = (512, 2048, 2048, 2048, 512)
     layers: list[nn.Module] = []
-    for inputs, outputs in zip(sizes, sizes[1:], strict=False):
+    for inputs, outputs in itertools.pairwise(sizes):
         layers += [nn.Linear(inputs, outputs), nn.ReLU()]
     return nn.Sequential(*layers[:-1])
 
@@ -127,7 +128,7 @@ class Peer:
     def _step(self) -> Tensor:
         self.optimizer.zero_grad()
         loss: Tensor = self.model(self.inputs).square().mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.optimizer.step()
         return loss
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar, cast
+from typing import TypeVar, cast, overload
 
 from rpcdist.collectives import _objects
 from rpcdist.collectives.process_group import ProcessGroup
@@ -39,6 +39,23 @@ class _Outcome:
         stage = "" if self.stage is None else f" in stage {self.stage!r}"
         reason = "" if self.error is None else f": {type(self.error).__name__}: {self.error}"
         return f"rank {rank} failed{stage}{reason}"
+
+
+@overload
+def broadcast(
+    data_or_fn: Callable[[], T],
+    *,
+    success: bool = True,
+    stage_name: str | None = None,
+    rank: int = 0,
+    pg: ProcessGroup | None = None,
+) -> T: ...
+
+
+@overload
+def broadcast(
+    data_or_fn: T, *, success: bool = True, stage_name: str | None = None, rank: int = 0, pg: ProcessGroup | None = None
+) -> T: ...
 
 
 def broadcast(
@@ -72,6 +89,16 @@ def broadcast(
         outcomes = [cast(_Outcome, received[0])]
     _raise_failures({rank: outcomes[0]})
     return cast(T, pickle.loads(outcomes[0].data))
+
+
+@overload
+def all_gather(
+    data_or_fn: Callable[[], T], stage_name: str | None = None, pg: ProcessGroup | None = None
+) -> list[T]: ...
+
+
+@overload
+def all_gather(data_or_fn: T, stage_name: str | None = None, pg: ProcessGroup | None = None) -> list[T]: ...
 
 
 def all_gather(

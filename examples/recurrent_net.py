@@ -103,11 +103,13 @@ class Decoder(ServerPart):
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """In nats per word. Computed here, since the scores are large, and the loss is one number."""
-        return cross_entropy(self(outputs).flatten(0, 1), targets.to(self.device).flatten()).cpu()
+        loss = cross_entropy(self(outputs).flatten(0, 1), targets.to(self.device).flatten())
+        return loss.cpu()
 
     def best(self, outputs: Tensor) -> Tensor:
         """The likeliest word that is not unknown, at each place."""
-        return self(outputs)[..., 1:].argmax(dim=-1).cpu() + 1
+        scores: Tensor = self(outputs)[..., 1:]
+        return scores.argmax(dim=-1).cpu() + 1
 
 
 class RecurrentNet:
@@ -130,8 +132,8 @@ class RecurrentNet:
         return self.decoder.rpc_sync().loss(outputs, targets), state
 
     def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
-        own = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
-        return own + self.embedding.rpc_sync().parameter_rrefs() + self.decoder.rpc_sync().parameter_rrefs()
+        own: list[rpc.RRef[nn.Parameter]] = [rpc.RRef(parameter) for parameter in self.lstm.parameters()]
+        return [*own, *self.embedding.rpc_sync().parameter_rrefs(), *self.decoder.rpc_sync().parameter_rrefs()]
 
 
 # ---- the text

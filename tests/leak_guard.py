@@ -103,7 +103,7 @@ class LeakGuard:
 
     def _new_segments(self, before: Snapshot) -> Iterator[str]:
         for name in _segments() - before.segments:
-            if not _used_by_strangers(SHARED_MEMORY / name):
+            if _made_here(SHARED_MEMORY / name):
                 yield f"the shared memory segment {SHARED_MEMORY / name} still exists"
 
 
@@ -172,14 +172,38 @@ def _listening_address(descriptor: int) -> str | None:
     return None
 
 
-def _used_by_strangers(segment: Path) -> bool:
-    """Whether a process that is not below this one has `segment` mapped: other programs use /dev/shm, too."""
-    ours = _descendants()
+def _made_here(segment: Path) -> bool:
+    """Whether `segment` is a matter of this process or one below it: other programs use /dev/shm, too.
+
+    One that nobody holds may be left of a process below this one that died, so it counts. Semaphores do not: whoever
+    makes one takes its name away at once, so one without a holder is that of a stranger who is just doing so.
+    """
+    try:
+        if segment.stat().st_uid != os.geteuid():
+            return False
+    except FileNotFoundError:
+        return False
+    holders = _holders(segment)
+    return bool(holders & _descendants()) if holders else not segment.name.startswith("sem.")
+
+
+def _holders(segment: Path) -> set[int]:
+    """The processes, of those that this one may look at, that have `segment` mapped or open."""
+    found = set()
     for entry in os.listdir("/proc"):
-        if entry.isdigit() and int(entry) not in ours:
+        if entry.isdigit():
             with suppress(OSError):
-                if str(segment) in Path(f"/proc/{entry}/maps").read_text():
-                    return True
+                if str(segment) in Path(f"/proc/{entry}/maps").read_text() or _has_open(entry, str(segment)):
+                    found.add(int(entry))
+    return found
+
+
+def _has_open(pid: str, path: str) -> bool:
+    folder = f"/proc/{pid}/fd"
+    for descriptor in os.listdir(folder):
+        with suppress(OSError):
+            if os.readlink(f"{folder}/{descriptor}") == path:
+                return True
     return False
 
 

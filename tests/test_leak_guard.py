@@ -107,6 +107,52 @@ def test_exempt_things_may_stay() -> None:
         assert guard.leaks(before, grace_s=SHORT_S) == []
 
 
+STRANGER = """
+import mmap, os, sys
+if os.fork():
+    os._exit(0)
+path, how = sys.argv[1:]
+file = open(path, "w+b")
+file.truncate(4096)
+if how == "mapped":
+    memory = mmap.mmap(file.fileno(), 4096)
+    file.close()
+print("made", flush=True)
+sys.stdin.read()
+os.unlink(path)
+"""
+
+
+@needs_proc
+@pytest.mark.parametrize("how", ["mapped", "open"])
+def test_segments_of_strangers_do_not_count(how: str) -> None:
+    guard = LeakGuard()
+    before = guard.snapshot()
+    path = Path("/dev/shm") / f"rpcdist-test-{os.getpid()}-{secrets.token_hex(4)}"
+    command = [sys.executable, "-c", STRANGER, str(path), how]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+        assert parent.stdout is not None and parent.stdin is not None
+        assert parent.stdout.readline() == "made\n"  # by a process that is not below this one any more
+        parent.wait(10)
+        assert path.exists() and guard.leaks(before, grace_s=SHORT_S) == []
+        parent.stdin.close()
+        assert parent.stdout.read() == ""
+    assert not path.exists()
+
+
+@needs_proc
+@pytest.mark.parametrize(("name", "counts"), [("sem.mp-", False), ("psm_", True)])
+def test_a_segment_that_nobody_holds_counts_unless_it_is_a_semaphore(name: str, counts: bool) -> None:
+    guard = LeakGuard()
+    before = guard.snapshot()
+    path = Path("/dev/shm") / f"{name}{secrets.token_hex(4)}"
+    path.write_bytes(bytes(32))
+    try:
+        assert [str(path) in line for line in guard.leaks(before, grace_s=SHORT_S)] == [True] * counts
+    finally:
+        path.unlink()
+
+
 def test_waits_for_what_ends_by_itself() -> None:
     guard = LeakGuard()
     before = guard.snapshot()

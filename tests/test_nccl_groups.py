@@ -111,7 +111,9 @@ def test_messages_are_recorded(stand_ins: list[StandInRuntime]) -> None:
 
 def test_sparse_tensors(stand_ins: list[StandInRuntime]) -> None:
     def on_rank(rank: int) -> None:
-        tensor = torch.sparse_coo_tensor([[rank, 2]], [1.0, 2.0], (4,), check_invariants=True)
+        tensor = torch.sparse_coo_tensor(
+            torch.tensor([[rank, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True
+        )
         work = c.all_reduce(tensor, async_op=True)
         assert work is not None and work.wait() and tensor.to_dense().tolist() == [1, 1, 4, 0]
 

@@ -43,7 +43,7 @@ class Twins:
 
     def step_here(self, optimizer: torch.optim.Optimizer, max_norm: float | None = None) -> float:
         optimizer.zero_grad()
-        self._loss([layer.forward for layer in self.here]).backward()  # type: ignore[no-untyped-call]
+        self._loss([layer.forward for layer in self.here]).backward()
         norm = torch.tensor(0.0)
         if max_norm is not None:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters(), max_norm)
@@ -158,15 +158,12 @@ def test_param_groups_have_options_of_their_own(cluster: Cluster) -> None:
     twins = Twins()
     mine, theirs = twins.parameters(), twins.rrefs()
     # The first group is spread over two workers, and the second one lies on one of these as well.
-    split = [[0, 1, 3], [2, 4, 6, 7]]
-    single = torch.optim.SGD(
-        [{"params": [mine[i] for i in split[0]], "lr": 0.2}, {"params": [mine[i] for i in split[1]]}], lr=0.01
-    )
-    optimizer = DistributedOptimizer(
-        torch.optim.SGD,
-        [{"params": [theirs[i] for i in split[0]], "lr": 0.2}, {"params": [theirs[i] for i in split[1]]}],
-        lr=0.01,
-    )
+
+    def groups(params: list[Any]) -> Any:
+        return [{"params": [params[i] for i in (0, 1, 3)], "lr": 0.2}, {"params": [params[i] for i in (2, 4, 6, 7)]}]
+
+    single = torch.optim.SGD(groups(mine), lr=0.01)
+    optimizer = DistributedOptimizer(torch.optim.SGD, groups(theirs), lr=0.01)
     assert [group["lr"] for group in optimizer.param_groups] == [0.2, 0.01]
     twins.step_here(single)
     twins.step_there(optimizer)
@@ -342,13 +339,15 @@ def test_a_step_between_forward_and_backward_of_another(cluster: Cluster, hogwil
 # ---------------------------------------------------------------- asynchronous
 
 
-async def test_in_a_coroutine(running_cluster: Cluster) -> None:
+@pytest.fixture
+def trained_layer(cluster: Cluster) -> tuple[Any, DistributedOptimizer]:
     layer = rpc.remote("worker1", functions.Layer, (1,))
-    rrefs = await layer.rpc_async().parameter_rrefs()
-    before = await layer.rpc_async().values()
-    import asyncio
+    return layer, DistributedOptimizer(torch.optim.SGD, layer.rpc_sync().parameter_rrefs(), lr=0.5)
 
-    optimizer = await asyncio.to_thread(DistributedOptimizer, torch.optim.SGD, rrefs, lr=0.5)
+
+async def test_in_a_coroutine(trained_layer: tuple[Any, DistributedOptimizer]) -> None:
+    layer, optimizer = trained_layer
+    before = await layer.rpc_async().values()
     scheduler = lr_scheduler.StepLR(optimizer, step_size=1)
     async with autograd.context() as context_id:
         loss = (await layer.rpc_async().forward(torch.ones(1, 4))).sum()
@@ -398,12 +397,13 @@ def test_errors_of_the_constructor_name_the_worker(cluster: Cluster) -> None:
 def test_what_is_no_parameter_is_refused(cluster: Cluster) -> None:
     tensor = torch.zeros(2, requires_grad=True)
     number = rpc.remote("worker1", functions.most_running)
-    for params, error, text in [
+    cases: list[tuple[Any, type[Exception], str]] = [
         ([], ValueError, "empty parameter list"),
         (tensor, TypeError, "params_rref is a Tensor; it has to be a list of RRefs"),
         ([tensor], TypeError, r"params_rref\[0\] is a Tensor, not an RRef"),
         ([rpc.RRef(tensor), number], TypeError, r"params_rref\[1\] refers to a int on worker 'worker1'"),
-    ]:
+    ]
+    for params, error, text in cases:
         with pytest.raises(error, match=text):
             DistributedOptimizer(torch.optim.SGD, params, lr=0.1)
     optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(tensor)], lr=0.1)

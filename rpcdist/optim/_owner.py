@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import rpcdist.autograd as autograd
+from rpcdist.autograd._api import _retrieve_context
 from rpcdist.autograd._gradients import GradientTable
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
@@ -86,7 +87,7 @@ class LocalOptimizer:
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiplies the gradients of the context here."""
-        context = autograd._retrieve_context(context_id)
+        context = _retrieve_context(context_id)
         found = context.gradients.snapshot()
         # A gradient may be shared with whoever computed it, so it is replaced, not changed.
         scaled = GradientTable()

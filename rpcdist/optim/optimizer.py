@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import torch
 
-import rpcdist.autograd as autograd
+from rpcdist.autograd._api import _is_valid_context
 from rpcdist.errors import RpcdistError
 from rpcdist.optim._groups import (
     Group,
@@ -110,7 +110,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             BlockingInLoop: called on an event loop; write `await optimizer.step_async(...)`.
             Exception: what a local optimizer raised; the notes of the error say where the step was made and where not.
         """
-        autograd._is_valid_context(context_id)
+        _is_valid_context(context_id)
         calls, sending = self._step_calls(context_id, hogwild)
         took_part = ask_owners(self._doing("step"), calls, "optimizer.step_async(...)")
         self._stepped(context_id, took_part, sending)
@@ -120,7 +120,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
         Cancelling it cancels the steps that have not begun; which ones those are is not told.
         """
-        autograd._is_valid_context(context_id)
+        _is_valid_context(context_id)
         self._opt_called = True  # learning-rate schedulers want to know
         calls, sending = self._step_calls(context_id, hogwild)
         asked = ask_owners_async(self._doing("step"), calls)
@@ -151,7 +151,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def _stepped(self, context_id: int, took_part: list[bool], sent: list[list[Group]]) -> None:
         self._sent = sent
         if not all(took_part):
-            autograd._is_valid_context(context_id)  # it ended during the step, and the gradients with it
+            _is_valid_context(context_id)  # it ended during the step, and the gradients with it
 
     def clip_grad_norm_(
         self, context_id: int, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -174,7 +174,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
             RuntimeError: the norm is not finite, and `error_if_nonfinite` is set.
             Otherwise as `step`.
         """
-        autograd._is_valid_context(context_id)
+        _is_valid_context(context_id)
         norms = self._ask_all("norm", context_id, float(norm_type))
         total = torch.linalg.vector_norm(torch.tensor(norms, dtype=torch.float64), float(norm_type)).item()
         if error_if_nonfinite and not math.isfinite(total):
@@ -215,7 +215,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         """
         return gather_state(self._shards, self.param_groups, self._ask_all("state_dict"))
 
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Gives every local optimizer its part of a dictionary that `state_dict` or an ordinary optimizer made.
 
         Raises:

@@ -80,7 +80,7 @@ def piece_envelope(transfer: int, buffer: int, offset: int, data: memoryview) ->
     return b"".join((b"\x7a", varint(len(head) + len(data)), head, data))
 
 
-def parse(data: bytes) -> rpc_pb2.Envelope | Piece:
+def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Piece:
     """Reads an envelope.
 
     Raises:
@@ -91,7 +91,7 @@ def parse(data: bytes) -> rpc_pb2.Envelope | Piece:
         if piece is not None:
             return piece
     try:
-        envelope = rpc_pb2.Envelope.FromString(data)
+        envelope = rpc_pb2.Envelope.FromString(bytes(data))
     except DecodeError as exc:
         raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope") from exc
     if envelope.HasField("piece"):  # written by another implementation, in another order of fields
@@ -100,7 +100,7 @@ def parse(data: bytes) -> rpc_pb2.Envelope | Piece:
     return envelope
 
 
-def _read_varint(data: bytes, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         byte = data[at]
@@ -112,7 +112,7 @@ def _read_varint(data: bytes, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _parse_piece(data: bytes) -> Piece | None:
+def _parse_piece(data: bytes | bytearray) -> Piece | None:
     """The piece in the layout that `piece_envelope` writes, without a copy; None if the layout is another."""
     try:
         size, at = _read_varint(data, 1)

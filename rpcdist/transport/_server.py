@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,12 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
+from rpcdist.transport import fork
 from rpcdist.transport._grpc import SERVER_OPTIONS, ServerStream, refuse
+from rpcdist.transport._local_lane import LocalStream, listen_local, local_lanes_allowed
+from rpcdist.transport._sockets_wire import same_user
 from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
+from rpcdist.transport.interfaces import join_address
 from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
 from rpcdist.transport.session import NullHandler, Session, expect_handshake
 
@@ -32,6 +37,7 @@ __all__ = ["Method", "Server"]
 logger = logging.getLogger(__name__)
 
 HANDSHAKE_LIMIT_S = 10.0
+STOP_LIMIT_S = 2.0
 MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
 REFUSALS_PERIOD_S = 60.0
 MAX_REFUSALS_SHOWN = 64  # in that time; a stranger cannot fill the disk with log lines
@@ -87,6 +93,7 @@ class Server(grpc.GenericRpcHandler):
     def __init__(self, node: Node) -> None:
         self._node = node
         self._listeners: dict[int, grpc.aio.Server] = {}  # by port
+        self._local_tasks: dict[int, asyncio.Task[Any]] = {}
         self._num_unary = 0
         self._unary_done = asyncio.Event()
         self._methods: dict[str, Any] = {}
@@ -116,8 +123,14 @@ class Server(grpc.GenericRpcHandler):
             ) from exc
         await server.start()
         self._listeners[bound] = server
+        self._listen_local(host, bound)
         await self._announce()
         return bound
+
+    def _listen_local(self, host: str, port: int) -> None:
+        listener = listen_local(join_address(host, port)) if local_lanes_allowed() else None
+        if listener is not None:
+            self._local_tasks[port] = self._node.io.spawn(self._accept_local(listener), f"rpcdist local lane {port}")
 
     async def drain_unary(self, timeout_s: float) -> None:
         """Waits until the unary calls that are being handled have their replies, or the time is over."""
@@ -131,6 +144,8 @@ class Server(grpc.GenericRpcHandler):
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
+        for port in list(self._local_tasks):
+            await self._stop_local(port)
         listeners, self._listeners = list(self._listeners.values()), {}
         if listeners:
             await self._health.enter_graceful_shutdown()
@@ -138,9 +153,16 @@ class Server(grpc.GenericRpcHandler):
 
     async def stop_port(self, port: int, grace_s: float) -> None:
         """Stops one listener; the sessions that came through it end."""
+        await self._stop_local(port)
         server = self._listeners.pop(port, None)
         if server is not None:
             await server.stop(grace_s)
+
+    async def _stop_local(self, port: int) -> None:
+        task = self._local_tasks.pop(port, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task}, timeout=STOP_LIMIT_S)
 
     async def add_service(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
         """Serves the unary methods of a service; replaces what was registered under its name."""
@@ -210,27 +232,67 @@ class Server(grpc.GenericRpcHandler):
     # ------------------------------------------------------------ sessions
 
     async def _session(self, _requests: Any, context: Any) -> None:
+        """A session on gRPC."""
         stream = ServerStream(context, context.peer())
         if self._unproven >= MAX_UNPROVEN:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many handshakes at once; try again")
+        handshake = await self._admit(stream, context.peer(), lambda reason: refuse(context, reason))
+        if handshake is not None:
+            await self._serve(stream, handshake)
+
+    async def _accept_local(self, listener: socket.socket) -> None:
+        """Takes sessions from this host until it is cancelled."""
+        sessions: set[asyncio.Task[Any]] = set()
+        try:
+            while True:
+                connection, _ = await self._node.io.loop.sock_accept(listener)
+                fork.note_socket(connection)
+                if self._unproven >= MAX_UNPROVEN or not same_user(connection):
+                    connection.close()
+                    continue
+                task = self._node.io.spawn(self._local_session(connection), "rpcdist local session")
+                sessions.add(task)
+                task.add_done_callback(sessions.discard)
+        finally:
+            listener.close()
+            for task in sessions:
+                task.cancel()
+
+    async def _local_session(self, connection: socket.socket) -> None:
+        """A session on the local lane."""
+        stream = LocalStream(connection, "the peer")
+
+        async def turn_away(reason: str) -> None:
+            stream.abort(reason)
+
+        try:
+            handshake = await self._admit(stream, "a process of this host", turn_away)
+            if handshake is not None:
+                stream.open_up()
+                await self._serve(stream, handshake)
+        finally:
+            stream.abort("the connection was closed")
+
+    async def _admit(
+        self, stream: ServerStream | LocalStream, peer: str, turn_away: Callable[[str], Awaitable[None]]
+    ) -> ServerHandshake | None:
+        """Lets the peer prove itself; None if it did not."""
         self._unproven += 1
         try:
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                handshake = await self._prove(stream)
+                return await self._prove(stream)
         except (AuthenticationFailed, ProtocolViolation) as exc:
-            self._refusal_log.note(context.peer(), exc)
-            await refuse(context, str(exc))
-            return
+            self._refusal_log.note(peer, exc)
+            await turn_away(str(exc))
         except TimeoutError:
-            await refuse(context, f"the handshake took longer than {HANDSHAKE_LIMIT_S} s")
-            return
+            await turn_away(f"the handshake took longer than {HANDSHAKE_LIMIT_S} s")
         except TransportError:
-            return  # the peer went away before it proved anything
+            pass  # the peer went away before it proved anything
         finally:
             self._unproven -= 1
-        await self._serve(stream, handshake)
+        return None
 
-    async def _prove(self, stream: ServerStream) -> ServerHandshake:
+    async def _prove(self, stream: ServerStream | LocalStream) -> ServerHandshake:
         node = self._node
         handshake = ServerHandshake(
             node.token, node.job, node.identity, node.refusal_for, token_source=node.token_source
@@ -243,7 +305,7 @@ class Server(grpc.GenericRpcHandler):
             handshake.check()
         return handshake
 
-    async def _serve(self, stream: ServerStream, handshake: ServerHandshake) -> None:
+    async def _serve(self, stream: ServerStream | LocalStream, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
         handler = await self._node.session_handler(role) or NullHandler()
         session = Session(

@@ -14,9 +14,10 @@ import grpc.aio
 from google.protobuf.message import DecodeError, Message
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import ConnectFailed, ProtocolViolation, RpcdistError
+from rpcdist.errors import ConnectFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._grpc import CHANNEL_OPTIONS, ClientStream, mapped_errors
+from rpcdist.transport._local_lane import LocalStream, connect_local
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys, request_proof
 from rpcdist.transport.session import NullHandler, Session, SessionHandler, expect_handshake
 
@@ -142,14 +143,19 @@ async def open_link(
     """
     deadline = time.monotonic() + timeout_s
     attempt = 0
+    may_be_local = handler is not None  # else it makes unary calls only, and gRPC's connection is there for these
     while True:
+        # The channel connects with the first call on it; beside a local lane it is for unary calls only.
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+        stream: ClientStream | LocalStream | None = None
         handshake = ClientHandshake(
             node.token, node.job, role, node.identity, expected=expected, token_source=node.token_source
         )
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
+                stream = connect_local(address) if may_be_local else None
+                if stream is None:
+                    stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
                 await _prove(stream, handshake)
             break
         except TimeoutError as exc:
@@ -166,9 +172,19 @@ async def open_link(
             if time.monotonic() + pause_s >= deadline:
                 raise ConnectFailed(address, exc.reason, timeout_s) from exc
             await asyncio.sleep(pause_s)
+        except TransportError as exc:
+            await channel.close()
+            if not isinstance(stream, LocalStream) or type(exc) is not TransportError:
+                raise
+            may_be_local = False  # it went away before the handshake was done: gRPC will say whether it has ended
         except BaseException:
             await channel.close()
             raise
+        finally:
+            if isinstance(stream, LocalStream) and not handshake.done:
+                stream.abort("the handshake failed")
+    if isinstance(stream, LocalStream):
+        stream.open_up()
     peer, keys = handshake.peer, handshake.session
     session = Session(
         node.io,
@@ -186,7 +202,7 @@ async def open_link(
     return link
 
 
-async def _prove(stream: ClientStream, handshake: ClientHandshake) -> None:
+async def _prove(stream: ClientStream | LocalStream, handshake: ClientHandshake) -> None:
     await stream.write(rpc_pb2.Envelope(handshake=handshake.start()).SerializeToString())
     while not handshake.done:
         envelope = expect_handshake(await stream.read())
@@ -198,7 +214,7 @@ async def _prove(stream: ClientStream, handshake: ClientHandshake) -> None:
         handshake.check()
 
 
-async def _until_heard(stream: ClientStream) -> None:
+async def _until_heard(stream: ClientStream | LocalStream) -> None:
     """Waits, bounded, until the server has read why it was refused; a connection that closes first throws that away."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(REFUSAL_LIMIT_S):

@@ -25,12 +25,13 @@ __all__ = ["ByteStream", "LargeBuffer", "ReceiveBuffer", "Session", "SessionHand
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 4
+MAX_HANDSHAKE_BYTES = 4096
 
 
 class ByteStream(Protocol):
     """A lane: whole envelopes in both directions, in order."""
 
-    async def read(self) -> bytes | None:
+    async def read(self) -> bytes | bytearray | None:
         """The next envelope; None when the peer closed the stream. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
@@ -298,7 +299,7 @@ class Session:
         self._schedule_tick()
 
 
-def expect_handshake(data: bytes | None) -> rpc_pb2.Envelope:
+def expect_handshake(data: bytes | bytearray | None) -> rpc_pb2.Envelope:
     """The envelope if it is a handshake step, else `ProtocolViolation`; used before anything is proven.
 
     A peer that goes away (None) raises `TransportError`: it may have been cancelled, and has done nothing wrong.
@@ -311,6 +312,3 @@ def expect_handshake(data: bytes | None) -> rpc_pb2.Envelope:
     if isinstance(envelope, Piece) or envelope.messages or not envelope.HasField("handshake"):
         raise ProtocolViolation("a message arrived before the handshake was finished")
     return envelope
-
-
-MAX_HANDSHAKE_BYTES = 4096

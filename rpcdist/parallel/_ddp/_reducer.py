@@ -196,7 +196,9 @@ class Reducer:
         """
         with self._lock:
             self._reset()
-            if used is not None:
+            if self._expected_calls is not None:
+                self._unused = {index for index, count in enumerate(self._expected_calls) if not count}
+            elif used is not None:
                 self._unused = {index for address, index in self._index_of.items() if address not in used}
             if not self._armed:
                 self.iteration += 1

@@ -1,0 +1,117 @@
+"""What runs at the owner of a remote module. Calls find it by name."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as tree
+
+import rpcdist.rpc as rpc
+from rpcdist.rpc import RRef
+
+__all__: list[str] = []
+
+
+def create(
+    module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: str, scripted: bool
+) -> nn.Module:
+    """Makes the module; with `scripted`, compiles it with TorchScript."""
+    module = module_cls(*args, **kwargs)
+    if not isinstance(module, nn.Module):
+        raise ValueError(
+            "Expect `module_cls(*args, **kwargs)` returns an instance of <class nn.Module>, "
+            f"but it returns an instance of {type(module)}."
+        )
+    module.to(device)
+    return torch.jit.script(module) if scripted else module
+
+
+def forward(
+    module_rref: RRef[nn.Module], device: str, has_device_map: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Any:
+    """Calls the module, with its inputs on its device.
+
+    Results go back to the CPU unless the caller has a device map, without which tensors of devices cannot be sent.
+    """
+    module = module_rref.local_value()
+    place = device_of(module, device)
+    if place.type == "cpu":
+        return module(*args, **kwargs)
+    result = module(*_moved(args, place), **_moved(kwargs, place))
+    return result if has_device_map else _moved(result, torch.device("cpu"))
+
+
+def device_of(module: nn.Module, otherwise: str) -> torch.device:
+    """The device of its first parameter or buffer; a handle elsewhere may not know that the module was moved."""
+    for tensor in (*_first(module.parameters()), *_first(module.buffers())):
+        return tensor.device
+    return torch.device(otherwise)
+
+
+def _first(tensors: Any) -> tuple[Tensor, ...]:
+    found = next(tensors, None)
+    return () if found is None else (found,)
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    return tree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, value)
+
+
+def parameter_rrefs(module_rref: RRef[nn.Module], recurse: bool) -> list[RRef[nn.Parameter]]:
+    return [RRef(parameter) for parameter in module_rref.local_value().parameters(recurse)]
+
+
+def named_parameter_rrefs(
+    module_rref: RRef[nn.Module], prefix: str, recurse: bool, remove_duplicate: bool
+) -> list[tuple[str, RRef[nn.Parameter]]]:
+    named = module_rref.local_value().named_parameters(prefix, recurse, remove_duplicate)
+    return [(name, RRef(parameter)) for name, parameter in named]
+
+
+def train(module_rref: RRef[nn.Module], mode: bool) -> None:
+    module_rref.local_value().train(mode)
+
+
+def requires_grad_(module_rref: RRef[nn.Module], requires_grad: bool) -> None:
+    module_rref.local_value().requires_grad_(requires_grad)
+
+
+def move(module_rref: RRef[nn.Module], device: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """Moves or converts the module in place; returns its device."""
+    module = module_rref.local_value().to(*args, **kwargs)
+    return str(device_of(module, device))
+
+
+def state_dict(module_rref: RRef[nn.Module]) -> dict[str, Any]:
+    """A copy on the CPU, which everybody can receive; loading brings it to the module's device."""
+    state = module_rref.local_value().state_dict()
+    for name, value in state.items():
+        state[name] = _moved(value, torch.device("cpu"))
+    return state
+
+
+def load_state_dict(module_rref: RRef[nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
+    """Returns what the module's own method does: the missing and the unexpected keys."""
+    return module_rref.local_value().load_state_dict(state, strict=strict, assign=assign)
+
+
+# ---------------------------------------------------------------- TorchScript modules, as values
+
+
+def rebuild_script_module(saved: bytes) -> torch.jit.ScriptModule:
+    module: torch.jit.ScriptModule = torch.jit.load(io.BytesIO(saved))
+    return module
+
+
+def reduce_script_module(module: torch.jit.ScriptModule) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
+    """How a compiled module travels: as a copy, in TorchScript's own format."""
+    file = io.BytesIO()
+    torch.jit.save(module, file)
+    return rebuild_script_module, (file.getvalue(),)
+
+
+rpc.internal._internal_rpc_pickler._register_reducer(torch.jit.RecursiveScriptModule, reduce_script_module)

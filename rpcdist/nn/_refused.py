@@ -1,0 +1,78 @@
+"""The methods of `torch.nn.Module` that make no sense from afar; they say so, with torch's words."""
+
+from __future__ import annotations
+
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+from torch import nn
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["REFUSED", "RefusesLocalMethods"]
+
+REFUSED = (
+    "add_module",
+    "apply",
+    "bfloat16",
+    "buffers",
+    "children",
+    "cpu",
+    "cuda",
+    "double",
+    "extra_repr",
+    "float",
+    "half",
+    "ipu",
+    "modules",
+    "named_buffers",
+    "named_children",
+    "register_backward_hook",
+    "register_buffer",
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+    "register_module",
+    "register_parameter",
+    "share_memory",
+    "to_empty",
+    "type",
+    "xpu",
+    "zero_grad",
+)
+
+
+def refuse(name: str, advice: str) -> NoReturn:
+    """Raises `ConfigError`, which is a `ValueError` as in torch."""
+    raise ConfigError(f"Method ``{name}`` not supported for RemoteModule. {advice}")
+
+
+class RefusesLocalMethods(nn.Module):
+    """A module without parameters, buffers and submodules of its own."""
+
+
+def _refusing(name: str) -> Any:
+    def refused(self: RefusesLocalMethods, *args: Any, **kwargs: Any) -> NoReturn:
+        refuse(name, f"Call it where the module lives: remote_module.get_module_rref().rpc_sync().{name}(...)")
+
+    refused.__name__ = name
+    refused.__qualname__ = f"RefusesLocalMethods.{name}"
+    refused.__doc__ = "Not supported from afar; raises ValueError."
+    return refused
+
+
+# A handle that came in a call has none of the attributes that `nn.Module` makes; as a part of a local module it needs
+# some of them.
+for _name, _empty in {
+    "training": True,
+    "_parameters": MappingProxyType({}),
+    "_buffers": MappingProxyType({}),
+    "_modules": MappingProxyType({}),
+    "_non_persistent_buffers_set": frozenset(),
+    "_load_state_dict_post_hooks": MappingProxyType({}),
+}.items():
+    setattr(RefusesLocalMethods, _name, _empty)
+
+for _name in REFUSED:
+    setattr(RefusesLocalMethods, _name, _refusing(_name))

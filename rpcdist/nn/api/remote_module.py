@@ -1,0 +1,319 @@
+"""`RemoteModule`: a module that lives on another worker, and is called as if it were here."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import Tensor, nn
+
+import rpcdist.rpc as rpc
+from rpcdist.errors import NotInitialized, RpcdistError, SerializationError
+from rpcdist.nn import _owner
+from rpcdist.nn._refused import RefusesLocalMethods, refuse
+from rpcdist.nn._remote_device import parse_remote_device
+from rpcdist.rpc import Future, RRef
+
+__all__ = ["RemoteModule"]
+
+logger = logging.getLogger(__name__)
+
+# What travels with a RemoteModule in calls.
+_REMOTE_MODULE_PICKLED_ATTRIBUTES = (
+    "on",
+    "device",
+    "is_device_map_set",
+    "is_scriptable",
+    "generated_methods",
+    "module_rref",
+)
+# The rest of what there is in one that was made here, and `nn.Module` put most of it there.
+_OWN_METHODS = ("forward_async", "forward")
+
+
+def _forward_async(
+    module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any
+) -> Future[Any]:
+    """Calls the module at its owner; returns a future of the result."""
+    return rpc.rpc_async(module_rref.owner(), _owner.forward, args=(module_rref, device, has_device_map, args, kwargs))
+
+
+def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any) -> Any:
+    """Calls the module at its owner, and waits for the result."""
+    return rpc.rpc_sync(module_rref.owner(), _owner.forward, args=(module_rref, device, has_device_map, args, kwargs))
+
+
+def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[Any, ...]]:
+    """How a handle travels in calls."""
+    left = module.__dict__.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_OWN_METHODS, *nn.Module().__dict__}
+    if left:
+        logger.warning("these attributes of a RemoteModule stay here when it travels: %s", ", ".join(sorted(left)))
+    return _rebuild, (type(module), *(module.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES))
+
+
+def _rebuild(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
+    made = cls.__new__(cls)
+    made.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, attributes, strict=True))
+    made._install_methods()
+    return made
+
+
+class _RemoteModule(RefusesLocalMethods):
+    """`RemoteModule`, with TorchScript at the owner on request.
+
+    Args:
+        remote_device, module_cls, args, kwargs: as for `RemoteModule`.
+        _module_interface_cls: a class made with `torch.jit.interface`: the module is compiled by TorchScript at its
+            owner. Calls are made by Python in any case, so the handle itself cannot be compiled.
+    """
+
+    forward: Callable[..., Any]
+    forward_async: Callable[..., Future[Any]]
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+        _module_interface_cls: object = None,
+    ) -> None:
+        super().__init__()
+        self._find_worker(remote_device)
+        scripted = _module_interface_cls is not None
+        creation = (module_cls, args or (), kwargs or {}, self.device, scripted)
+        self._refer_to(rpc.remote(self.on, _owner.create, args=creation))
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        rpc.internal._internal_rpc_pickler._register_reducer(cls, _reduce)
+
+    def _find_worker(self, remote_device: str) -> None:
+        if not rpc.api._is_current_rpc_agent_set():
+            raise NotInitialized("RemoteModule only works in RPC. Call rpcdist.rpc.init_rpc first.")
+        place = parse_remote_device(remote_device)
+        self.on: str | int = rpc.get_worker_info().name if place.on is None else place.on
+        self.device = str(place.device)
+        agent = rpc.api._get_current_rpc_agent()
+        self.is_device_map_set = bool(agent._get_device_map(agent.get_worker_info(self.on)))
+
+    def _refer_to(self, module_rref: RRef[nn.Module]) -> None:
+        self.is_scriptable = False
+        self.generated_methods = (_forward_async, _forward)
+        self.module_rref = module_rref
+        self._install_methods()
+
+    def _install_methods(self) -> None:
+        # They do not refer to this object: the cycle would keep the remote module alive until the garbage collector
+        # comes.
+        for name, method in zip(_OWN_METHODS, self.generated_methods, strict=True):
+            setattr(self, name, partial(method, self.module_rref, self.device, self.is_device_map_set))
+
+    @staticmethod
+    def init_from_module_rref(
+        remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: object = None
+    ) -> RemoteModule:
+        """Another handle on a module that exists already.
+
+        Args:
+            remote_device: where the module lives.
+            module_rref: a reference to it.
+            _module_interface_cls: accepted for torch's sake.
+        """
+        made = RemoteModule.__new__(RemoteModule)
+        nn.Module.__init__(made)
+        made._find_worker(remote_device)
+        made._refer_to(module_rref)
+        return made
+
+    # ------------------------------------------------------------ calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """`forward`."""
+        return self.forward(*args, **kwargs)
+
+    def _ask(self, function: Callable[..., Any], *args: Any) -> Any:
+        return rpc.rpc_sync(self.module_rref.owner(), function, args=(self.module_rref, *args))
+
+    def get_module_rref(self) -> RRef[nn.Module]:
+        """The reference to the module."""
+        return self.module_rref
+
+    def train(self, mode: bool = True) -> _RemoteModule:
+        """Sets the module, at its owner, to training mode or to evaluation mode."""
+        self._ask(_owner.train, mode)
+        self.training = mode
+        return self
+
+    def eval(self) -> _RemoteModule:
+        """The same as `train(False)`."""
+        return self.train(False)
+
+    def requires_grad_(self, requires_grad: bool = True) -> _RemoteModule:
+        """Says whether the parameters want gradients."""
+        self._ask(_owner.requires_grad_, requires_grad)
+        return self
+
+    def to(self, *args: Any, **kwargs: Any) -> _RemoteModule:
+        """Moves the module to another device of its owner, or to another dtype, as `torch.nn.Module.to` does."""
+        self.device = self._ask(_owner.move, self.device, args, kwargs)
+        self._install_methods()
+        return self
+
+    # ------------------------------------------------------------ parameters
+
+    def remote_parameters(self, recurse: bool = True) -> list[RRef[nn.Parameter]]:
+        """References to the parameters, as a `DistributedOptimizer` takes them.
+
+        Args:
+            recurse: those of submodules, too.
+        """
+        parameters: list[RRef[nn.Parameter]] = self._ask(_owner.parameter_rrefs, recurse)
+        return parameters
+
+    def named_parameters(  # type: ignore[override]
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
+        """The names of the parameters, with references to them."""
+        return iter(self._ask(_owner.named_parameter_rrefs, prefix, recurse, remove_duplicate))
+
+    def parameters(self, recurse: bool = True) -> NoReturn:
+        """Not supported: parameters are elsewhere. Raises ValueError."""
+        refuse("parameters", "Please use ``remote_parameters`` instead.")
+
+    def named_modules(
+        self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Module]]:
+        """Not supported by itself; the module around it finds one module without parameters here.
+
+        Raises:
+            ConfigError: (a ValueError) called directly.
+        """
+        if memo is None:
+            refuse("named_modules", "Its submodules are elsewhere.")
+        return iter(() if self in memo else ((prefix, self),))
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RemoteModule:
+        """The module around it is moved or converted: this one stays, see `to`."""
+        return self
+
+    # ------------------------------------------------------------ state
+
+    def state_dict(  # type: ignore[override]
+        self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """The state of the module, on the CPU; a local module around it has it in its own.
+
+        Args:
+            destination: where to add it; by default it is a dictionary of its own.
+            prefix: before the names.
+            keep_vars: accepted for `torch.nn.Module`'s sake; what comes from elsewhere is a copy.
+        """
+        state: Any = self._ask(_owner.state_dict)
+        versions = getattr(state, "_metadata", {})
+        if destination is None:
+            if not prefix:
+                found: dict[str, Any] = state
+                return found
+            destination = type(state)()
+        destination.update((prefix + name, value) for name, value in state.items())
+        if hasattr(destination, "_metadata"):
+            destination._metadata.update(((prefix + name).rstrip("."), version) for name, version in versions.items())
+        return destination
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads a state into the module at its owner. Returns, and raises, what `torch.nn.Module` does."""
+        return self._ask(_owner.load_state_dict, state_dict, strict, assign)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: Mapping[str, Any],
+        prefix: str,
+        local_metadata: dict[str, Any],
+        strict: bool,
+        missing_keys: list[str],
+        unexpected_keys: list[str],
+        error_msgs: list[str],
+    ) -> None:
+        """The module around it loads a state."""
+        mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
+        assign = bool(local_metadata.get("assign_to_params_buffers", False))
+        try:
+            problems = self._ask(_owner.load_state_dict, mine, False, assign)
+        except RuntimeError as exc:
+            if isinstance(exc, RpcdistError):
+                raise
+            error_msgs.append(str(exc))
+            return
+        missing_keys += [prefix + name for name in problems.missing_keys]
+        unexpected_keys += [prefix + name for name in problems.unexpected_keys]
+
+    # ------------------------------------------------------------ as an object
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
+
+    def __getstate__(self) -> NoReturn:
+        raise SerializationError(
+            "Cannot pickle RemoteModule in python pickler. RemoteModule can only be pickled when using RPC"
+        )
+
+    def __setstate__(self, state: object) -> NoReturn:
+        raise SerializationError(
+            "Cannot unpickle RemoteModule in python pickler. RemoteModule can only be unpickled when using RPC"
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        raise RpcdistError(
+            "a RemoteModule cannot be compiled by TorchScript, because its calls are made by Python; call it from "
+            "Python code. With _module_interface_cls the module itself is compiled, at its owner"
+        )
+
+
+class RemoteModule(_RemoteModule):
+    """A handle on a module that lives on another worker.
+
+        net = RemoteModule("ps0/cuda:0", nn.Linear, args=(20, 30))
+        out = net(torch.randn(8, 20))               # runs there, and waits
+        out = net.forward_async(torch.randn(8, 20)) # a future: wait for it, or await it
+
+    Inside `autograd.context()` gradients flow through it, and `remote_parameters()` is what `DistributedOptimizer`
+    takes. It may be an argument or a result of calls: what arrives is another handle on the same module. The module
+    lives as long as there is one.
+
+    As part of a local module, it has the remote state in that module's `state_dict`, follows its `train` and `eval`,
+    and has no parameters as far as that module's `parameters()` is concerned.
+
+    Args:
+        remote_device: `"name"`, `"name/cuda:0"` or `"rank:0/cpu"`: the worker, and one of its devices, by default the
+            CPU. Inputs are moved to the device; results come back on the CPU, unless `RpcOptions` has a device map for
+            this worker.
+        module_cls: the module's class, or a function that makes one; the owner must be able to import it.
+        args, kwargs: its arguments.
+
+    Attributes:
+        on: name or rank of the worker.
+        device: there.
+        module_rref: the reference to the module.
+
+    Raises:
+        NotInitialized: before `init_rpc`.
+        ConfigError: (a ValueError) `remote_device` cannot be read.
+        UnknownWorker: there is no such worker.
+
+    What goes wrong with making the module is raised by its first use.
+    """
+
+    def __init__(
+        self,
+        remote_device: str,
+        module_cls: Callable[..., nn.Module],
+        args: Sequence[Any] | None = None,
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
+        super().__init__(remote_device, module_cls, args, kwargs)
+
+
+rpc.internal._internal_rpc_pickler._register_reducer(_RemoteModule, _reduce)
