@@ -282,8 +282,8 @@ def run_master(options: Options) -> float:
     guessing = 100 * torch.bincount(library.test.labels).max().item() / len(library.test)
     print(
         f"test accuracy {history.accuracies[-1]:.1f} % (guessing: {guessing:.1f} %; "
-        f"{count(options.trainers, 'trainer')}, {count(options.servers, 'server')}, {options.epochs} epochs, {seconds:.1f} s), "
-        f"picture: {options.picture}",
+        f"{count(options.trainers, 'trainer')}, {count(options.servers, 'server')}, {options.epochs} epochs, "
+        f"{seconds:.1f} s), picture: {options.picture}",
         flush=True,
     )
     return history.accuracies[-1]
