@@ -36,14 +36,19 @@ fmt: $(READY)
 proto: $(READY)  ## rpcdist/_proto/ from proto/
 	$(BIN)/python tools/generate_proto.py
 
-bench: $(READY)  ## compares with torch RPC; wants a quiet machine
+bench: $(READY)  ## compares with torch and Gloo; wants a quiet machine
 	$(BIN)/python benchmarks/rpc.py
+	$(BIN)/python benchmarks/collectives.py
+	$(BIN)/python benchmarks/autograd.py
+	$(BIN)/python benchmarks/ddp.py
+	$(BIN)/python benchmarks/pipeline.py
 
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write
 
-stress: $(READY)
-	$(BIN)/pytest -m stress
+stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults
+	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m stress
+	RPCDIST_TEST_FULL=1 $(BIN)/pytest tests/test_collectives_*.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

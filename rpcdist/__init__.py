@@ -1,4 +1,4 @@
-"""rpcdist: asynchronous RPC, remote references and collectives for distributed training on PyTorch tensors.
+"""rpcdist: asynchronous RPC, remote references, distributed autograd and collectives for training on PyTorch tensors.
 
 `import rpcdist` alone is cheap: a submodule, and with it torch or gRPC, is imported when it is first used.
 """
@@ -11,14 +11,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rpcdist import autograd as autograd
     from rpcdist import collectives as collectives
+    from rpcdist import data as data
     from rpcdist import deadline as deadline
     from rpcdist import errors as errors
     from rpcdist import ids as ids
+    from rpcdist import nn as nn
+    from rpcdist import optim as optim
+    from rpcdist import parallel as parallel
     from rpcdist import rpc as rpc
 
     __version__: str
 
-__all__ = ["__version__", "autograd", "collectives", "deadline", "errors", "ids", "rpc"]
+__all__ = [
+    "__version__",
+    "autograd",
+    "collectives",
+    "data",
+    "deadline",
+    "errors",
+    "ids",
+    "nn",
+    "optim",
+    "parallel",
+    "rpc",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -35,10 +36,14 @@ class Scripted(nn.Module):
         return x
 
 
-@torch.jit.interface
-class ScriptedInterface:
+class _Interface:
     def forward(self, x: Tensor, count: int) -> Tensor:  # type: ignore[empty-body]
         pass
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, and goes on offering it
+    ScriptedInterface = torch.jit.interface(_Interface)
 
 
 class Child(RemoteModule):
