@@ -166,7 +166,9 @@ def _release_context(context_id: int, quietly: bool = False) -> None:
     worker = _worker()
     if not quietly:
         worker.contexts.find(context_id)
-    worker.release(context_id)
+    released = worker.release(context_id)
+    if released is not None:
+        released.drop()
 
 
 def _current_context() -> Context:

@@ -27,6 +27,7 @@ __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
 KEPT_RELEASES = 16384
+MAX_LIGHT_BYTES = 1 << 20
 
 
 def make_id(worker_id: int, number: int) -> int:
@@ -55,6 +56,7 @@ class Context:
         callers: the workers that called this one in it.
         passes: backward passes under way, by id.
         ended_passes: those that ended, with the error if they failed.
+        is_spent: the last of them has freed the graph's saved tensors.
     """
 
     def __init__(self, id: int, worker_id: int, next_message: Callable[[], int]) -> None:
@@ -64,6 +66,7 @@ class Context:
         self.callers: set[int] = set()
         self.passes: dict[int, BackwardPass] = {}
         self.ended_passes: dict[int, BaseException | None] = {}
+        self.is_spent = False
         self.gradients = GradientTable()
         self._worker_id = worker_id
         self._next_message = next_message
@@ -138,16 +141,22 @@ class Context:
                 self.callers.add(worker_id)
 
     def end(self) -> bool:
-        """Marks the context as over, and drops its graph; False if it was."""
+        """Marks the context as over; False if it was. Nothing is freed: that is for `drop`."""
         with self._lock:
-            if self.is_released:
-                return False
-            self.is_released = True
+            was_released, self.is_released = self.is_released, True
+        return not was_released
+
+    def drop(self) -> None:
+        """Frees graph and gradients of a context that is over. May run code of users, so not on the I/O loop."""
+        with self._lock:
             # The graph dies after the lock: user objects may live in it.
-            dropped = self._sends, self._recvs
-            self._sends, self._recvs = {}, {}
+            dropped = self._sends, self._recvs, self.gradients
+            self._sends, self._recvs, self.gradients = {}, {}, GradientTable()
         del dropped
-        return True
+
+    def is_light(self) -> bool:
+        """Whether little memory waits for `drop`: a backward pass has freed what the graph had kept."""
+        return self.is_spent and self.gradients.size_bytes() <= MAX_LIGHT_BYTES
 
     # ------------------------------------------------------------ torch's private names
 

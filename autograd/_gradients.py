@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["GradientTable"]
+__all__ = ["GradientTable", "size_bytes"]
 
 
 class GradientTable:
@@ -24,6 +24,10 @@ class GradientTable:
 
     def __len__(self) -> int:
         return len(self._gradients)
+
+    def size_bytes(self) -> int:
+        with self._lock:
+            return sum(map(size_bytes, self._gradients.values()))
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
@@ -53,6 +57,13 @@ class GradientTable:
             # torch adds a sparse tensor to a dense one, but not the other way round.
             self._gradients[leaf] = gradient + known if known.is_sparse else known + gradient
             self._owned.add(leaf)
+
+
+def size_bytes(gradient: torch.Tensor) -> int:
+    """How much memory a dense or sparse gradient takes."""
+    if gradient.is_sparse:
+        return gradient._values().nbytes + gradient._indices().nbytes
+    return gradient.numel() * gradient.element_size()
 
 
 def _address(gradient: torch.Tensor) -> int:

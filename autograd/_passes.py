@@ -105,10 +105,12 @@ class BackwardPass:
 
     # ------------------------------------------------------------ events
 
-    def post(self, job: Job) -> None:
-        """Has `job` called by the thread that handles the events of this pass."""
+    def post(self, job: Job, lazily: bool = False) -> None:
+        """Has `job` called by the thread that handles the events of this pass; `lazily`: with the next one."""
         with self._changed:
             self._inbox.append(job)
+            if lazily:
+                return
             if self._has_waiter:
                 self._changed.notify_all()
                 return
@@ -116,6 +118,16 @@ class BackwardPass:
                 return
             self._is_draining = True
         self._worker.submit(self._drain)
+
+    def can_wait(self, sender: int, begin: autograd_pb2.BackwardBegin) -> bool:
+        """Whether nothing follows from a neighbour's begin by itself: all that it received is still open there."""
+        analysis = self._analysis
+        if analysis is None or not self.is_started:
+            return False
+        received = begin.received
+        num_sends = sum(send.to == sender for send in analysis.local.sends)
+        is_open = not (received.used or received.unused or received.partly)
+        return is_open and 0 < num_sends == len(received.open)
 
     def handle_soon(self, event: Event) -> None:
         self.post(lambda: self.handle(event))
@@ -308,6 +320,7 @@ class BackwardPass:
             self._changed.notify_all()
         self.context.passes.pop(self.id, None)
         self.context.ended_passes[self.id] = error
+        self.context.is_spent = error is None and not self._retain_graph
         if self.on_end is not None:
             self.on_end()
         return True

@@ -13,6 +13,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,7 @@ from rpcdist.autograd._functions import (
     running,
     token_edge,
 )
+from rpcdist.autograd._gradients import size_bytes
 from rpcdist.autograd._graphs import Analysis, Leaf
 
 if TYPE_CHECKING:
@@ -37,6 +39,9 @@ if TYPE_CHECKING:
 __all__ = ["Captured", "GroupRun", "queue_callback"]
 
 Captured = dict[torch.Tensor, torch.Tensor]
+
+MAX_HELD_BYTES = 32 << 10
+MAX_HELD_S = 0.001
 
 
 class GroupRun:
@@ -54,6 +59,8 @@ class GroupRun:
         self._run = run
         self._unanswered = dict.fromkeys(run.recvs)
         self._lock = threading.Lock()
+        self._held: list[tuple[RecordedRecv, Gradients]] = []
+        self._held_since = 0.0
         self.callbacks: list[Callable[[Captured], object]] = []
 
     def __repr__(self) -> str:
@@ -64,6 +71,7 @@ class GroupRun:
         edges, gradients = self._starts()
         if edges:
             captured = self._call(edges, gradients, retain_graph)
+            self._answer_held()
             for callback in self.callbacks:
                 callback(captured)
             self._owner.context.gradients.add(captured.items())
@@ -140,6 +148,28 @@ class GroupRun:
             is_wanted = recv.id in self._unanswered
             self._unanswered.pop(recv.id, None)
         if is_wanted:
+            self._hold(recv, gradients)
+
+    # ------------------------------------------------------------ answers
+
+    def _hold(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        """Sends a gradient at once, or, if it is small, together with what follows within a moment.
+
+        A recv's gradient is usually among the last things that an engine call computes, so what it meets on its way is
+        the message that this worker is done. Never where gates wait inside the call for what others do with it.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._held_since = self._held_since if self._held else now
+            self._held.append((recv, gradients))
+        held_bytes = sum(size_bytes(gradient) for gradient in gradients if gradient is not None)
+        if self._run.pending or held_bytes > MAX_HELD_BYTES or now - self._held_since > MAX_HELD_S:
+            self._answer_held()
+
+    def _answer_held(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+        for recv, gradients in held:
             self._owner.answer(recv, gradients)
 
 

@@ -5,8 +5,10 @@ Each message has one handler, `on_message`; the sessions' envelopes and the gRPC
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import logging
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -34,6 +36,8 @@ __all__ = ["AutogradWorker"]
 
 logger = logging.getLogger(__name__)
 
+DROP_DELAY_S = 0.05
+
 SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
 
 
@@ -45,6 +49,8 @@ class AutogradWorker:
         self.contexts = ContextTable(agent.worker_id, agent.incarnation)
         self._agent = agent
         self._passes = itertools.count(1)
+        self._to_drop: deque[Context] = deque()
+        self._drop_timer: asyncio.TimerHandle | None = None  # I/O loop
         agent.node.add_service(SERVICE, {"Deliver": self._deliver})
 
     def __repr__(self) -> str:
@@ -144,11 +150,15 @@ class AutogradWorker:
 
     # ------------------------------------------------------------ contexts
 
-    def release(self, context_id: int, told_by: int | None = None) -> bool:
-        """Ends a context here, and on all workers that took part; any thread. False if it is not there."""
+    def release(self, context_id: int, told_by: int | None = None) -> Context | None:
+        """Ends a context here, and on all workers that took part; any thread.
+
+        Returns:
+            The context, whose graph still has to be dropped; None if it is not there.
+        """
         context = self.contexts.release(context_id)
         if context is None or not context.end():
-            return False
+            return None
         for current in list(context.passes.values()):
             current.fail(AutogradError(f"autograd context {context_id} was released during its backward pass"))
         body = autograd_pb2.AutogradMessage(context=context_id)
@@ -156,7 +166,30 @@ class AutogradWorker:
         for worker in context.neighbours() - {told_by, self.id}:
             if not self._agent.closed:
                 self._agent.connections.send_control(worker, body)
-        return True
+        return context
+
+    def _released_by(self, worker_id: int, context_id: int) -> None:
+        """A neighbour says that a context is over; on the I/O loop, which must not drop what users put into a graph.
+
+        A thread is woken for that at once if much memory is held; else, after a moment, for all contexts that ended.
+        """
+        context = self.release(context_id, worker_id)
+        if context is None:
+            return
+        self._to_drop.append(context)
+        if not context.is_light():
+            self.submit(self._drop)
+        elif self._drop_timer is None:
+            self._drop_timer = self._agent.node.io.loop.call_later(DROP_DELAY_S, self._drop_soon)
+
+    def _drop_soon(self) -> None:
+        self._drop_timer = None
+        if not self._agent.closed:
+            self.submit(self._drop)
+
+    def _drop(self) -> None:
+        while self._to_drop:
+            self._to_drop.popleft().drop()
 
     # ------------------------------------------------------------ hooks of calls
 
@@ -179,7 +212,7 @@ class AutogradWorker:
     def worker_dead(self, identity: Identity) -> None:
         for context in self.contexts.all():
             if worker_of(context.id) == identity.id:
-                self.submit(self.release, context.id, identity.id)
+                self._released_by(identity.id, context.id)
 
     def close(self) -> None:
         for context in self.contexts.all():
@@ -187,6 +220,8 @@ class AutogradWorker:
                 current.fail(RpcdistError("RPC was shut down in this process during the backward pass"))
             self.contexts.release(context.id)
             context.end()
+            context.drop()
+        self._drop()
 
     # ------------------------------------------------------------ what arrives (I/O loop)
 
@@ -201,7 +236,7 @@ class AutogradWorker:
     ) -> None:
         kind = message.WhichOneof("body")
         if kind == "release":
-            self.submit(self.release, message.context, sender.id)
+            self._released_by(sender.id, message.context)
             return
         context = self.contexts.join(message.context) if kind == "begin" else self.contexts.look_up(message.context)
         if context is None:
@@ -212,7 +247,9 @@ class AutogradWorker:
         if current is None:
             return
         if kind == "begin":
-            current.post(lambda: _begin_with(current, sender.id, message.begin))
+            current.post(
+                lambda: _begin_with(current, sender.id, message.begin), current.can_wait(sender.id, message.begin)
+            )
         elif kind == "verdicts":
             current.handle_soon(Decided(sender.id, decode_verdicts(message.verdicts)))
         elif kind == "gradient":

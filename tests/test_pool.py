@@ -217,12 +217,16 @@ def test_an_idle_thread_keeps_nothing_alive(pool: WorkerPool) -> None:
     assert alive() is None
 
 
-def test_cleanup_runs_after_each_job_even_a_failed_one() -> None:
+def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one() -> None:
     calls: list[str] = []
-    pool = WorkerPool(on_error=lambda error, function: calls.append("error"), cleanup=lambda: calls.append("cleanup"))
-    pool.submit(int, "no number")
+    pool = WorkerPool(
+        on_error=lambda error, function: calls.append("error"),
+        prepare=lambda: calls.append("prepare"),
+        cleanup=lambda: calls.append("cleanup"),
+    )
+    pool.submit_many([(int, ("no number",)), (int, ())])
     assert pool.close(LIMIT_S) == []
-    assert calls == ["error", "cleanup"]
+    assert calls == ["prepare", "error", "cleanup", "cleanup"]
 
 
 def test_at_the_cap_the_error_names_the_option_and_stuck_jobs_get_an_answer(caplog: pytest.LogCaptureFixture) -> None:

@@ -81,6 +81,7 @@ class Agent:
         self.closed = False
         self.pool = WorkerPool(
             max_threads=options.max_worker_threads,
+            prepare=_torch_state.adopt_num_threads,
             cleanup=_torch_state.reset,
             on_exhausted=self._on_exhausted,
             describe=describe_job,

@@ -126,6 +126,7 @@ class WorkerPool:
         num_cores: rule 3; by default the number of cores that this process may use.
         on_error: gets what a job raises, `SystemExit` included, on the job's thread; the thread goes on in any case.
         on_exhausted: gets jobs that could not run (rule 4), on the monitor's thread; it must not block.
+        prepare: called on each thread when it starts.
         cleanup: called after each job on its thread, to take away what a user function left behind there.
         describe: names a job in messages.
     """
@@ -140,6 +141,7 @@ class WorkerPool:
         num_cores: int | None = None,
         on_error: Callable[[BaseException, Function], object] = _log_error,
         on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None,
+        prepare: Callable[[], object] = lambda: None,
         cleanup: Callable[[], object] | None = None,
         describe: Callable[[Function, tuple[object, ...]], str] = _describe,
     ) -> None:
@@ -150,6 +152,7 @@ class WorkerPool:
         self._num_cores = num_cores or _usable_cores()
         self._on_error = on_error
         self._on_exhausted = on_exhausted
+        self._prepare = prepare
         self._cleanup = cleanup
         self._describe = describe
 
@@ -290,6 +293,7 @@ class WorkerPool:
     def _work(self, worker: _Worker) -> None:
         _local.worker = worker
         worker.clock = _thread_clock()
+        self._prepare()
         queue, cleanup = self._queue, self._cleanup
         while True:
             try:

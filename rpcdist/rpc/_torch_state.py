@@ -25,7 +25,7 @@ from typing import Any, Final, Protocol, TypeVar, cast
 import torch
 import torch.utils._device as torch_device
 
-__all__ = ["StateSlot", "is_default", "reset"]
+__all__ = ["StateSlot", "adopt_num_threads", "is_default", "reset"]
 
 T = TypeVar("T")
 
@@ -71,6 +71,15 @@ def is_default() -> bool:
         and _is_autocast_cache_enabled()
         and _hooks_disabled_text() is None
     )
+
+
+def adopt_num_threads() -> None:
+    """Makes this thread, which is new, compute with the number of threads that `torch.set_num_threads` was told.
+
+    OpenMP keeps that number per thread, and starts with the number of cores. torch sets it on a thread when it first
+    asks for it there, which most operators do not.
+    """
+    torch.get_num_threads()
 
 
 def reset() -> None:

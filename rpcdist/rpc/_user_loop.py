@@ -24,7 +24,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized
-from rpcdist.rpc._torch_state import StateSlot
+from rpcdist.rpc._torch_state import StateSlot, adopt_num_threads
 from rpcdist.transport import fork
 
 __all__ = ["Request", "StatefulCoroutine", "UserCall", "UserLoop"]
@@ -364,6 +364,7 @@ class UserLoop:
 
     def _work(self) -> None:
         asyncio.set_event_loop(self.loop)
+        adopt_num_threads()
         try:
             while not self._stopping:
                 try:
