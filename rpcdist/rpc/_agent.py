@@ -190,7 +190,6 @@ class Agent:
         if self.closed:
             return
         jobs: list[Job] = []
-        acknowledge = 0
         for message, buffers in messages:
             kind = message.WhichOneof("body")
             if kind == "reply":
@@ -201,7 +200,7 @@ class Agent:
                 if self.autograd is not None:
                     self.autograd.on_message(session.peer, message.autograd, buffers)
             elif kind == "rref" or kind == "autograd":
-                acknowledge = self.connections.take_control(session, message) or acknowledge
+                self.connections.take_control(session, message)
             elif kind == "ack":
                 self.connections.acknowledged(session, message.ack.control_seq)
             elif kind == "stream_item":
@@ -213,8 +212,6 @@ class Agent:
                 self.dispatcher.credit(session, message.stream_credit.id, message.stream_credit.items)
             elif kind == "cancel":
                 self.dispatcher.cancel(session, message.cancel.id)
-        if acknowledge:
-            session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=acknowledge)))
         if jobs:
             self.pool.submit_many(jobs)
 

@@ -27,6 +27,7 @@ __all__ = ["Connections"]
 
 logger = logging.getLogger(__name__)
 
+ACKNOWLEDGE_AFTER_S = 0.01
 LEASE_IN_PEER_TIMEOUTS = 3
 REPLACED = "another process took its place"
 
@@ -40,6 +41,7 @@ class Connections:
         self._lock = threading.Lock()
         self._sessions: set[Session] = set()
         self._inboxes: dict[tuple[int, int], ControlInbox] = {}
+        self._to_acknowledge: dict[AnySession, int] = {}  # I/O loop
         self._leases = Leases(LEASE_IN_PEER_TIMEOUTS * agent.options.peer_timeout)
         self.loss_listeners: list[Callable[[Identity, WorkerLost], None]] = []
 
@@ -115,7 +117,8 @@ class Connections:
         if peer is not None and peer.identity == session.peer:
             peer.acknowledged(control_seq)
 
-    def take_control(self, session: AnySession, message: rpc_pb2.Message) -> int:
+    def take_control(self, session: AnySession, message: rpc_pb2.Message) -> None:
+        """Applies a control message, unless that was done before; it is acknowledged soon, with those that follow."""
         peer = session.peer
         inbox = self._inboxes.setdefault((peer.id, peer.incarnation), ControlInbox())
         if inbox.accept(message.control_seq):
@@ -123,7 +126,14 @@ class Connections:
                 self._agent.rrefs.on_message(peer.id, peer.incarnation, message.rref)
             elif message.HasField("autograd") and self._agent.autograd is not None:
                 self._agent.autograd.on_message(peer, message.autograd, ())
-        return inbox.applied
+        if not self._to_acknowledge:
+            self._agent.node.io.loop.call_later(ACKNOWLEDGE_AFTER_S, self._acknowledge)
+        self._to_acknowledge[session] = inbox.applied
+
+    def _acknowledge(self) -> None:
+        owed, self._to_acknowledge = self._to_acknowledge, {}
+        for session, applied in owed.items():
+            session.send(rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=applied)))
 
     def refusal(self, identity: Identity) -> str | None:
         """Why a worker may not connect, or None."""
@@ -269,6 +279,7 @@ class Connections:
 
     async def flush(self, timeout_s: float, wait_for_others: bool) -> None:
         """Waits until what was queued is written, and perhaps until the others have left, for they wait for it."""
+        self._acknowledge()
         peers = [peer.session for peer in self._peers.values() if peer.session is not None]
         try:
             async with asyncio.timeout(timeout_s):

@@ -137,10 +137,6 @@ class Peer:
         with self._lock:
             self._control.acknowledged(up_to)
 
-    @property
-    def num_unacknowledged(self) -> int:
-        return len(self._control)
-
     def revive(self) -> None:
         """Tries a worker that is LOST once more."""
         with self._lock:
