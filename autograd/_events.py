@@ -169,10 +169,10 @@ class SendVerdicts:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a group.
+    """Run a group, or several that are ready at the same time.
 
     Attributes:
-        group: its number.
+        groups: their numbers.
         used: the sources to run it from.
         arrived: the sends whose gradients are there.
         pending: the sends whose gradients will come while it runs, because it answers recvs that they depend on; in
@@ -180,11 +180,21 @@ class Run:
         recvs: the messages that have to be answered.
     """
 
-    group: int
+    groups: tuple[int, ...]
     used: int
     arrived: tuple[int, ...]
     pending: tuple[int, ...]
     recvs: tuple[int, ...]
+
+    def with_(self, other: Run) -> Run:
+        """Both in one; neither has anything pending. A send whose tensors lie apart may have arrived for both."""
+        return Run(
+            self.groups + other.groups,
+            self.used | other.used,
+            tuple(dict.fromkeys(self.arrived + other.arrived)),
+            (),
+            self.recvs + other.recvs,
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ own.
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import traceback
@@ -78,6 +79,7 @@ class BackwardPass:
         self._involved: set[int] = set()
         self._changed = threading.Condition()
         self._inbox: deque[Job] = deque()
+        self._ready: list[Run] = []  # for the thread that handles events
         self._is_draining = False
         self._has_waiter = False
 
@@ -132,18 +134,20 @@ class BackwardPass:
     def handle_soon(self, event: Event) -> None:
         self.post(lambda: self.handle(event))
 
-    def gradient_arrived(self, message: int, decode: Callable[[], object]) -> None:
-        """The gradient of a send is there; any thread. `decode` makes a list of tensors and None."""
-        self.post(lambda: self._take_gradient(message, decode))
+    def gradients_arrived(self, messages: Sequence[int], decode: Callable[[], object]) -> None:
+        """The gradients of sends are there; any thread. `decode` makes a list of tensors and None for each."""
+        self.post(lambda: self._take_gradients(messages, decode))
 
     def _drain(self) -> None:
         while True:
+            job = self._next_job()
+            if job is not None:
+                self._guarded(job)
+                continue
             with self._changed:
                 if not self._inbox:
                     self._is_draining = False
                     return
-                job = self._inbox.popleft()
-            self._guarded(job)
 
     def run_here(self, first: Job) -> None:
         """Calls `first`, then handles events on this thread until the pass is over; raises what ended it.
@@ -157,6 +161,8 @@ class BackwardPass:
                 job = self._next_job()
                 if job is not None:
                     self._guarded(job)
+                else:
+                    self._wait()
         except BaseException as exc:
             self.fail(exc)
             raise
@@ -164,11 +170,17 @@ class BackwardPass:
             raise self.error
 
     def _next_job(self) -> Job | None:
+        """An event, or, when all that came are handled, what they have made ready; None if there is neither."""
+        with self._changed:
+            if self._inbox:
+                return self._inbox.popleft()
+        return self._execute_ready if self._ready and not self.is_over else None
+
+    def _wait(self) -> None:
         with self._changed, blocking():
-            left_s = self._deadline.wait_s()
-            if not self._changed.wait_for(lambda: self._inbox or self.is_over, left_s):
-                self.fail(self._late())
-            return self._inbox.popleft() if self._inbox else None
+            in_time = self._changed.wait_for(lambda: self._inbox or self.is_over, self._deadline.wait_s())
+        if not in_time:
+            self.fail(self._late())
 
     def expire(self) -> None:
         """The deadline is over; for passes that nobody waits for on a thread."""
@@ -193,17 +205,14 @@ class BackwardPass:
     # ------------------------------------------------------------ the machine
 
     def handle(self, event: Event) -> None:
-        actions = self._state.handle(event)
-        runs = [action for action in actions if isinstance(action, Run)]
-        for action in actions:
+        """Only the thread that handles the events of the pass calls it."""
+        for action in self._state.handle(event):
             if not isinstance(action, Run):
                 self._carry_out(action)
-        for run in runs:
-            # The last that need not wait runs here; its result is what everybody waits for.
-            if run.pending or run is not runs[-1]:
-                self._worker.submit(self._guarded, lambda run=run: self._execute(run))
+            elif action.pending:
+                self._worker.submit(self._guarded, lambda run=action: self._execute_blocking(run))
             else:
-                self._execute(run)
+                self._ready.append(action)
 
     def _carry_out(self, action: Action) -> None:
         match action:
@@ -237,21 +246,35 @@ class BackwardPass:
     def _message(self) -> autograd_pb2.AutogradMessage:
         return autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
 
+    def _execute_ready(self) -> None:
+        """Runs in one call what became ready since the last one: a hundred small groups cost a hundred calls."""
+        run = functools.reduce(Run.with_, self._ready)
+        self._ready.clear()
+        self._execute(run)
+        for group in run.groups:
+            self.handle(GroupEnded(group))
+
+    def _execute_blocking(self, run: Run) -> None:
+        self._execute(run)
+        for group in run.groups:
+            self.handle_soon(GroupEnded(group))
+
     def _execute(self, run: Run) -> None:
         assert self._analysis is not None  # there are no runs before `start`
         GroupRun(self, self._analysis, run).execute(self._retain_graph)
-        self.handle_soon(GroupEnded(run.group))
 
     # ------------------------------------------------------------ gradients
 
-    def _take_gradient(self, message: int, decode: Callable[[], object]) -> None:
-        gradients = decode()
-        assert isinstance(gradients, list)
+    def _take_gradients(self, messages: Sequence[int], decode: Callable[[], object]) -> None:
+        arrived = decode()
+        assert isinstance(arrived, list)
+        pairs = dict(zip(messages, arrived, strict=True))
         with self._changed:
-            self._gradients[message] = gradients
+            self._gradients.update(pairs)
             self._changed.notify_all()
-        used = sum(1 << index for index, gradient in enumerate(gradients) if gradient is not None)
-        self.handle(GradientArrived(message, used))
+        for message, gradients in pairs.items():
+            used = sum(1 << index for index, gradient in enumerate(gradients) if gradient is not None)
+            self.handle(GradientArrived(message, used))
 
     def gradient(self, message: int) -> Gradients:
         """A gradient that is there."""
@@ -269,15 +292,20 @@ class BackwardPass:
             f"the gradient of what was sent to worker {self._worker.name_of(send.to)!r} did not come in time"
         )
 
-    def answer(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        """Sends the gradient of a received message to its sender."""
-        if recv.sender == self._worker.id:
-            local = list(gradients)
-            self.gradient_arrived(recv.id, lambda: local)
-            return
-        message = self._message()
-        message.gradient.message = recv.id
-        self._worker.send_gradient(recv.sender, message, list(gradients), self)
+    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]]) -> None:
+        """Sends the gradients of received messages to their senders."""
+        by_sender: dict[int, tuple[list[int], list[Gradients]]] = {}
+        for recv, gradients in answers:
+            messages, values = by_sender.setdefault(recv.sender, ([], []))
+            messages.append(recv.id)
+            values.append([None if gradient is None else gradient.detach() for gradient in gradients])
+        for sender, (messages, values) in by_sender.items():
+            if sender == self._worker.id:
+                self.gradients_arrived(messages, lambda values=values: values)  # type: ignore[misc]
+            else:
+                body = self._message()
+                body.gradients.messages.extend(messages)
+                self._worker.send_gradients(sender, body, values, self)
 
     # ------------------------------------------------------------ the end
 

@@ -1,4 +1,4 @@
-"""Runs one group of a worker's graph with torch's engine, in one call.
+"""Runs groups of a worker's graph with torch's engine, in one call.
 
 [Note: gates]
     Usually all gradients that the group is run from are there. Where the graph of a worker leads out to another worker
@@ -64,7 +64,7 @@ class GroupRun:
         self.callbacks: list[Callable[[Captured], object]] = []
 
     def __repr__(self) -> str:
-        return f"<run of group {self._run.group} [{len(self._run.pending)} gates]>"
+        return f"<run of groups {self._run.groups} [{len(self._run.pending)} gates]>"
 
     def execute(self, retain_graph: bool) -> None:
         """Runs, collects the gradients of leaves, and answers every recv. Blocks only if there are gates."""
@@ -75,8 +75,8 @@ class GroupRun:
             for callback in self.callbacks:
                 callback(captured)
             self._owner.context.gradients.add(captured.items())
-        for id in list(self._unanswered):
-            self._owner.answer(self._analysis.recvs[id], [None] * self._analysis.recvs[id].count)
+        rest = [self._analysis.recvs[id] for id in self._unanswered]
+        self._owner.answer([(recv, [None] * recv.count) for recv in rest])
 
     def _call(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool) -> Captured:
         leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
@@ -169,8 +169,7 @@ class GroupRun:
     def _answer_held(self) -> None:
         with self._lock:
             held, self._held = self._held, []
-        for recv, gradients in held:
-            self._owner.answer(recv, gradients)
+        self._owner.answer(held)
 
 
 def _by_leaf(leaves: Sequence[Leaf], results: Sequence[torch.Tensor | None]) -> Captured:

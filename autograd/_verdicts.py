@@ -274,7 +274,7 @@ class PassState:
         group.runs_freely = not pending
         arrived = tuple(send.id for send in sends if send.id in self._arrived)
         waits = tuple(send.id for send in pending)
-        return Run(group.number, used, arrived, waits, tuple(recv.id for recv in recvs))
+        return Run((group.number,), used, arrived, waits, tuple(recv.id for recv in recvs))
 
     def _must_block(self, used: int, sends: list[Send], recvs: list[Recv], pending: list[Send]) -> bool:
         """Whether a missing gradient may depend on recvs of this very group, and the first gradients are there.

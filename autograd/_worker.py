@@ -20,6 +20,7 @@ from rpcdist._proto import autograd_pb2, rpc_pb2
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._errors import AutogradError, BackwardError
 from rpcdist.autograd._events import ChildDone, Decided, PeerBegan
+from rpcdist.autograd._functions import Gradients
 from rpcdist.autograd._passes import BackwardPass
 from rpcdist.autograd._wire import decode_verdicts
 from rpcdist.deadline import Deadline
@@ -85,11 +86,10 @@ class AutogradWorker:
             else:
                 logger.debug("not sent to worker %s: %s", to, exc)
 
-    def send_gradient(
-        self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[torch.Tensor | None], owner: BackwardPass
+    def send_gradients(
+        self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[Gradients], owner: BackwardPass
     ) -> None:
-        detached = [None if gradient is None else gradient.detach() for gradient in gradients]
-        large = encode_into(body.gradient.value, detached, None, map_device=self._agent.directory.device_map(to))
+        large = encode_into(body.gradients.value, gradients, None, map_device=self._agent.directory.device_map(to))
         self.send(to, body, owner, large)
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
@@ -252,11 +252,10 @@ class AutogradWorker:
             )
         elif kind == "verdicts":
             current.handle_soon(Decided(sender.id, decode_verdicts(message.verdicts)))
-        elif kind == "gradient":
-            gradient = message.gradient
+        elif kind == "gradients":
             plain_only = not self._agent.options.allow_pickle
-            read = partial(decode, gradient.value, buffers, None, plain_only=plain_only)
-            current.gradient_arrived(gradient.message, read)
+            read = partial(decode, message.gradients.value, buffers, None, plain_only=plain_only)
+            current.gradients_arrived(list(message.gradients.messages), read)
         elif kind == "done":
             current.handle_soon(ChildDone(sender.id))
         elif kind == "aborted":

@@ -101,7 +101,7 @@ class World:
         if not running.pending:
             self.running.remove(running)
             assert not running.unanswered, "a run ended and owes a gradient"
-            self._do(running.worker, self.states[running.worker].handle(GroupEnded(running.run.group)))
+            self._do(running.worker, self.states[running.worker].handle(GroupEnded(running.run.groups[0])))
 
     def key(self) -> object:
         """Equal for equal states."""
@@ -112,7 +112,9 @@ class World:
             )
             for s in self.states.values()
         )
-        runs = frozenset((r.worker, r.run.group, r.executed, tuple(r.pending), len(r.unanswered)) for r in self.running)
+        runs = frozenset(
+            (r.worker, r.run.groups[0], r.executed, tuple(r.pending), len(r.unanswered)) for r in self.running
+        )
         return states, runs, tuple(sorted(map(repr, self.flying)))
 
     def fork(self) -> World:
@@ -164,8 +166,8 @@ class World:
 
     def _run(self, worker: int, run: Run) -> None:
         graph = self.graphs[worker]
-        assert (worker, run.group) not in self.ran, "a group ran twice"
-        self.ran.add((worker, run.group))
+        assert (worker, run.groups[0]) not in self.ran, "a group ran twice"
+        self.ran.add((worker, run.groups[0]))
         executed = run.used & ((1 << graph.num_roots) - 1)
         for id in run.arrived:
             executed |= self._send(worker, id).mask

@@ -30,11 +30,11 @@ def test_a_call_and_its_result_as_a_table() -> None:
     graph = LocalGraph(1, (Send(1, 1, 1, 1, 1),), (Recv(2, 1, 2, (0b01,)),), (0b01, 0b10))
     assert caller.handle(Started(graph, frozenset({1}))) == [
         SendBegin(1, False, {2: None}),
-        Run(0, 0b01, (), (), (2,)),
+        Run((0,), 0b01, (), (), (2,)),
     ]
     assert caller.handle(GroupEnded(0)) == []
     assert caller.handle(PeerBegan(1, True, {1: None})) == []
-    assert caller.handle(GradientArrived(1, 1)) == [Run(1, 0b10, (1,), (), ())]
+    assert caller.handle(GradientArrived(1, 1)) == [Run((1,), 0b10, (1,), (), ())]
     assert caller.handle(GroupEnded(1)) == []
 
 
@@ -51,7 +51,7 @@ def test_one_of_two_tensors() -> None:
     graph = LocalGraph(0, (Send(2, 0, 2, 0, 2),), (Recv(1, 0, 1, (0b01,)), Recv(9, 0, 1, (0b10,))), (0b01, 0b10))
     state.handle(PeerBegan(0, False, {2: 0b01}))
     assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 1, 9: 0})]
-    assert state.handle(GradientArrived(2, 0b01)) == [Run(0, 0b01, (2,), (), (1,))]
+    assert state.handle(GradientArrived(2, 0b01)) == [Run((0,), 0b01, (2,), (), (1,))]
 
 
 def test_a_cycle_through_another_worker_blocks_at_a_gate() -> None:
@@ -59,7 +59,7 @@ def test_a_cycle_through_another_worker_blocks_at_a_gate() -> None:
     state = PassState(0)
     graph = LocalGraph(1, (Send(1, 1, 1, 1, 1),), (Recv(2, 1, 2, (0b01,)),), (0b11,))
     assert state.handle(Started(graph, frozenset({1}))) == [SendBegin(1, False, {2: 1})]
-    assert state.handle(PeerBegan(1, True, {1: 1})) == [Run(0, 0b11, (), (1,), (2,))]
+    assert state.handle(PeerBegan(1, True, {1: 1})) == [Run((0,), 0b11, (), (1,), (2,))]
 
 
 def test_gates_wait_in_decreasing_stamp() -> None:
@@ -68,7 +68,7 @@ def test_gates_wait_in_decreasing_stamp() -> None:
     recvs = tuple(Recv(20 + n, 1, 2 * n + 2, (0b1111,)) for n in range(3))
     state.handle(PeerBegan(1, True, {10: 1, 11: 1, 12: 1}))
     actions = state.handle(Started(LocalGraph(1, sends, recvs, (0b1111,)), frozenset({1})))
-    assert actions[-1] == Run(0, 0b1111, (), (12, 11, 10), (20, 21, 22))
+    assert actions[-1] == Run((0,), 0b1111, (), (12, 11, 10), (20, 21, 22))
 
 
 def test_verdicts_run_ahead_of_gradients() -> None:

@@ -12,12 +12,12 @@ class AutogradDelivered(_message.Message):
     def __init__(self) -> None: ...
 
 class AutogradMessage(_message.Message):
-    __slots__ = ("context", "backward", "begin", "verdicts", "gradient", "done", "aborted", "release")
+    __slots__ = ("context", "backward", "begin", "verdicts", "gradients", "done", "aborted", "release")
     CONTEXT_FIELD_NUMBER: _ClassVar[int]
     BACKWARD_FIELD_NUMBER: _ClassVar[int]
     BEGIN_FIELD_NUMBER: _ClassVar[int]
     VERDICTS_FIELD_NUMBER: _ClassVar[int]
-    GRADIENT_FIELD_NUMBER: _ClassVar[int]
+    GRADIENTS_FIELD_NUMBER: _ClassVar[int]
     DONE_FIELD_NUMBER: _ClassVar[int]
     ABORTED_FIELD_NUMBER: _ClassVar[int]
     RELEASE_FIELD_NUMBER: _ClassVar[int]
@@ -25,11 +25,11 @@ class AutogradMessage(_message.Message):
     backward: int
     begin: BackwardBegin
     verdicts: Verdicts
-    gradient: Gradient
+    gradients: Gradients
     done: BackwardDone
     aborted: BackwardAborted
     release: ContextRelease
-    def __init__(self, context: _Optional[int] = ..., backward: _Optional[int] = ..., begin: _Optional[_Union[BackwardBegin, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., gradient: _Optional[_Union[Gradient, _Mapping]] = ..., done: _Optional[_Union[BackwardDone, _Mapping]] = ..., aborted: _Optional[_Union[BackwardAborted, _Mapping]] = ..., release: _Optional[_Union[ContextRelease, _Mapping]] = ...) -> None: ...
+    def __init__(self, context: _Optional[int] = ..., backward: _Optional[int] = ..., begin: _Optional[_Union[BackwardBegin, _Mapping]] = ..., verdicts: _Optional[_Union[Verdicts, _Mapping]] = ..., gradients: _Optional[_Union[Gradients, _Mapping]] = ..., done: _Optional[_Union[BackwardDone, _Mapping]] = ..., aborted: _Optional[_Union[BackwardAborted, _Mapping]] = ..., release: _Optional[_Union[ContextRelease, _Mapping]] = ...) -> None: ...
 
 class BackwardBegin(_message.Message):
     __slots__ = ("fast", "retain_graph", "timeout_us", "child", "received")
@@ -65,13 +65,13 @@ class PartlyUsed(_message.Message):
     tensors: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, message: _Optional[int] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
-class Gradient(_message.Message):
-    __slots__ = ("message", "value")
-    MESSAGE_FIELD_NUMBER: _ClassVar[int]
+class Gradients(_message.Message):
+    __slots__ = ("messages", "value")
+    MESSAGES_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
-    message: int
+    messages: _containers.RepeatedScalarFieldContainer[int]
     value: _value_pb2.Value
-    def __init__(self, message: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    def __init__(self, messages: _Optional[_Iterable[int]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
 
 class BackwardDone(_message.Message):
     __slots__ = ()
