@@ -44,6 +44,7 @@ def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: 
         store.multi_set([_key(other) for other in json.loads(first)[1]], [wish] * len(json.loads(first)[1]))
         _disagree(what, wish, first)
     store.delete_key(_gone(rank))
+    store.add(_count(rank), 1)
     store.set(_key(rank), wish)
     keys = [_key(other) for other in ranks]
     try:
@@ -51,8 +52,10 @@ def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: 
     except StoreTimeout as exc:
         store.set(_gone(rank), b"1")
         store.delete_key(_key(rank))
+        several = [other for other in ranks if store.add(_count(other), 0) > 1]
+        store.add(_count(rank), -1)
         late = [other for other in ranks if not store.check([_key(other)]) and not store.check([_gone(other)])]
-        raise _missing(late, len(ranks), what, timeout_s) from exc
+        raise _missing(late, several, len(ranks), what, timeout_s) from exc
     for found in store.multi_get(keys):
         if not _same(found.decode(), wish):
             _disagree(what, wish, found.decode())
@@ -67,6 +70,11 @@ def _gone(rank: int) -> str:
     return f"gone/{rank}"
 
 
+def _count(rank: int) -> str:
+    """How many processes wait, or died waiting, under this rank."""
+    return f"count/{rank}"
+
+
 def _same(one: str, other: str) -> bool:
     return bool(json.loads(one)[1:] == json.loads(other)[1:])
 
@@ -76,12 +84,14 @@ def _disagree(what: str, mine: str, other: str) -> NoReturn:
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
 
 
-def _missing(late: Sequence[int], size: int, what: str, timeout_s: float) -> StoreTimeout:
+def _missing(late: Sequence[int], several: Sequence[int], size: int, what: str, timeout_s: float) -> StoreTimeout:
     shown = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
     who = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have" if late else "the last ranks have"
+    twice = f" Several processes came as rank {', '.join(map(str, several))}: each needs its own." if several else ""
     return StoreTimeout(
         f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
         "Every rank has to make the same groups in the same order; see what those ranks do, or pass a longer timeout."
+        f"{twice}"
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Final
 
 import torch
@@ -21,8 +22,17 @@ _KNOWN: Final = frozenset(DTYPES)
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether its memory, from its first element on, is exactly its values in order."""
-    return tensor.layout is torch.strided and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    """Whether its memory, from its first element on, is exactly its values in order.
+
+    Where there is one element or none, any stride passes for contiguous; but only with 1 can it be viewed as bytes.
+    """
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+    )
 
 
 class Copies:
@@ -133,11 +143,21 @@ def separate(
 
     Args:
         inputs: dense.
-        outputs: dense; they do not overlap each other.
+        outputs: dense.
         mine: an input and an output (by position) that may be one and the same memory.
+
+    Raises:
+        ConfigError: outputs share memory with each other. What arrives in them may be passed on to other ranks.
     """
     spans = sorted((out.data_ptr(), out.data_ptr() + out.nbytes, place) for place, out in enumerate(outputs))
     spans = [span for span in spans if span[0] < span[1]]
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            one, other = sorted((first, second))
+            raise ConfigError(
+                f"output tensors {one} and {other} share memory; give each rank's tensor a place of its own "
+                "(not [tensor] * world_size)"
+            )
     return tuple(
         tensor.clone() if _overlaps(tensor, spans, mine[1] if mine and mine[0] == place else None) else tensor
         for place, tensor in enumerate(inputs)

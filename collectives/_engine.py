@@ -7,7 +7,8 @@ Rules:
     else runs on the group's worker thread, which starts with the first such call.
  3. The first failure is final: the operation that found it, those that wait and those that come later all raise it.
     Ranks that did not find it themselves learn of it from the watch.
- 4. Work is finished without the lock held: whoever waits for it may submit the next operation at once.
+ 4. Work is finished without the lock held: whoever waits for it may submit the next operation at once. A callback of it
+    may even wait for another one: the worker runs that, then, in the middle of the callback.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError
+from rpcdist.transport import fork
 
 __all__ = ["Engine", "Reporter"]
 
@@ -91,7 +93,7 @@ class _Job(Control):
         self.finish = finish
         self.record = record
         self.name = _Title(operation.kind, sequence, engine.group)
-        self.work = Work(self.name, result)
+        self.work = Work(self.name, result, engine.help)
 
     @property
     def title(self) -> str:
@@ -182,6 +184,7 @@ class Engine:
         finish: Callable[[], None] | None,
         result: list[torch.Tensor] | None,
     ) -> _Job:
+        fork.check_not_forked()
         sequence = self._sequence + 1
         failure = self.failure
         if failure is None and self._closing:
@@ -201,6 +204,23 @@ class Engine:
             self._worker.start()
         self._changed.notify_all()
 
+    def help(self, work: Work) -> None:
+        """Runs what comes before `work`, and that as well, if this is the worker: it is in a callback of an operation."""
+        if threading.current_thread() is not self._worker:
+            return
+        while not work.is_completed():
+            with self._lock:
+                if not self._jobs:
+                    return
+                job = self._jobs.popleft()
+            self._run_safely(job)
+
+    def _run_safely(self, job: _Job) -> None:
+        try:
+            self._run(job)
+        except BaseException as exc:
+            job.work.fail(exc)
+
     def _release(self) -> None:
         with self._lock:
             self._busy = False
@@ -217,9 +237,7 @@ class Engine:
                 job = self._jobs.popleft()
                 self._busy = True
             try:
-                self._run(job)
-            except BaseException as exc:
-                job.work.fail(exc)
+                self._run_safely(job)
             finally:
                 self._release()
 

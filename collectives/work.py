@@ -22,10 +22,15 @@ class Work:
     Args:
         title: what it is, for errors, e.g. "all_reduce #41 of group 'default'"; anything that `str` makes that of.
         result: the output tensors.
+        help: called by a thread that is about to wait. The thread that runs a group's operations must not wait for one
+            that it would run itself (in a callback of an earlier one, say): there it runs them and returns.
     """
 
-    def __init__(self, title: object, result: list[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self, title: object, result: list[torch.Tensor] | None = None, help: Callable[[Work], None] | None = None
+    ) -> None:
         self._title = title
+        self._help = help
         self._result = result or []
         self._lock = threading.Lock()
         self._waiter: threading.Event | None = None
@@ -99,6 +104,8 @@ class Work:
             CollectiveError: the operation failed.
             CollectiveTimeout: the wait's own timeout passed.
         """
+        if not self._done and self._help is not None:
+            self._help(self)
         if not self._done:
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         if self._error is not None:

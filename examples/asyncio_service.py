@@ -30,11 +30,10 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import aclosing, contextmanager, suppress
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -269,38 +268,16 @@ async def watch(service: rpc.RRef[TrainingService], options: Options) -> History
     """Reads the stream of the training, slowly at first."""
     history = History()
     async with aclosing(await service.rpc_async().train()) as steps:
-        with progress_of(options.num_steps) as show:
-            async for step in steps:
-                if len(history.losses) < SLOW_ITEMS:
-                    await asyncio.sleep(PAUSE_S)  # the slow client that is shown
-                history.add(step)
-                show(step)
+        async for step in steps:
+            if len(history.losses) < SLOW_ITEMS:
+                await asyncio.sleep(PAUSE_S)  # the slow client that is shown
+            history.add(step)
+            if step.number % (options.num_steps // 10) == 0:
+                print(f"step {step.number}/{options.num_steps}: loss {step.loss:.3f}", flush=True)
     return history
 
 
 # ---- what the user sees
-
-
-@contextmanager
-def progress_of(steps: int) -> Iterator[Callable[[Step], None]]:
-    """A bar on a terminal, ten lines elsewhere."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
-
-            def show_bar(step: Step) -> None:
-                bar.set_postfix_str(f"loss {step.loss:.3f}", refresh=False)
-                bar.update()
-
-            yield show_bar
-        return
-
-    def show_line(step: Step) -> None:
-        if step.number % max(1, steps // 10) == 0 or step.number == steps:
-            print(f"step {step.number}/{steps}: loss {step.loss:.3f}", flush=True)
-
-    yield show_line
 
 
 def draw(history: History, options: Options) -> None:
@@ -339,8 +316,7 @@ def run_client(options: Options) -> float:
 
 def run_process(rank: int, options: Options) -> None:
     """The life of one process: rank 0 is the client, rank 1 serves."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
     torch.set_num_threads(1)  # the processes share the cores already
     rpc.init_rpc(("client", "service")[rank], rank=rank, world_size=2)
     accuracy = run_client(options) if rank == 0 else None
@@ -349,39 +325,17 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
 def spawn_processes(options: Options) -> None:
     """Starts the client and the service, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C prints no traceback while they import torch
+    processes = mp.spawn(run_process, args=(options,), nprocs=2, join=False, daemon=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=2, join=False)
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
+    except KeyboardInterrupt:  # the processes end with this one, since they are daemons
         print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
@@ -389,8 +343,7 @@ def spawn_processes(options: Options) -> None:
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def parse_options() -> Options:
     parser = argparse.ArgumentParser(
         description="A training service in async/await, and a client that streams, waits, cancels and sets deadlines.",
         epilog="Under torchrun, rank 0 is the client and rank 1 the service.",
@@ -405,14 +358,11 @@ def parse_options() -> tuple[Options, int]:
     parser.add_argument("--device", default="cpu", help="where the service trains (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/asyncio_service.png"), metavar="FILE",
                         help="where the loss and the backpressure go (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
     arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
     try:
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options
     except ValueError as error:
         parser.error(str(error))
 
@@ -437,40 +387,32 @@ def check(options: Options) -> None:
     """Finds what would fail at the end of the run, or with a puzzling text."""
     if is_under_torchrun() and os.environ["WORLD_SIZE"] != "2":
         raise ValueError("torchrun must start 2 processes, the client and the service: --nproc-per-node 2")
-    for module in ("sklearn", "matplotlib", "tqdm"):
+    for module in ("sklearn", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch finds no GPU here")
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
-    try:
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def main() -> None:
-    options, port = parse_options()
+    options = parse_options()
     if is_under_torchrun():
         run_process(int(os.environ["RANK"]), options)
     else:
         # Importing torch takes each of them seconds, in which nothing else would be seen.
         print("starting the client and the service ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
         spawn_processes(options)
 
 

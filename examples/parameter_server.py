@@ -2,12 +2,16 @@
 test accuracy 97.8 % (async, 2 trainers, 40 epochs, 3.4 s), picture: out/parameter_server.png
 
 The first line is the command, the second its last line of output (your digits differ a little). One process is the
-parameter server, the others are trainers that learn to read the 1,797 handwritten digits which scikit-learn ships.
-Each trainer computes gradients on its own share of the images and pushes them to the server, which answers with fresh
-parameters. `--mode async` applies every push at once, without any lock (Hogwild: Recht et al., 2011); `--mode sync`
-waits for the gradients of all trainers, averages them and takes one step (`rpc.functions.async_execution`).
+parameter server, the others are trainers that learn to read the 1,797 handwritten digits which scikit-learn ships, each
+on its own share of the images. With `--servers 3` each of three servers has a third of the parameters.
 
-It starts its processes itself. Under torchrun rank 0 is the server, and all other ranks are trainers:
+--mode async      Trainers push gradients, which are applied at once, without any lock (Hogwild: Recht et al., 2011),
+                  and get fresh parameters; with `--staleness 4`, whoever is more than 4 steps ahead of the slowest
+                  trainer has to wait for them (bounded staleness: Ho et al., 2013).
+--mode sync       The servers wait for the gradients of all trainers, average them and take one step.
+--mode optimizer  Distributed autograd carries gradients to the servers, where `DistributedOptimizer` takes the steps.
+
+It starts its processes itself. Under torchrun the first ranks are the servers, and all others are trainers:
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py --mode sync
 """
@@ -23,26 +27,31 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from multiprocessing import resource_tracker
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Never
 
 import torch
 import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.futures import Future
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 
+import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
     from tqdm import tqdm
 
 NUM_IMAGES = 1797
 NUM_TRAIN = 1437  # the other 360 images measure the accuracy
+SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
 MOMENTUM = 0.9
 Digits = tuple[Tensor, Tensor]  # images (n, 64) float32 from 0 to 1, labels (n,) int64
 
@@ -52,30 +61,47 @@ class Options:
     """What the command line says; every process gets a copy."""
 
     mode: str
+    servers: int
     trainers: int
     epochs: int
     batch_size: int
     lr: float
     seed: int
+    device: str
     min_accuracy: float
     picture: Path
+    staleness: int | None = None  # any
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same for all trainers: in synchronous mode nobody may wait for a trainer that has finished."""
+        """The same for all trainers: nobody may wait for a trainer that has finished."""
         return NUM_TRAIN // self.trainers // self.batch_size
 
+    def __str__(self) -> str:
+        servers = f"{self.servers} servers, " if self.servers > 1 else ""
+        staleness = "" if self.staleness is None else f"staleness {self.staleness}, "
+        return f"{self.mode}, {servers}{staleness}{self.trainers} trainers, {self.epochs} epochs"
 
-# ---- the model and the data
+
+# ---- the model, as a function of one vector of parameters, which can be cut anywhere; and the data
 
 
-def build_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+def initial_parameters(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.utils.parameters_to_vector(layers.parameters()).detach()
+
+
+def predict(parameters: Tensor, images: Tensor) -> Tensor:
+    """The scores (n, 10) of the digits."""
+    parts = parameters.split([math.prod(shape) for shape in SHAPES])
+    weight, bias, weight_out, bias_out = (part.view(shape) for part, shape in zip(parts, SHAPES, strict=True))
+    return linear(linear(images, weight, bias).relu(), weight_out, bias_out)
 
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
     """The digits in random order, as a training set and a test set."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # only the server needs it, and it loads slowly
+    from sklearn.datasets import load_digits as load_sklearn_digits  # only one process needs it, and it loads slowly
 
     digits = load_sklearn_digits()
     order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
@@ -85,173 +111,181 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
 
 
 @torch.no_grad()
-def measure_accuracy(model: nn.Module, digits: Digits) -> float:
+def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
     """The share of images, in percent, whose label the model finds."""
     images, labels = digits
-    is_right: Tensor = model(images).argmax(dim=1) == labels
+    is_right: Tensor = predict(parameters, images).argmax(dim=1) == labels
     return 100 * is_right.double().mean().item()
 
 
-# ---- the parameter server: its methods run on the server, called by the trainers through a remote reference
+# ---- the parameter servers: their methods are called by the trainers through remote references
 
 
 class Server:
-    """Owns the parameters and the progress bars."""
+    """Owns a slice of the parameters. Calls of several trainers run on several threads."""
 
-    def __init__(self, options: Options) -> None:
-        torch.manual_seed(options.seed)
+    def __init__(self, options: Options, index: int) -> None:
+        shard = initial_parameters(options.seed).tensor_split(options.servers)[index]
         self.options = options
-        self.progress = Progress(options)
-        self.model = build_model()
-        self.parameters = list(self.model.parameters())
+        self.parameter = nn.Parameter(shard.clone())
+        self.clocks = Clocks(options.trainers, 0 if options.mode == "sync" else options.staleness)
 
-    def fetch(self) -> list[Tensor]:
-        """The parameters as they are now; the trainer gets copies, because they travel through the network."""
-        return [parameter.detach() for parameter in self.parameters]
+    def fetch(self) -> Tensor:
+        """The parameters as they are now; the trainer gets a copy, because it travels through the network."""
+        return self.parameter
 
-    def report(self, trainer: int, epoch: int, accuracy: float) -> None:
-        self.progress.epoch_done(trainer, epoch, accuracy)
+    @rpc.functions.async_execution
+    def push(self, trainer: int, gradient: Tensor) -> Future[Tensor]:
+        """Applies a gradient. It returns a future: the call ends when that completes, and no thread waits here."""
+        self.apply(gradient)
+        return self.clocks.tick(trainer).then(lambda _: self.parameter.detach())
 
-
-class HogwildServer(Server):
-    """Applies every gradient at once, also when it was computed from parameters that have changed since."""
+    @rpc.functions.async_execution
+    def tick(self, trainer: int) -> Future[None]:
+        return self.clocks.tick(trainer)
 
     @torch.no_grad()
-    def push(self, trainer: int, gradients: list[Tensor], loss: float) -> list[Tensor]:
-        # No lock: calls of several trainers run on several threads, and the rare update that is lost costs less than
-        # making everybody wait.
-        for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.sub_(gradient, alpha=self.options.lr)
-        self.progress.step_done(trainer, loss)
-        return self.fetch()
+    def apply(self, gradient: Tensor) -> None:
+        # No lock: the rare update that is lost costs less than making everybody wait.
+        self.parameter.sub_(gradient, alpha=self.options.lr)
 
 
 class BatchServer(Server):
-    """Takes one step when the gradients of all trainers are there."""
+    """Takes one step when the gradients of all trainers are there; nobody is ahead by as much as one step."""
 
-    def __init__(self, options: Options) -> None:
-        super().__init__(options)
-        self.optimizer = torch.optim.SGD(self.parameters, lr=options.lr, momentum=MOMENTUM)
+    def __init__(self, options: Options, index: int) -> None:
+        super().__init__(options, index)
+        self.optimizer = torch.optim.SGD([self.parameter], lr=options.lr, momentum=MOMENTUM)
         self.lock = threading.Lock()
-        self.start_round()
+        self.gradients: list[Tensor] = []
 
-    def start_round(self) -> None:
-        self.num_pushed = 0
-        self.fresh_parameters: Future[list[Tensor]] = Future()
-        for parameter in self.parameters:
-            parameter.grad = torch.zeros_like(parameter)
-
-    @rpc.functions.async_execution
-    def push(self, trainer: int, gradients: list[Tensor], loss: float) -> Future[list[Tensor]]:
-        """Returns a future: the trainer's call ends when it completes, and until then no thread waits here."""
+    def apply(self, gradient: Tensor) -> None:
         with self.lock:
-            for parameter, gradient in zip(self.parameters, gradients, strict=True):
-                assert parameter.grad is not None
-                parameter.grad += gradient / self.options.trainers
-            fresh_parameters = self.fresh_parameters
-            self.num_pushed += 1
-            is_last = self.num_pushed == self.options.trainers
-            if is_last:
+            self.gradients.append(gradient)
+            if len(self.gradients) == self.options.trainers:
+                self.parameter.grad = torch.stack(self.gradients).mean(dim=0)
                 self.optimizer.step()
-                self.start_round()
-        self.progress.step_done(trainer, loss)
-        if is_last:
-            # Outside the lock, since this sends the answers. They are sent from the parameters themselves, which no
-            # step changes before every trainer has its answer and pushes again.
-            fresh_parameters.set_result(self.fetch())
-        return fresh_parameters
+                self.gradients.clear()
+
+
+class Clocks:
+    """Counts the steps of each trainer, and lets nobody be more than `staleness` steps ahead of the slowest."""
+
+    def __init__(self, num_trainers: int, staleness: int | None) -> None:
+        self.steps = [0] * num_trainers
+        self.staleness = math.inf if staleness is None else staleness
+        self.waiting: list[tuple[int, Future[None]]] = []
+        self.lock = threading.Lock()
+
+    def tick(self, trainer: int) -> Future[None]:
+        """Counts a step of a trainer; the future completes when it may take the next one."""
+        turn: Future[None] = Future()
+        with self.lock:
+            self.steps[trainer] += 1
+            self.waiting.append((self.steps[trainer], turn))
+            newest = min(self.steps) + self.staleness
+            free = [waiting for step, waiting in self.waiting if step <= newest]
+            self.waiting = [(step, waiting) for step, waiting in self.waiting if step > newest]
+        for each in free:  # outside the lock, since this sends the answers
+            each.set_result(None)
+        return turn
+
+
+Servers = Sequence[rpc.RRef[Server]]
+
+
+def fetch(servers: Servers) -> Tensor:
+    """All parameters; inside a context of distributed autograd, gradients find their way back to the servers."""
+    return torch.cat(rpc.wait_all([server.rpc_async().fetch() for server in servers]))
 
 
 # ---- the trainers
 
 
-def train(server: rpc.RRef[Server], trainer: int, share: Digits, test_digits: Digits, options: Options) -> None:
-    """Run on a trainer, called by the server."""
+def train(
+    servers: Servers, progress: rpc.RRef[Progress], trainer: int, share: Digits, test_digits: Digits, options: Options
+) -> None:
+    """Run on a trainer, called by the first server."""
     torch.manual_seed(options.seed + 1 + trainer)
-    images, labels = share
-    model = build_model()
-    load_parameters(model, server.rpc_sync().fetch())
+    images, labels = (part.to(options.device) for part in share)
+    learner = (OptimizerLearner if options.mode == "optimizer" else PushLearner)(servers, trainer, options)
     for epoch in range(1, options.epochs + 1):
-        order = torch.randperm(len(labels))
-        for step in range(options.steps_per_epoch):
-            batch = order[step * options.batch_size : (step + 1) * options.batch_size]
-            gradients, loss = compute_gradients(model, images[batch], labels[batch])
-            load_parameters(model, server.rpc_sync().push(trainer, gradients, loss))
-        server.rpc_sync().report(trainer, epoch, measure_accuracy(model, test_digits))
+        order = torch.randperm(len(labels))[: options.steps_per_epoch * options.batch_size]
+        losses = [learner.step((images[batch], labels[batch])) for batch in order.split(options.batch_size)]
+        accuracy = measure_accuracy(fetch(servers), test_digits)
+        progress.rpc_sync().epoch_done(trainer, epoch, losses, accuracy)
 
 
-def compute_gradients(model: nn.Module, images: Tensor, labels: Tensor) -> tuple[list[Tensor], float]:
-    loss = cross_entropy(model(images), labels)
-    return list(torch.autograd.grad(loss, list(model.parameters()))), loss.item()
+class PushLearner:
+    """Computes gradients with a copy of the parameters, pushes them, and goes on with the parameters in the answer."""
+
+    def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
+        self.servers, self.trainer, self.device = servers, trainer, options.device
+        self.parameters = fetch(servers)
+
+    def step(self, batch: Digits) -> float:
+        """Takes a step; returns the loss before it."""
+        parameters = self.parameters.detach().to(self.device).requires_grad_()
+        loss = cross_entropy(predict(parameters, batch[0]), batch[1])
+        (gradient,) = torch.autograd.grad(loss, parameters)
+        parts = gradient.cpu().tensor_split(len(self.servers))
+        pushed = [s.rpc_async().push(self.trainer, part) for s, part in zip(self.servers, parts, strict=True)]
+        self.parameters = torch.cat(rpc.wait_all(pushed))
+        return loss.item()
 
 
-@torch.no_grad()
-def load_parameters(model: nn.Module, fresh: list[Tensor]) -> None:
-    for parameter, value in zip(model.parameters(), fresh, strict=True):
-        parameter.copy_(value)
+class OptimizerLearner:
+    """Fetches the parameters, computes the loss with them, and leaves the rest to distributed autograd."""
+
+    def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
+        self.servers, self.trainer, self.options = servers, trainer, options
+        parameters = [server.remote().fetch() for server in servers]  # references: the values stay there
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=options.lr)
+
+    def step(self, batch: Digits) -> float:
+        with autograd.context() as context_id:
+            loss = cross_entropy(predict(fetch(self.servers).to(self.options.device), batch[0]), batch[1])
+            autograd.backward(context_id, [loss])
+            self.optimizer.step(context_id)
+        if self.options.staleness is not None:
+            self.servers[0].rpc_sync().tick(self.trainer)
+        return loss.item()
 
 
 # ---- what the user sees
 
 
-@dataclass
-class History:
-    """What one trainer did, as the server saw it."""
-
-    losses: list[float] = field(default_factory=list)  # one per step
-    accuracies: list[tuple[float, float]] = field(default_factory=list)  # (seconds, percent of the test set) per epoch
-
-
 class Progress:
-    """One bar per trainer on a terminal, a line per epoch elsewhere. It lives on the server, so lines never mix.
+    """One bar per trainer on a terminal, a line per epoch elsewhere. It lives on one server, so lines never mix.
 
     Each trainer's calls come one after the other, but those of different trainers on different threads: every method
-    touches only its own trainer's bar and history (tqdm locks the terminal).
+    touches only its own trainer's bar and lists (tqdm locks the terminal).
     """
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.histories = [History() for _ in range(options.trainers)]
+        self.losses: list[list[float]] = [[] for _ in range(options.trainers)]  # by trainer, one per step
+        self.accuracies: list[list[tuple[float, float]]] = [[] for _ in self.losses]  # (seconds, percent) per epoch
         self.bars: list[tqdm[Never]] = []
+        if sys.stderr.isatty():  # no bars where nobody would see them move: in a pipe, a file, or a log
+            from tqdm import tqdm
 
-    def start(self) -> None:
+            bar = partial(tqdm, total=options.epochs * options.steps_per_epoch, unit="step", dynamic_ncols=True)
+            self.bars = [bar(desc=f"trainer {trainer}", position=trainer) for trainer in range(options.trainers)]
         self.started = time.monotonic()
-        self.bars = make_bars(self.options)
 
-    def step_done(self, trainer: int, loss: float) -> None:
-        self.histories[trainer].losses.append(loss)
-        if self.bars:
-            self.bars[trainer].update()
-
-    def epoch_done(self, trainer: int, epoch: int, accuracy: float) -> None:
-        history = self.histories[trainer]
-        history.accuracies.append((self.elapsed_s(), accuracy))
-        loss = sum(history.losses[-self.options.steps_per_epoch :]) / self.options.steps_per_epoch
-        status = f"loss {loss:.3f}, test accuracy {accuracy:.1f} %"
+    def epoch_done(self, trainer: int, epoch: int, losses: list[float], accuracy: float) -> None:
+        self.losses[trainer] += losses
+        self.accuracies[trainer].append((self.elapsed_s(), accuracy))
+        status = f"loss {fmean(losses):.3f}, test accuracy {accuracy:.1f} %"
         if self.bars:
             self.bars[trainer].set_postfix_str(status, refresh=False)
+            self.bars[trainer].update(len(losses))
         else:
             print(f"trainer {trainer}: epoch {epoch}/{self.options.epochs}, {status}", flush=True)
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
-
-    def close(self) -> None:
-        for bar in self.bars:
-            bar.close()
-
-
-def make_bars(options: Options) -> list[tqdm[Never]]:
-    """No bars where nobody would see them move: in a pipe, a file, or a log."""
-    if not sys.stderr.isatty():
-        return []
-    from tqdm import tqdm
-
-    total = options.epochs * options.steps_per_epoch
-    return [
-        tqdm(total=total, desc=f"trainer {trainer}", unit="step", position=trainer, dynamic_ncols=True)
-        for trainer in range(options.trainers)
-    ]
 
 
 def draw(progress: Progress, options: Options, accuracy: float) -> None:
@@ -263,11 +297,12 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
 
     layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout=layout)
-    for trainer, history in enumerate(progress.histories):
+    for trainer, losses in enumerate(progress.losses):
         look = {"color": f"C{trainer}", "label": f"trainer {trainer}"}
-        left.plot(history.losses, color=look["color"], alpha=0.15, linewidth=0.7, zorder=1)
-        left.plot(running_mean(history.losses, options.steps_per_epoch), **look)
-        right.plot(*zip(*history.accuracies, strict=True), marker=".", linewidth=1, **look)
+        means = [fmean(losses[max(0, end - options.steps_per_epoch) : end]) for end in range(1, len(losses) + 1)]
+        left.plot(losses, color=look["color"], alpha=0.15, linewidth=0.7, zorder=1)
+        left.plot(means, **look)
+        right.plot(*zip(*progress.accuracies[trainer], strict=True), marker=".", linewidth=1, **look)
     left.set(title="Training loss (faint: of each batch)", xlabel="step of the trainer", yscale="log")
     right.set(title="Test accuracy in % after each epoch", xlabel="seconds", ylim=(None, 100.5))
     right.axhline(accuracy, color="gray", linestyle="--", linewidth=1, label=f"{accuracy:.1f} % at the end", zorder=1)
@@ -275,52 +310,40 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
         axes.legend(loc=place, frameon=False)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    kind = "asynchronous (Hogwild)" if options.mode == "async" else "batch-synchronous"
-    figure.suptitle(f"Parameter server, {kind}, {options.trainers} trainers", fontweight="bold")
+    figure.suptitle(f"Parameter server: {options}", fontweight="bold")
     figure.savefig(options.picture, dpi=130)
-
-
-def running_mean(values: list[float], width: int) -> list[float]:
-    """The mean of the last `width` values at each place, or of as many as there are."""
-    return [sum(values[max(0, end - width) : end]) / min(width, end) for end in range(1, len(values) + 1)]
 
 
 # ---- processes
 
 
-def run_server(options: Options) -> float:
-    """Gives every trainer its share, waits until all are done, and returns the test accuracy."""
+def lead(options: Options) -> float:
+    """Run on the first server: makes the others, gives every trainer its share, and returns the test accuracy."""
     train_digits, test_digits = load_digits(options.seed)
-    server = (HogwildServer if options.mode == "async" else BatchServer)(options)
-    server_rref = rpc.RRef(server)
+    kind = BatchServer if options.mode == "sync" else Server
+    servers = [rpc.remote(f"server{index}", kind, (options, index)) for index in range(options.servers)]
     shares = zip(*(part.chunk(options.trainers) for part in train_digits), strict=True)
-    server.progress.start()
-    runs = [
-        rpc.rpc_async(f"trainer{i}", train, args=(server_rref, i, share, test_digits, options), timeout=0)  # no limit
-        for i, share in enumerate(shares)
-    ]
-    rpc.wait_all(runs)
-    seconds = server.progress.elapsed_s()
-    server.progress.close()
-    accuracy = measure_accuracy(server.model, test_digits)
-    draw(server.progress, options, accuracy)
-    print(
-        f"test accuracy {accuracy:.1f} % ({options.mode}, {options.trainers} trainers, {options.epochs} epochs, "
-        f"{seconds:.1f} s), picture: {options.picture}",
-        flush=True,
-    )
+    progress = Progress(options)
+    arguments = [(servers, rpc.RRef(progress), i, share, test_digits, options) for i, share in enumerate(shares)]
+    rpc.wait_all([rpc.rpc_async(f"trainer{i}", train, a, timeout=0) for i, a in enumerate(arguments)])  # no limit
+    seconds = progress.elapsed_s()
+    for bar in progress.bars:
+        bar.close()
+    accuracy = measure_accuracy(fetch(servers), test_digits)
+    draw(progress, options, accuracy)
+    print(f"test accuracy {accuracy:.1f} % ({options}, {seconds:.1f} s), picture: {options.picture}", flush=True)
     return accuracy
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: rank 0 serves, the others train when they are told to."""
+    """The life of one process: the first rank leads, all others do what they are told."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
     torch.set_num_threads(1)  # the processes share the cores already
-    name = "server" if rank == 0 else f"trainer{rank - 1}"
-    rpc.init_rpc(name, rank=rank, world_size=options.trainers + 1)
-    accuracy = run_server(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: a trainer serves calls until the server has finished
+    name = f"server{rank}" if rank < options.servers else f"trainer{rank - options.servers}"
+    rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
+    accuracy = lead(options) if rank == 0 else None
+    rpc.shutdown()  # waits for everybody: the others serve calls until the first has finished
     if accuracy is not None and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
@@ -344,11 +367,11 @@ def interrupts_deferred() -> Iterator[None]:
 
 
 def spawn_processes(options: Options) -> None:
-    """Starts the server and the trainers, and stays their parent: whatever ends one of them ends all."""
+    """Starts the servers and the trainers, and stays their parent: whatever ends one of them ends all."""
     resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
     try:
         with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.trainers + 1, join=False)
+            processes = mp.spawn(run_process, args=(options,), nprocs=options.servers + options.trainers, join=False)
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why
@@ -368,29 +391,28 @@ def spawn_processes(options: Options) -> None:
 def parse_options() -> tuple[Options, int]:
     """The options, and the port at which the processes find each other."""
     parser = argparse.ArgumentParser(
-        description="Trains a digit classifier with one parameter server and several trainers.",
-        epilog="Under torchrun, rank 0 is the server, all other ranks are trainers, and --trainers may be left out.",
+        description="Trains a digit classifier with parameter servers and trainers. async: each gradient is applied at "
+        "once; sync: one step per round of all trainers; optimizer: distributed autograd and optimizer.",
+        epilog="Under torchrun, the first ranks are the servers, all others are trainers; --trainers may be left out.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--mode", choices=("async", "sync"), default="async", help="apply each gradient at once, or "
-                        "one step per round of all trainers (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--trainers", type=positive(int), metavar="N", help="number of trainers (default: 2)")
-    parser.add_argument("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes "
-                        "through its share of the images (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer "
-                        "(default: %(default)s)")  # fmt: skip
-    parser.add_argument("--lr", type=positive(float), default=0.2, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the data split, the model and the batches (default: "
-                        "%(default)s)")  # fmt: skip
-    parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
-                        "the test accuracy is below (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--picture", type=Path, default=Path("out/parameter_server.png"), metavar="FILE",
-                        help="where the loss and accuracy curves go (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
+    add, unset = parser.add_argument, argparse.SUPPRESS
+    add("--mode", choices=("async", "sync", "optimizer"), default="async", help="see above")
+    add("--servers", type=positive(int), default=1, metavar="N", help="number of servers, which share the parameters")
+    add("--trainers", type=positive(int), default=unset, metavar="N", help="number of trainers (default: 2)")
+    add("--staleness", type=int, default=unset, metavar="K", help="steps that a trainer may be ahead (default: any)")
+    add("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes through its images")
+    add("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer")
+    add("--lr", type=positive(float), default=0.2, help="learning rate")
+    add("--seed", type=int, default=0, help="of the data split, the model and the batches")
+    add("--device", default="cpu", help="where the trainers compute")
+    add("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when the test is below")
+    add("--picture", type=Path, default=Path("out/parameter_server.png"), metavar="FILE", help="where the curves go")
+    add("--port", type=int, default=0, help="port of the rendezvous on this machine; 0 is any free one")
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     try:
-        arguments["trainers"] = choose_num_trainers(arguments["trainers"])
+        arguments["trainers"] = choose_num_trainers(arguments.get("trainers"), arguments["servers"])
         options = Options(**arguments)
         check(options)
         return options, port if is_under_torchrun() else reserve_port(port)
@@ -414,15 +436,15 @@ def is_under_torchrun() -> bool:
     return "RANK" in os.environ and "WORLD_SIZE" in os.environ
 
 
-def choose_num_trainers(wanted: int | None) -> int:
-    """As many as --trainers says, or all ranks but one of torchrun's."""
+def choose_num_trainers(wanted: int | None, num_servers: int) -> int:
+    """As many as --trainers says, or all of torchrun's ranks that are no servers."""
     if not is_under_torchrun():
         return wanted or 2
-    num_trainers = int(os.environ["WORLD_SIZE"]) - 1
+    num_trainers = int(os.environ["WORLD_SIZE"]) - num_servers
     if num_trainers < 1:
-        raise ValueError("torchrun must start at least 2 processes, a server and a trainer: --nproc-per-node 2")
+        raise ValueError(f"torchrun must start a trainer, too: at least --nproc-per-node {num_servers + 1}")
     if wanted not in (None, num_trainers):
-        raise ValueError(f"--trainers {wanted} does not fit torchrun's {num_trainers + 1} processes: leave it out")
+        raise ValueError(f"--trainers {wanted} does not fit torchrun, which has room for {num_trainers}: leave it out")
     return num_trainers
 
 
@@ -437,6 +459,10 @@ def check(options: Options) -> None:
             f"each of the {options.trainers} trainers has {share} images, fewer than a batch of "
             f"{options.batch_size}: choose a smaller --batch-size, or fewer --trainers"
         )
+    if options.staleness is not None and (options.mode == "sync" or options.staleness < 0):
+        raise ValueError("--staleness is a number of steps, for the modes async and optimizer; in sync nobody is ahead")
+    if options.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"--device {options.device}: torch finds no GPU here")
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
     try:
@@ -464,7 +490,8 @@ def main() -> None:
         run_process(int(os.environ["RANK"]), options)
     else:
         # Importing torch takes each of them seconds, in which nothing else would be seen.
-        print(f"starting the server and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
+        servers = f"{options.servers} servers" if options.servers > 1 else "the server"
+        print(f"starting {servers} and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
         spawn_processes(options)
 

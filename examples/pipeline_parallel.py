@@ -23,11 +23,10 @@ import socket
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -161,14 +160,14 @@ def guessing_loss(text: Tensor) -> float:
 def train(pipe: Pipeline, text: Tensor, options: Options) -> None:
     generator = torch.Generator().manual_seed(options.seed)
     optimizer = pipe.make_optimizer(torch.optim.AdamW, lr=options.lr)
-    with progress_of(options.steps) as show:
-        for step in range(options.steps):
-            optimizer.change(lr=options.lr * learning_rate(step / options.steps))
-            optimizer.zero_grad()
-            result = pipe.step(*pick_batch(text, options, generator))
-            pipe.clip_grad_norm(1.0)
-            optimizer.step()
-            show(step + 1, result.loss)
+    for step in range(1, options.steps + 1):
+        optimizer.change(lr=options.lr * learning_rate(step / options.steps))
+        optimizer.zero_grad()
+        loss = pipe.step(*pick_batch(text, options, generator)).loss
+        pipe.clip_grad_norm(1.0)
+        optimizer.step()
+        if step % math.ceil(options.steps / 10) == 0:
+            print(f"step {step}/{options.steps}: loss {loss:.3f}", flush=True)
 
 
 def learning_rate(done: float) -> float:
@@ -191,28 +190,6 @@ def write_sample(pipe: Pipeline, options: Options, num_characters: int = 160) ->
         chances = (scores / 0.7).softmax(dim=0)  # a little bolder than what it has learned
         text += ALPHABET[int(torch.multinomial(chances, 1, generator=generator))]
     return text
-
-
-@contextmanager
-def progress_of(steps: int) -> Iterator[Callable[[int, float], None]]:
-    """A bar on a terminal, ten lines elsewhere."""
-    if sys.stderr.isatty():
-        from tqdm import tqdm
-
-        with tqdm(total=steps, unit="step", dynamic_ncols=True) as bar:
-
-            def show_bar(step: int, loss: float) -> None:
-                bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
-                bar.update()
-
-            yield show_bar
-        return
-
-    def show_line(step: int, loss: float) -> None:
-        if step % max(1, steps // 10) == 0 or step == steps:
-            print(f"step {step}/{steps}: loss {loss:.3f}", flush=True)
-
-    yield show_line
 
 
 # ---- processes
@@ -262,8 +239,7 @@ def choose_device(device: str, rank: int) -> str:
 
 def run_process(rank: int, options: Options) -> None:
     """The life of one process: all are workers, and rank 0 also drives."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
     torch.set_num_threads(1)  # the processes share the cores already
     rpc.init_rpc(worker_name(rank), rank=rank, world_size=options.workers)
     loss = drive(options) if rank == 0 else None
@@ -272,39 +248,17 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"validation loss {loss:.2f} is above --max-loss {options.max_loss:g}")
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
 def spawn_processes(options: Options) -> None:
     """Starts the workers, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C prints no traceback while they import torch
+    processes = mp.spawn(run_process, args=(options,), nprocs=options.workers, join=False, daemon=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.workers, join=False)
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
+    except KeyboardInterrupt:  # the processes end with this one, since they are daemons
         print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
@@ -312,8 +266,7 @@ def spawn_processes(options: Options) -> None:
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def parse_options() -> Options:
     parser = argparse.ArgumentParser(
         description="Trains a small transformer on Python's standard library, cut into stages on several workers.",
         epilog="Under torchrun every rank is a worker, and --workers may be left out.",
@@ -323,7 +276,7 @@ def parse_options() -> tuple[Options, int]:
     parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="who computes what in which order "
                         "(default: %(default)s)")  # fmt: skip
     add("--microbatches", type=positive(int), default=4, help="parts of a batch (default: %(default)s)")
-    add("--steps", type=positive(int), default=240, help="batches to learn from (default: %(default)s)")
+    add("--steps", type=positive(int), default=160, help="batches to learn from (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="texts per batch (default: %(default)s)")
     add("--length", type=positive(int), default=64, help="characters per text (default: %(default)s)")
     add("--width", type=positive(int), default=128, help="of the transformer, a multiple of 4 (default: %(default)s)")
@@ -337,15 +290,12 @@ def parse_options() -> tuple[Options, int]:
                         "are enough (default: %(default)s)")  # fmt: skip
     parser.add_argument("--picture", type=Path, default=Path("out/pipeline.png"), metavar="FILE",
                         help="where the timeline of the last step goes (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
     arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
     try:
         arguments["workers"] = choose_num_workers(arguments["workers"])
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options
     except ValueError as error:
         parser.error(str(error))
 
@@ -378,9 +328,8 @@ def choose_num_workers(wanted: int | None) -> int:
 
 def check(options: Options) -> None:
     """Finds what would fail at the end of the run, or with a puzzling text."""
-    for module in ("matplotlib", "tqdm"):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise ValueError("the package matplotlib is missing: pip install 'rpcdist[examples]'")
     if options.width % NUM_HEADS:
         raise ValueError(f"--width {options.width}: must be a multiple of {NUM_HEADS}")
     if options.layers < options.num_stages:
@@ -391,33 +340,25 @@ def check(options: Options) -> None:
         raise ValueError(f"--device {options.device}: torch finds no GPU here")
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
-    try:
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def main() -> None:
-    options, port = parse_options()
+    options = parse_options()
     if is_under_torchrun():
         run_process(int(os.environ["RANK"]), options)
     else:
         # Importing torch takes each of them seconds, in which nothing else would be seen.
         print(f"starting {options.workers} worker{'s' * (options.workers > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
         spawn_processes(options)
 
 

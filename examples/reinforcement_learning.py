@@ -28,11 +28,10 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -338,8 +337,7 @@ def measure_speeds(observers: list[rpc.RRef[Observer]], options: Options) -> dic
 
 def run_process(rank: int, options: Options) -> None:
     """The life of one process: rank 0 is the agent, the others observe when they are told to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
     torch.set_num_threads(1)  # the processes share the cores already
     name = "agent" if rank == 0 else f"observer{rank - 1}"
     rpc.init_rpc(name, rank=rank, world_size=options.observers + 1)
@@ -349,39 +347,17 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"mean reward {reward:.0f} is below --min-reward {options.min_reward:g}")
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
 def spawn_processes(options: Options) -> None:
     """Starts the agent and the observers, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C prints no traceback while they import torch
+    processes = mp.spawn(run_process, args=(options,), nprocs=options.observers + 1, join=False, daemon=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.observers + 1, join=False)
         while not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
+    except KeyboardInterrupt:  # the processes end with this one, since they are daemons
         print("\ninterrupted", file=sys.stderr)
         sys.exit(128 + signal.SIGINT)
 
@@ -389,8 +365,7 @@ def spawn_processes(options: Options) -> None:
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def parse_options() -> Options:
     parser = argparse.ArgumentParser(
         description="An agent learns to balance poles, which several observers show to it.",
         epilog="Under torchrun, rank 0 is the agent, all other ranks are observers, and --observers may be left out.",
@@ -411,15 +386,12 @@ def parse_options() -> tuple[Options, int]:
     parser.add_argument("--device", default="cpu", help="where the agent's network is (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/reinforcement.png"), metavar="FILE",
                         help="where the rewards and the speed-up go (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
     arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
     try:
         arguments["observers"] = choose_num_observers(arguments["observers"])
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options
     except ValueError as error:
         parser.error(str(error))
 
@@ -463,33 +435,25 @@ def check(options: Options) -> None:
         raise ValueError(f"--device {options.device}: torch finds no GPU here")
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
-    try:
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
+    options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
 
 
 def main() -> None:
-    options, port = parse_options()
+    options = parse_options()
     if is_under_torchrun():
         run_process(int(os.environ["RANK"]), options)
     else:
         # Importing torch takes each of them seconds, in which nothing else would be seen.
         print(f"starting the agent and {options.observers} observer{'s' * (options.observers > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
         spawn_processes(options)
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import pickle
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -61,6 +61,29 @@ def compare_with_single(rank: int, size: int, path: str, name: str, options: dic
     return max(worst, difference(dict(alone.named_parameters()), dict(together.named_parameters())))
 
 
+def compare_with_parts(rank: int, size: int, path: str, name: str) -> float:
+    """Trains in parallel, and alone part by part: batch statistics are those of a part, and rank 0's are kept."""
+    case = ddp_models.CASES[name]
+    alone, together = case.model().train(), case.model().train()
+    worst = 0.0
+    with world(rank, size, path):
+        model = DistributedDataParallel(together)
+        for batch in ddp_models.batches(case, 3):
+            model.zero_grad()
+            alone.zero_grad()
+            before = {name: buffer.clone() for name, buffer in alone.named_buffers()}
+            for other in reversed(range(size)):
+                alone.load_state_dict(before, strict=False)
+                (ddp_models.loss_of(alone(part(batch, other, size))) / size).backward()
+            ddp_models.loss_of(model(part(batch, rank, size))).backward()
+            worst = max(worst, difference(ddp_models.gradients(alone), ddp_models.gradients(model)))
+            if rank == 0:
+                worst = max(worst, difference(dict(alone.named_buffers()), dict(together.named_buffers())))
+            for module in (alone, model):
+                descend(module)
+    return worst
+
+
 def descend(module: nn.Module) -> None:
     with torch.no_grad():
         for parameter in module.parameters():
@@ -76,15 +99,21 @@ def difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> 
 # ---------------------------------------------------------------- torch as the oracle
 
 
-def compare_with_torch(rank: int, size: int, path: str, name: str, options: dict[str, Any], train: bool) -> list[Any]:
-    """Trains with torch's class on Gloo and with ours; returns the largest difference, and both bucket sizes."""
+def compare_with_torch(
+    rank: int, size: int, path: str, name: str, options: dict[str, Any], backend: str = "gloo"
+) -> list[Any]:
+    """Trains with torch's class and with ours; returns the largest difference, and both bucket sizes.
+
+    torch's groups are Gloo's, or ours under the name "rpcdist".
+    """
+    importlib.import_module("rpcdist.collectives.torch_backend")
     case = ddp_models.CASES[name]
     batches = ddp_models.batches(case, 4)
     results, sizes = [], []
     for library in ("torch", "ours"):
-        module = case.model().train(train)
+        module = case.model().train()
         if library == "torch":
-            torch.distributed.init_process_group("gloo", init_method=f"file://{path}t", rank=rank, world_size=size)
+            torch.distributed.init_process_group(backend, init_method=f"file://{path}t", rank=rank, world_size=size)
             model: Any = torch.nn.parallel.DistributedDataParallel(module, **options)
         else:
             collectives.init_process_group("tcp", init_method=f"file://{path}", rank=rank, world_size=size)
@@ -163,107 +192,6 @@ def use_branches(rank: int, size: int, options: dict[str, Any], plans: list[list
         worst = max(worst, difference(ddp_models.gradients(alone), ddp_models.gradients(model)))
         present.append([name for name, parameter in module.named_parameters() if parameter.grad is not None])
     return worst, present
-
-
-@scenario
-def forget_a_branch(rank: int, size: int, forgetful: list[int]) -> str:
-    """Ranks in `forgetful` use one branch, the others both, without `find_unused_parameters`."""
-    model = DistributedDataParallel(ddp_models.Branches(), bucket_cap_mb=0.0001)
-    rows = torch.randn(4, 8)
-    for step in range(3):
-        both = rank not in forgetful or step < 1
-        try:
-            ddp_models.loss_of(model(rows, True, both).values["scores"][0]).backward()
-        except Exception as exc:
-            return f"{type(exc).__name__}: {exc}"
-    return "nothing happened"
-
-
-@scenario
-def leave_early(rank: int, size: int) -> str:
-    """Rank 1 leaves after a step."""
-    model = DistributedDataParallel(plain())
-    for step in range(3):
-        if rank == 1 and step == 1:
-            return "left"
-        try:
-            ddp_models.loss_of(model(torch.randn(4, 8))).backward()
-        except Exception as exc:
-            return f"{type(exc).__name__}: {exc}"
-    return "nothing happened"
-
-
-@scenario
-def wrap_different(rank: int, size: int, what: str) -> str:
-    modules: dict[str, Callable[[], nn.Module]] = {
-        "shape": lambda: nn.Linear(4, 3 + (rank == 1)),
-        "names": lambda: nn.Sequential(nn.Linear(4, 4), *([nn.Linear(4, 4)] * (rank == 1))),
-        "dtype": lambda: nn.Linear(4, 4, dtype=torch.float64 if rank == 1 else None),
-        "strides": lambda: nn.Conv2d(3, 3, 2).to(memory_format=[torch.contiguous_format, torch.channels_last][rank]),  # type: ignore[call-overload]
-        "options": lambda: nn.Linear(4, 4),
-    }
-    try:
-        DistributedDataParallel(modules[what](), bucket_cap_mb=1 + rank if what == "options" else None)
-    except Exception as exc:
-        return f"{type(exc).__name__}: {exc}"
-    return "nothing happened"
-
-
-@scenario
-def poison(rank: int, size: int, mode: str, only_first_layer: bool) -> list[str]:
-    """Rank 1's gradients are NaN in the second step; returns the warnings."""
-    module: Any = plain()
-    model = DistributedDataParallel(module, check_finite=mode)  # type: ignore[arg-type]
-    poisoned = False
-    if rank == 1 and only_first_layer:
-        module[0].weight.register_hook(lambda gradient: gradient * (float("nan") if poisoned else 1.0))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for step in range(3):
-            poisoned = step == 1
-            model.zero_grad()
-            loss = ddp_models.loss_of(model(torch.randn(4, 8)))
-            if rank == 1 and poisoned and not only_first_layer:
-                loss = loss * float("nan")
-            loss.backward()
-    return [str(warning.message) for warning in caught]
-
-
-@scenario
-def uneven(rank: int, size: int, by_initial: bool, name: str) -> Any:
-    """Rank i has 2 + i inputs; compares every step with the sum over those that train, and the final models."""
-    case = ddp_models.CASES[name]
-    alone, module = case.model(), case.model()
-    model = DistributedDataParallel(module)
-    steps = [ddp_models.batches(case, size) for _ in range(2 + size)]
-    worst = 0.0
-    with model.join(divide_by_initial_world_size=by_initial):
-        for step in range(2 + rank):
-            training = [other for other in range(size) if step < 2 + other]
-            model.zero_grad()
-            alone.zero_grad()
-            ddp_models.loss_of(model(steps[step][rank])).backward()
-            for other in training:
-                divisor = size if by_initial else len(training)
-                (ddp_models.loss_of(alone(steps[step][other])) / divisor).backward()
-            worst = max(worst, difference(ddp_models.gradients(alone), ddp_models.gradients(model)))
-            descend(model)
-            descend(alone)
-    return worst, [parameter.detach().sum().item() for parameter in module.parameters()]
-
-
-@scenario
-def uneven_throw(rank: int, size: int) -> str:
-    model = DistributedDataParallel(plain())
-    done = 0
-    try:
-        with model.join(throw_on_early_termination=True):
-            for _ in range(2 + rank):
-                ddp_models.loss_of(model(torch.randn(4, 8))).backward()
-                done += 1
-    except Exception as exc:
-        return f"{done} {type(exc).__name__}: {exc}"
-    return "nothing happened"
 
 
 @scenario
@@ -388,46 +316,3 @@ def leave_to_ranks(rank: int, size: int) -> list[float]:
     collectives.all_gather(everybody, mine)
     spread = float((torch.stack(everybody) - mine).abs().max())
     return [spread, float(module[2].bias.grad[0]), float(module[2].bias[0])]
-
-
-# ---------------------------------------------------------------- with RPC
-
-table = nn.Embedding(20, 8)
-
-
-def look_up(words: torch.Tensor) -> torch.Tensor:
-    found: torch.Tensor = table(words)
-    return found
-
-
-def train_over_rpc(rank: int, size: int, path: str, options: dict[str, Any]) -> Any:
-    """All ranks but the last train a model in parallel, on rows that they get from the last one."""
-    from rpcdist import autograd, rpc
-
-    torch.manual_seed(5)
-    table.reset_parameters()
-    rpc.init_rpc(
-        f"worker{rank}",
-        rank=rank,
-        world_size=size,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(init_method=f"file://{path}r"),
-    )
-    worst = 0.0
-    if rank < size - 1:
-        with world(rank, size - 1, path):
-            model = DistributedDataParallel(plain(), **options)
-            words = torch.randint(20, (size - 1, 6), generator=torch.Generator().manual_seed(0))
-            for _ in range(3):
-                with autograd.context() as context_id:
-                    rows = rpc.rpc_sync(f"worker{size - 1}", look_up, args=(words[rank],))
-                    autograd.backward(context_id, [ddp_models.loss_of(model(rows))])
-                    captured = autograd.get_gradients(context_id)
-                alone = plain()
-                ddp_models.loss_of(alone(table(words.flatten()))).backward()
-                mine = {name: captured[parameter] for name, parameter in model.module.named_parameters()}
-                worst = max(worst, difference(ddp_models.gradients(alone), mine))
-                assert all(parameter.grad is None for parameter in model.parameters())
-            model(torch.randn(4, 8)).sum().backward()  # an ordinary pass still works
-            assert all(parameter.grad is not None for parameter in model.parameters())
-    rpc.shutdown()
-    return worst

@@ -169,7 +169,7 @@ def until_it_fails(rank: int, size: int, count: int, victim: int, how: str) -> t
 def _fork_a_child_that_lives() -> None:
     """As a DataLoader's worker does: it holds copies of whatever its parent did not take away from it."""
     if os.fork() == 0:
-        signal.alarm(20)
+        signal.alarm(10)
         signal.pause()
         os._exit(0)
 

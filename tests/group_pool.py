@@ -7,22 +7,26 @@ rank raised comes back as an exception. A process keeps what its functions store
 
 from __future__ import annotations
 
+import multiprocessing
+import multiprocessing.connection
 import os
 import pickle
-import select
 import signal
-import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+import group_ranks
 import pytest
 
-START_LIMIT_S = 60.0
 RUN_LIMIT_S = 60.0
+
+_context = multiprocessing.get_context("forkserver")
+_context.set_forkserver_preload(["__main__", "torch", "rpcdist.collectives", "rpcdist.collectives.tcp"])
+"""Importing torch takes seconds. A process that has done so, and nothing else, is forked for every new rank."""
 
 
 class RankDied(Exception):
@@ -30,77 +34,64 @@ class RankDied(Exception):
 
 
 class RankProcess:
-    """One process; its standard input takes requests, a pipe of its own brings results."""
+    """One process, which takes requests and answers them."""
 
     def __init__(self, number: int, folder: Path) -> None:
         self.log = folder / f"rank{number}-{time.monotonic_ns()}.log"
-        reading, writing = os.pipe()
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "RPCDIST_FLIGHT_RECORDER_DIR": str(folder / "flight")}
-        with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, str(Path(__file__).with_name("group_ranks.py")), str(writing)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                pass_fds=[writing],
-                cwd="/",
-                env=environment,
+        self._connection, theirs = _context.Pipe()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("OMP_NUM_THREADS", "1")  # for the process that is forked, at the first time
+            self.process = _context.Process(
+                target=group_ranks.serve, args=(theirs, str(self.log), str(folder / "flight")), name=f"rank {number}"
             )
-        os.close(writing)
-        self._reading = reading
+            self.process.start()
+        theirs.close()
 
     @property
     def pid(self) -> int:
+        assert self.process.pid is not None
         return self.process.pid
 
     def alive(self) -> bool:
-        return self.process.poll() is None
+        return self.process.is_alive()
+
+    def wait(self, limit_s: float) -> int | None:
+        """Waits for its end; the exit code, or minus the signal that ended it, or None if it lives on."""
+        self.process.join(limit_s)
+        return self.process.exitcode
 
     def ask(self, request: tuple[object, ...]) -> None:
-        assert self.process.stdin is not None
-        data = pickle.dumps(request)
-        self.process.stdin.write(struct.pack("<Q", len(data)) + data)
-        self.process.stdin.flush()
+        self._connection.send_bytes(pickle.dumps(request))
 
     def answer(self, limit: float) -> Any:
-        """What the function returned, or the exception that it raised."""
+        """What the function returned, or the exception that it raised, or `RankDied` or `TimeoutError`."""
+        ends: list[Connection | int] = [self._connection, self.process.sentinel]
+        if not multiprocessing.connection.wait(ends, max(0.0, limit - time.monotonic())):
+            return self._too_late()
         try:
-            (size,) = struct.unpack("<Q", self._read(8, limit))
-            return pickle.loads(self._read(size, limit))
-        except RankDied as exc:
-            return exc
-        except TimeoutError as exc:
-            if self.alive():
-                self.process.send_signal(signal.SIGUSR1)  # the stacks of its threads go to its log
-                time.sleep(0.3)
-            self.kill()
-            exc.add_note(self.log.read_text(errors="replace")[-6000:])
-            return exc
+            if self._connection.poll():
+                return pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            pass
+        return RankDied(f"the process ended with {self.wait(5)}")
 
-    def _read(self, size: int, limit: float) -> bytes:
-        data = b""
-        while len(data) < size:
-            if not select.select([self._reading], [], [], max(0.0, limit - time.monotonic()))[0]:
-                raise TimeoutError("a rank did not answer in time")
-            part = os.read(self._reading, size - len(data))
-            if not part:
-                raise RankDied(f"the process ended with {self.process.wait(5)}")
-            data += part
-        return data
+    def _too_late(self) -> TimeoutError:
+        os.kill(self.pid, signal.SIGUSR1)  # the stacks of its threads go to its log
+        time.sleep(0.3)
+        self.kill()
+        error = TimeoutError("a rank did not answer in time")
+        error.add_note(self.log.read_text(errors="replace")[-6000:])
+        return error
 
     def kill(self) -> None:
-        if self.alive():
-            self.process.kill()
-        self.process.wait(10)
+        self.process.kill()
+        self.process.join(10)
 
     def close(self) -> None:
-        assert self.process.stdin is not None
-        try:
-            self.process.stdin.close()
-            self.process.wait(10)
-        except (subprocess.TimeoutExpired, OSError):
+        self._connection.close()
+        if self.wait(10) is None:
             self.kill()
-        os.close(self._reading)
+        self.process.close()
 
 
 class GroupPool:
@@ -123,7 +114,8 @@ class GroupPool:
             if number < len(self.ranks) and self.ranks[number].alive():
                 continue
             fresh = RankProcess(number, self.folder)
-            self._exempt(fresh.pid)
+            server: int = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+            self._exempt(server)
             if number < len(self.ranks):
                 self.ranks[number].close()
                 self.ranks[number] = fresh

@@ -8,38 +8,41 @@ import logging
 import os
 import pickle
 import signal
-import struct
-import sys
+from multiprocessing.connection import Connection
 from typing import Any
 
 state: dict[object, Any] = {}
 """What functions keep from one call to the next."""
 
 
-def main(result_descriptor: int) -> None:
+def serve(connection: Connection, log: str, flight_folder: str) -> None:
+    """Carries out requests until the other end closes."""
+    with open(log, "wb", buffering=0) as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in the terminal is for the test's process
     faulthandler.enable()
     faulthandler.register(signal.SIGUSR1, all_threads=True)
     logging.basicConfig(level=logging.WARNING)
+    os.environ["RPCDIST_FLIGHT_RECORDER_DIR"] = flight_folder
     import torch
 
     torch.set_num_threads(1)
-    requests = sys.stdin.buffer
-    with os.fdopen(result_descriptor, "wb") as results:
-        while len(header := requests.read(8)) == 8:
-            module, name, rank, size, arguments = pickle.loads(requests.read(struct.unpack("<Q", header)[0]))
-            try:
-                function = importlib.import_module(module)
-                for part in name.split("."):
-                    function = getattr(function, part)
-                answer: object = function(rank, size, *arguments)  # type: ignore[operator]
-            except Exception as exc:
-                logging.debug("the function failed", exc_info=True)
-                answer = exc
-            data = pickle.dumps(answer)
-            results.write(struct.pack("<Q", len(data)) + data)
-            results.flush()
+    while True:
+        try:
+            request = connection.recv_bytes()
+        except EOFError:
+            return
+        connection.send_bytes(pickle.dumps(_carry_out(*pickle.loads(request))))
 
 
-if __name__ == "__main__":
-    sys.modules["group_ranks"] = sys.modules["__main__"]  # functions that import it share `state`
-    main(int(sys.argv[1]))
+def _carry_out(module: str, name: str, rank: int, size: int, arguments: tuple[object, ...]) -> object:
+    try:
+        function = importlib.import_module(module)
+        for part in name.split("."):
+            function = getattr(function, part)
+        answer: object = function(rank, size, *arguments)  # type: ignore[operator]
+        return answer
+    except Exception as exc:
+        logging.debug("the function failed", exc_info=True)
+        return exc

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from typing import Any
 
 import torch
@@ -89,6 +90,19 @@ class PickySGD(torch.optim.SGD):
                 PickySGD.running -= 1
 
 
+class StuckSGD(torch.optim.SGD):
+    """Announces its step, and stays in it."""
+
+    def __init__(self, params: Any, path: str) -> None:
+        super().__init__(params)
+        self.path = path
+
+    def step(self, closure: Any = None) -> Any:
+        import rpc_victim_functions
+
+        rpc_victim_functions.announce_and_wait(self.path)
+
+
 class NoConstructor(torch.optim.SGD):
     def __init__(self, params: Any) -> None:
         raise LookupError("this optimizer cannot be made")
@@ -116,6 +130,23 @@ def train(layers: list[Any], x: Tensor, num_steps: int, lr: float) -> None:
             loss = sum(layer.rpc_sync().parameter_rrefs()[1].to_here().sum() for layer in layers) * x
             autograd.backward(context_id, [loss])
             optimizer.step(context_id)
+
+
+def train_until_death(owners: list[str], path: str) -> tuple[str, str, list[str], float]:
+    """Steps parameters of workers of which the last dies. Returns the error of the step, and that of the next one."""
+    layers: list[Any] = [rpc.remote(owner, Layer, (1,)) for owner in owners]
+    *good, stuck = [layer.rpc_sync().parameter_rrefs() for layer in layers]
+    others = [DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.5) for rrefs in good]
+    optimizer = DistributedOptimizer(StuckSGD, stuck, path)
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [sum(layer.rpc_sync().forward(torch.ones(1, 4)).sum() for layer in layers)])
+        try:
+            optimizer.step(context_id)
+        except RuntimeError as exc:
+            for other in others:  # those who live go on
+                other.step(context_id)
+            return type(exc).__name__, str(exc), exc.__notes__, time.monotonic()
+    return "none", "", [], time.monotonic()
 
 
 def use(optimizer: DistributedOptimizer, layer: Any, x: Tensor) -> list[str]:

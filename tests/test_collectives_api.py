@@ -40,7 +40,6 @@ OTHERS = """
 # Left out: what belongs to torch's compiler, its C++ logging, other backends and other modules of this package.
 ABSENT = {
     "BuiltinCommHookType": "of DistributedDataParallel",
-    "DeviceMesh": "not there yet",
     "GradBucket": "of DistributedDataParallel",
     "GroupName": "a type for torch's compiler",
     "Logger": "of DistributedDataParallel",
@@ -49,7 +48,6 @@ ABSENT = {
     "RankType": "a type for torch's compiler",
     "Reducer": "of DistributedDataParallel",
     "breakpoint": "a debugger on one rank",
-    "init_device_mesh": "not there yet",
     "record_comm": "marks for torch's profiler",
     "timedelta": "imported there",
 }

@@ -89,8 +89,7 @@ def test_a_killed_rank_is_named_on_every_other_within_2_s(
     group(3, shared)
     group_pool.start(3, ranks.until_it_fails, 3, victim, how)
     limit = time.monotonic() + 30
-    died = group_pool.ranks[victim].process
-    died.wait(30)
+    assert group_pool.ranks[victim].wait(30) == -signal.SIGKILL
     killed_at = time.time()
     for rank in {0, 1, 2} - {victim}:
         kind, text, failed_at = group_pool.ranks[rank].answer(limit)
@@ -164,7 +163,7 @@ def test_every_operation_ends_when_a_rank_dies_in_it(group_pool: GroupPool, grou
         group(3, shared)
         group_pool.start(3, ranks.die_in, name, 1)
         limit = time.monotonic() + 30
-        assert group_pool.ranks[1].process.wait(30) == -signal.SIGKILL
+        assert group_pool.ranks[1].wait(30) == -signal.SIGKILL
         killed_at = time.time()
         for rank in (0, 2):
             error, text, failed_at = group_pool.ranks[rank].answer(limit)

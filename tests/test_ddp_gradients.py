@@ -18,6 +18,12 @@ def test_equal_to_the_single_process(group_pool: GroupPool, name: str, size: int
     assert max(worst) < ROUNDING
 
 
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_batch_normalisation_trains_on_parts(group_pool: GroupPool, size: int) -> None:
+    """Each rank normalises by the statistics of its part, and the running ones are rank 0's, as in torch."""
+    assert max(group_pool.run(size, ddp_ranks.compare_with_parts, group_pool.new_file(), "cnn")) < ROUNDING
+
+
 OPTIONS = {
     "view": {"gradient_as_bucket_view": True},
     "small buckets": {"bucket_cap_mb": 0.0005},

@@ -115,16 +115,45 @@ def test_hello_prints_what_its_docstring_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("mode", "trainers"), [("async", 2), ("sync", 3)])
-def test_parameter_server_learns(mode: str, trainers: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ("--mode async --trainers 2", "async, 2 trainers"),
+        ("--mode sync --trainers 3 --servers 2", "sync, 2 servers, 3 trainers"),
+        ("--mode optimizer --trainers 2 --servers 2", "optimizer, 2 servers, 2 trainers"),
+        ("--mode optimizer --trainers 3 --staleness 1", "optimizer, staleness 1, 3 trainers"),
+    ],
+    ids=["async", "sync", "optimizer", "staleness"],
+)
+def test_parameter_server_learns(arguments: str, said: str, tmp_path: Path) -> None:
     picture = tmp_path / "made" / "picture.png"
-    command = (sys.executable, PARAMETER_SERVER, "--mode", mode, "--trainers", str(trainers), "--picture", picture)
-    result = run(*command, *SHORT)
+    result = run(sys.executable, PARAMETER_SERVER, *arguments.split(), "--picture", picture, *SHORT)
     assert last_accuracy(result) >= SHORT_ACCURACY
     assert result.stderr == ""
     lines = result.stdout.splitlines()
+    assert f"({said}, 8 epochs, " in lines[-1]
+    trainers = int(said[-len("3 trainers")])
     assert [sum(f"trainer {trainer}: epoch" in line for line in lines) for trainer in range(trainers)] == [8] * trainers
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("staleness", "free"),
+    [
+        # Trainer 0 takes four steps, trainer 1 one, and then another: which of 0's may be followed by its next one?
+        (None, ["1111", "1111", "1111"]),
+        (0, ["0000", "1000", "1100"]),
+        (1, ["1000", "1100", "1110"]),
+        (3, ["1110", "1111", "1111"]),
+    ],
+)
+def test_bounded_staleness(staleness: int | None, free: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    clocks = importlib.import_module("parameter_server").Clocks(2, staleness)
+    turns = [clocks.tick(0) for _ in range(4)]
+    for expected in free:
+        assert "".join(str(int(turn.done())) for turn in turns) == expected
+        assert clocks.tick(1).done()  # the slowest one never waits
 
 
 @pytest.mark.multiproc
@@ -191,6 +220,9 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         (("--picture", "curves.txt"), "the name must end in .png, .pdf or .svg"),
         (("--port", "70000"), "--port 70000: must be between 0 and 65535"),
         (("--lr", "nan"), "--lr: 'nan' is not a positive number"),
+        (("--mode", "sync", "--staleness", "2"), "for the modes async and optimizer; in sync nobody is ahead"),
+        (("--staleness", "-1"), "--staleness is a number of steps"),
+        (("--servers", "0"), "--servers: '0' is not a positive whole number"),
     ],
 )
 def test_bad_arguments_are_explained(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,7 +11,9 @@ import optim_functions as functions
 import pytest
 import rpc_functions
 import torch
+from leak_guard import LeakGuard
 from rpc_cluster import Cluster
+from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, until
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -418,6 +421,21 @@ def test_a_context_that_is_over(cluster: Cluster) -> None:
     for use in (optimizer.step, optimizer.step_async, lambda id: optimizer.clip_grad_norm_(id, 1.0)):
         with pytest.raises(autograd.ContextNotFound, match=f"id: {context_id}"):
             use(context_id)
+
+
+def test_an_owner_that_dies_in_a_step(leak_guard: LeakGuard) -> None:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+        running = victims.folder / "running"
+        pending = world["a"].begin(functions.train_until_death, ["c", "b"], str(running))
+        until(running.exists, "the step has begun")
+        killed = time.monotonic()
+        world["b"].kill()
+        kind, text, notes, at = pending.result()
+        assert kind == "OwnerLost" and "'b'" in text
+        assert notes == ["step of a distributed StuckSGD failed on worker 'b'; it was done on: no worker"]
+        assert at - killed < 4 * UNIT_S
 
 
 def test_waiting_for_another_step_has_a_limit(cluster: Cluster) -> None:

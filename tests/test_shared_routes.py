@@ -29,7 +29,7 @@ KINDS = (
 @pytest.mark.parametrize("size", [*SIZES, 64, 200])
 def test_nothing_in_a_segment_overlaps(size: int) -> None:
     layout = Layout(size, 1000)
-    parts = [(layout.sleepers(rank), layout.sleepers_bytes) for rank in range(size)]
+    parts = [(layout.sleepers, layout.sleepers_bytes), *((layout.bell(half), LINE) for half in (0, 1))]
     for half, rank in product((0, 1), range(size)):
         parts.append((layout.header(half, rank), LINE))
         parts.append((layout.table(half, rank), layout.table_bytes))

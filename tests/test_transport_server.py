@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
 
 from rpcdist._proto import membership_pb2, rpc_pb2
 from rpcdist.errors import (
@@ -23,102 +25,20 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.ids import Identity, new_incarnation
-from rpcdist.transport import Link, Node, NodeOptions, Session
-from rpcdist.transport._incoming import ReceiveBuffer, heap_buffer
+from rpcdist.ids import Identity
+from rpcdist.transport import Link, Node, Session
+from rpcdist.transport._local_lane import LANES_VARIABLE
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
-TOKEN = "a token for these tests only"
-LIMIT_S = 20.0
-UNIT_S = 0.4
 
 
-class Memory:
-    """Bytes to be sent."""
-
-    def __init__(self, data: bytes) -> None:
-        self.view = memoryview(data)
-
-
-class Recorder:
-    """Takes what a session brings; answers calls by their id if it is an echo."""
-
-    def __init__(self, echo: bool = False) -> None:
-        self.messages: list[rpc_pb2.Message] = []
-        self.buffers: list[list[bytes]] = []
-        self.sessions: list[Session] = []
-        self.closed: list[str] = []
-        self._echo = echo
-        self._changed = threading.Condition()
-
-    def on_opened(self, session: Session) -> None:
-        with self._changed:
-            self.sessions.append(session)
-            self._changed.notify_all()
-
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
-        with self._changed:
-            for message, buffers in messages:
-                self.messages.append(message)
-                self.buffers.append([bytes(buffer.view) for buffer in buffers])
-                if self._echo:
-                    answer = rpc_pb2.Message(reply=rpc_pb2.Reply(id=message.call.id))
-                    session.send(answer, [Memory(bytes(buffer.view)) for buffer in buffers])
-            self._changed.notify_all()
-
-    def on_closed(self, session: Session, reason: str) -> None:
-        with self._changed:
-            self.closed.append(reason)
-            self._changed.notify_all()
-
-    def allocate(self, size_bytes: int) -> ReceiveBuffer:
-        return heap_buffer(size_bytes)
-
-    def wait(self, count: int = 1) -> list[rpc_pb2.Message]:
-        with self._changed:
-            assert self._changed.wait_for(lambda: len(self.messages) >= count, LIMIT_S)
-            return list(self.messages)
-
-    def wait_closed(self) -> str:
-        with self._changed:
-            assert self._changed.wait_for(lambda: self.closed, LIMIT_S)
-            return self.closed[0]
-
-
-class Nodes:
-    """Starts nodes as `acquire_node` does, but several in one process."""
-
-    def __init__(self) -> None:
-        self._running: list[Node] = []
-
-    def make(self, name: str, serve: bool = False, **options: Any) -> Node:
-        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **options})).acquire()
-        node.identity = Identity(name, -1, new_incarnation())
-        node.io.start()
-        self._running.append(node)
-        if serve:
-            node.serve("127.0.0.1", 0)
-        return node
-
-    def stop(self, node: Node) -> None:
-        self._running.remove(node)
-        node.release()
-
-    def close(self) -> None:
-        for node in list(self._running):
-            self.stop(node)
-
-
-@pytest.fixture
-def nodes() -> Iterator[Nodes]:
+@pytest.fixture(params=["auto", "grpc"])
+def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """On either lane, where a session has a taker; what only makes unary calls is on gRPC always."""
+    monkeypatch.setenv(LANES_VARIABLE, request.param)
     nodes = Nodes()
     yield nodes
     nodes.close()
-
-
-def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) -> Link:
-    assert server.address is not None
-    return client.run(client.connect(server.address, role, **{"timeout_s": LIMIT_S, **arguments}), LIMIT_S)
 
 
 # ---------------------------------------------------------------- serving
@@ -178,7 +98,7 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
     server.handle_role("echo", recorder)
     answers = Recorder()
     link = open_link(client, server, handler=answers)
-    assert link.peer == server.identity
+    assert link.peer == server.identity and is_local(link) is (os.environ[LANES_VARIABLE] == "auto")
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=5)))
     assert [message.reply.id for message in answers.wait()] == [5]
     assert [(session.peer, session.role) for session in recorder.sessions] == [(client.identity, "echo")]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from collections import deque
 from typing import Final
 
 from rpcdist.collectives._point._board import Board
@@ -37,6 +38,7 @@ class Mover:
         self.board = board
         self.spin_s = spin_s
         self.lock = threading.Lock()
+        self._untold: deque[Request] = deque()
         self.rota = Rota(self.lock, self._lead, self._is_needed, self._free, name)
 
     def fail(self, error: BaseException) -> None:
@@ -72,7 +74,12 @@ class Mover:
             settled, self.board.settled = self.board.settled, []
             if own is not None and any(request is not own for request in settled):
                 self.rota.changed()  # the leader may sleep for one of them
-        for request in settled:
+        self._untold += settled
+        while True:
+            try:
+                request = self._untold.popleft()  # one by one: a callback may wait for the next of them
+            except IndexError:
+                return
             request.settle()
 
     def _lead(self, mine: Request | None) -> None:
@@ -83,8 +90,10 @@ class Mover:
                 board.attend(time.monotonic())
                 readers, writers = board.interests()
                 version = rota.version
-            if board.settled:
+            if board.settled or self._untold:
                 self.settle()
+                if mine is None or not mine.done:
+                    continue  # callbacks may have led themselves
             if mine is None:
                 if rota.has_followers or not self._is_needed():
                     return

@@ -4,6 +4,7 @@
    group's own thread, which is started when it is needed first.
 2. A leader leaves when its own request is done, and passes the lead to a thread that waits, else to the own thread.
 3. What a leader must know is announced by `changed`, with the lock held; a leader that looked before sleeps no more.
+4. A leader may wait for another request in the callback of one that it told: it leads on until that is settled, too.
 """
 
 from __future__ import annotations
@@ -55,6 +56,7 @@ class Rota:
         self._retired = retired
         self._name = name
         self._leading = False
+        self._leader = 0  # the thread, while it calls `lead`
         self._followers: deque[Request] = deque()
         self._thread: threading.Thread | None = None
         self._called = threading.Event()
@@ -130,6 +132,9 @@ class Rota:
 
         An exception that a signal raises (KeyboardInterrupt) leaves the request to the other threads.
         """
+        if self._leader == threading.get_ident():
+            self._lead(request)
+            return
         with self._lock:
             leads = self.take()
             if not leads:
@@ -147,10 +152,7 @@ class Rota:
                 self.pass_on()
             raise
         if leads or request.leads:
-            try:
-                self._lead(request)
-            finally:
-                self.pass_on()
+            self._lead_and_pass_on(request)
         else:
             self._forget(request)
 
@@ -168,10 +170,15 @@ class Rota:
             with self._lock:
                 leads = not self.stopped and self._is_needed() and self.take()
             if leads:
-                try:
-                    self._lead(None)
-                finally:
-                    self.pass_on()
+                self._lead_and_pass_on(None)
+
+    def _lead_and_pass_on(self, request: Request | None) -> None:
+        self._leader = threading.get_ident()
+        try:
+            self._lead(request)
+        finally:
+            self._leader = 0
+            self.pass_on()
 
     def join(self) -> None:
         """Waits, bounded, until the own thread has ended; nothing when it is the caller. After `stop`."""

@@ -2,13 +2,14 @@
 
     what        how many        content
     headers     2 x size        flag (8 bytes), fingerprint, zeros
-    sleepers    size            one byte for each rank: whether it sleeps until this rank raises its flag
+    bells       2               the last step of that half in which all ranks have met, as far as somebody rang
+    sleepers    1               one byte for each rank: whether it sleeps until the bell rings
     tables      2 x size        sizes of the chunks that this rank sends, then of those that it takes (8 bytes each)
     buffers     2 x size        data that this rank publishes
 
-"2 x size" is: for each half (see [Note: steps] in `_signals`), for each rank. Each thing but the sleepers is written
-by one rank only and lies in cache lines of its own, two together since some processors fetch lines in pairs. Buffers
-lie on pages of their own.
+"2 x size" is: for each half (see [Note: steps] in `_signals`), for each rank. Each of those is written by one rank
+only. Everything lies in cache lines of its own, two together since some processors fetch lines in pairs, and buffers on
+pages of their own.
 """
 
 from __future__ import annotations
@@ -40,13 +41,16 @@ class Layout:
     def header(self, half: int, rank: int) -> int:
         return (half * self.size + rank) * LINE
 
+    def bell(self, half: int) -> int:
+        return self.header(2, 0) + half * LINE
+
     @property
     def sleepers_bytes(self) -> int:
-        """Of one rank's row."""
         return _up(self.size, LINE)
 
-    def sleepers(self, rank: int) -> int:
-        return self.header(2, 0) + rank * self.sleepers_bytes
+    @property
+    def sleepers(self) -> int:
+        return self.bell(2)
 
     @property
     def table_bytes(self) -> int:
@@ -54,7 +58,7 @@ class Layout:
         return _up(16 * self.size, LINE)
 
     def table(self, half: int, rank: int) -> int:
-        return self.sleepers(self.size) + (half * self.size + rank) * self.table_bytes
+        return self.sleepers + self.sleepers_bytes + (half * self.size + rank) * self.table_bytes
 
     def buffer(self, half: int, rank: int) -> int:
         start = _up(self.table(2, 0), PAGE)

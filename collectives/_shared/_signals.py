@@ -20,6 +20,15 @@ This holds across operations, whatever their kinds are, since every rank takes p
 ranks compare the same bytes, so if one finds a mismatch then all do; and a rank that goes on knows that nobody can find
 one any more. When ranks disagree they stop in that step, and nothing in this segment is written ever after.
 
+[Note: sleep] A rank that waits longer sleeps on the half's bell, a word that all ranks share. The last one that comes
+to a step finds all flags raised, writes the step there, and wakes the sleepers: one system call, and each of them
+wakes once. Nobody sleeps through it: a rank raises its flag before it looks at those of the others, so of several that
+come at once, one finds all of them raised, if no rank moves its loads before its store. Only a locked instruction
+stops a processor from that, and taking a lock has one. A sleeper reads the bell before it looks at the flags for the
+last time, and the kernel lets it sleep only if the bell is still the same; it has marked itself before, and the other
+looks at the marks after it has rung, again with a locked instruction (the system call has one, too) in between.
+Several may ring at once: they write the same. (If all of this failed, the sleep would take `NAP_S`.)
+
 [Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
 (Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
 assigns and reads an item by a single move), made after the stores of the data that it announces. String instructions,
@@ -49,7 +58,7 @@ MAX_SPINS: Final = 800
 YIELDS: Final = 100
 """Looks with a `sched_yield` after each, which lets other threads run: about 60 us when nobody else wants the core."""
 NAP_S: Final = 0.01
-"""A sleep ends at the latest after this, to ask the control; a flag that is raised ends it at once."""
+"""A sleep ends at the latest after this, to ask the control; the bell ends it at once."""
 
 
 class Signals:
@@ -73,8 +82,9 @@ class Signals:
         self._header = [self._headers(layout, half) for half in (0, 1)]
         self._flag = [layout.header(half, rank) // _WORD for half in (0, 1)]
         self._peers = [self._peer_flags(half) for half in (0, 1)]
-        row = layout.sleepers(rank)
-        self._sleepers = range(row // _WORD, (row + layout.size + _WORD - 1) // _WORD)
+        self._bell = [layout.bell(half) // _WORD for half in (0, 1)]
+        self._mark = layout.sleepers + rank
+        self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
         self._fence = threading.Lock()
         self._opening = False
         self._crowded = layout.size > len(os.sched_getaffinity(0))
@@ -125,14 +135,21 @@ class Signals:
             start = self._rank * LINE + _WORD
             self._header[half][start : start + FINGERPRINT_BYTES] = control.fingerprint
         words[self._flag[half]] = step
-        self._wake(half)
-        for peer, flag in self._peers[half]:
+        with self._fence:  # see [Note: sleep]
+            pass
+        last = True
+        for _, flag in self._peers[half]:
             if words[flag] != step:
+                last = False
                 for _ in range(self._spins):
                     if words[flag] == step:
                         break
                 else:
-                    self._wait(peer, flag, control)
+                    if not self._yield_for(flag):
+                        self._sleep(control)
+                        break
+        if last:
+            self._ring(half)
         if self._opening:
             self._opening = False
             self._compare(control.fingerprint)
@@ -153,36 +170,42 @@ class Signals:
 
     # ------------------------------------------------------------ waiting
 
-    def _wake(self, half: int) -> None:
-        """Wakes who sleeps until this rank raises its flag.
-
-        A sleeper writes its mark before it looks at the flag, and this rank looks at the mark after it has raised the
-        flag; so one of them sees the other, if neither moves its load before its store. Only a locked instruction
-        stops a processor from that: taking a lock has one. (If it failed, the sleep would take `NAP_S`.)
-        """
+    def _ring(self, half: int) -> None:
+        """Wakes who sleeps in this step."""
+        bell = self._bell[half]
+        self._words[bell] = self.step
         with self._fence:
             pass
         for word in self._sleepers:
             if self._words[word]:
-                _futex.wake(self._address + self._flag[half] * _WORD)
+                _futex.wake(self._address + bell * _WORD)
                 return
 
-    def _wait(self, peer: int, flag: int, control: Control) -> None:
+    def _yield_for(self, flag: int) -> bool:
+        """Lets others run, a few times; whether the flag came up meanwhile."""
         words, step = self._words, self.step
         for count in self._yields:
             if words[flag] == step:
                 self._adapt(count)
-                return
+                return True
             os.sched_yield()
-        mark = self._layout.sleepers(peer) + self._rank
-        address = self._address + flag * _WORD
-        self._bytes[mark] = 1
+        return False
+
+    def _sleep(self, control: Control) -> None:
+        """Waits until the flags of all ranks are up."""
+        words, step = self._words, self.step
+        flags = [flag for _, flag in self._peers[step & 1]]
+        bell = self._bell[step & 1]
+        self._bytes[self._mark] = 1
         try:
-            while (value := words[flag]) != step:
+            while True:
+                rung = words[bell]
+                if all(words[flag] == step for flag in flags):
+                    return
                 self._check(control)
-                _futex.wait(address, value, NAP_S)
+                _futex.wait(self._address + bell * _WORD, rung, NAP_S)
         finally:
-            self._bytes[mark] = 0
+            self._bytes[self._mark] = 0
 
     def _adapt(self, num_yields: int) -> None:
         """Spins longer or shorter from now on.

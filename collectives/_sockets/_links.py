@@ -95,6 +95,10 @@ class Links:
                 self._open[peer, channel] = link
         return link
 
+    def standing(self, peer: int) -> socket.socket | None:
+        """The first connection with a rank, if it was used before."""
+        return self._open.get((peer, 0))
+
     def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
         purpose = f"{self._prefix}{self._rank}.{channel}"
         limit_s = min(control.deadline.remaining_s(), _CONNECT_LIMIT_S)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import select
+import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
@@ -14,36 +16,14 @@ from rpcdist.collectives._reduce import Reducer
 from rpcdist.collectives._sockets._buffers import Buffer, Scratch, memory_of
 from rpcdist.collectives._sockets._framing import Frame
 from rpcdist.collectives._sockets._links import Links
+from rpcdist.collectives._sockets._patience import Patience
+from rpcdist.collectives._sockets._pollers import CHECK_INTERVAL_MS, Pollers
 from rpcdist.collectives._sockets._transfers import Receiving, Reduction, Sending, Transfer, piece_bytes
 
-__all__ = ["Pollers", "Runner"]
+__all__ = ["Runner"]
 
-_CHECK_INTERVAL_MS: Final = 50
 _LANDING_SLOT: Final = -1
-_MAX_POLLERS: Final = 64
 _NO_BYTES: Final = memoryview(b"")
-
-
-class Pollers:
-    """Keeps `select.poll` objects: the same few sets of descriptors are waited for again and again."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, ...], select.poll] = {}
-
-    def get(self, masks: dict[int, int], wakeup_fd: int) -> select.poll:
-        """One for these descriptors and events, and for `wakeup_fd` to be readable unless that is -1."""
-        key = (wakeup_fd, *masks, *masks.values())
-        poller = self._kept.get(key)
-        if poller is None:
-            poller = select.poll()
-            for descriptor, mask in masks.items():
-                poller.register(descriptor, mask)
-            if wakeup_fd >= 0:
-                poller.register(wakeup_fd, select.POLLIN)
-            if len(self._kept) >= _MAX_POLLERS:
-                self._kept.clear()
-            self._kept[key] = poller
-        return poller
 
 
 class Runner:
@@ -59,6 +39,7 @@ class Runner:
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for what arrives to be reduced.
         pollers: of the plane.
+        patience: of the plane.
     """
 
     def __init__(
@@ -72,6 +53,7 @@ class Runner:
         finish: Callable[[torch.Tensor], object] | None,
         scratch: Scratch,
         pollers: Pollers,
+        patience: Patience,
     ) -> None:
         self._rank = rank
         self._links = links
@@ -82,6 +64,7 @@ class Runner:
         self._finish = finish
         self._scratch = scratch
         self._pollers = pollers
+        self._patience = patience
 
     def run(self, plan: Plan) -> None:
         """Runs all rounds; raises like `Plane.run`."""
@@ -133,12 +116,24 @@ class Runner:
     # ------------------------------------------------------------ moving them
 
     def _move(self, transfers: list[Transfer]) -> None:
-        pending = transfers
-        while True:
-            pending = [transfer for transfer in pending if not self._advance(transfer)]
-            if not pending:
-                return
-            self._wait(pending)
+        patience = self._patience
+        pending = self._rest(transfers)
+        while pending:
+            for _ in range(patience.looks):
+                os.sched_yield()
+                pending = self._rest(before := pending)
+                if len(pending) < len(before):
+                    patience.came()
+                    break
+            else:
+                began = time.monotonic()
+                self._wait(pending)
+                patience.slept(time.monotonic() - began)
+                pending = self._rest(pending)
+
+    def _rest(self, transfers: list[Transfer]) -> list[Transfer]:
+        """Moves what can be moved now; those that are not done."""
+        return [transfer for transfer in transfers if not self._advance(transfer)]
 
     def _advance(self, transfer: Transfer) -> bool:
         if transfer.link is None:
@@ -159,7 +154,7 @@ class Runner:
         wakeup_fd = self._control.wakeup_fd
         poller = self._pollers.get(masks, wakeup_fd)
         while True:
-            ready = poller.poll(_CHECK_INTERVAL_MS)
+            ready = poller.poll(CHECK_INTERVAL_MS)
             self._control.check()
             if any(descriptor != wakeup_fd for descriptor, _ in ready):
                 break

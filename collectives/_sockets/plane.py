@@ -13,9 +13,12 @@ from rpcdist.collectives._operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._plane import Control, Plane
 from rpcdist.collectives._plans import plan_for
 from rpcdist.collectives._sockets._buffers import Buffer, Scratch
+from rpcdist.collectives._sockets._exchange import SmallExchange
 from rpcdist.collectives._sockets._framing import Frame
 from rpcdist.collectives._sockets._links import Links
-from rpcdist.collectives._sockets._runner import Pollers, Runner
+from rpcdist.collectives._sockets._patience import Patience
+from rpcdist.collectives._sockets._pollers import Pollers
+from rpcdist.collectives._sockets._runner import Runner
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SocketPlane"]
@@ -52,6 +55,8 @@ class SocketPlane(Plane):
         self._links = Links(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
+        self._patience = Patience(rank, addresses)
+        self._small = SmallExchange(rank, size, self._links, self._pollers, self._patience)
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
             Kind.REDUCE: self._for_reduce,
@@ -68,6 +73,9 @@ class SocketPlane(Plane):
         return f"<SocketPlane rank {self.rank} of {self.size}: {self._links!r}>"
 
     def run(self, operation: Operation, control: Control) -> None:
+        if self._small.takes(operation):
+            self._small.run(operation, control)
+            return
         op = operation.reduce_op
         reducer = None
         if op is not None:
@@ -93,12 +101,15 @@ class SocketPlane(Plane):
                 return make_final(tensor, self.size)
 
         buffers = [Buffer(tensor, reducer) for tensor in tensors]
-        runner = Runner(self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch, self._pollers)
-        runner.run(plan)
+        Runner(
+            self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch, self._pollers,
+            self._patience,
+        ).run(plan)  # fmt: skip
 
     def close(self) -> None:
         self._links.close()
         self._scratch.clear()
+        self._small.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """`counts` and `received` of `plan_for`."""

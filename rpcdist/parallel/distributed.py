@@ -13,8 +13,9 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from rpcdist import collectives
-from rpcdist.collectives import ProcessGroup, ReduceOp
+from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._arguments import choose_sync, member_group, refuse_unsupported
 from rpcdist.parallel._ddp._buckets import BucketCaps
 from rpcdist.parallel._ddp._delayed import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
@@ -28,10 +29,11 @@ from rpcdist.parallel._ddp._hooks import (
     install_capture_hooks,
     install_hooks,
 )
-from rpcdist.parallel._ddp._joining import DataParallelJoinHook
+from rpcdist.parallel._ddp._joining import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging import logging_data
+from rpcdist.parallel._ddp._options import ReducerOptions
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
-from rpcdist.parallel._ddp._reducer import Reducer, ReducerOptions
+from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reduction import CommHook
 from rpcdist.parallel._ddp._sources import in_distributed_context
 from rpcdist.parallel.algorithms import Join, Joinable
@@ -109,14 +111,14 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        _refuse_unsupported(mixed_precision, device_mesh, process_group)
+        refuse_unsupported(mixed_precision, device_mesh, process_group)
         if check_reduction:
             warnings.warn("The `check_reduction` argument is deprecated: it does nothing", FutureWarning, stacklevel=2)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        self.process_group = _member_group(process_group)
+        self.process_group = member_group(process_group)
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = {
@@ -129,7 +131,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.batched_grad_copy = batched_grad_copy
         self.skip_all_reduce_unused_params = skip_all_reduce_unused_params
         self.check_finite = check_finite
-        self.forward_sync_buffers = _choose_sync(broadcast_buffers, forward_sync_buffers)
+        self.forward_sync_buffers = choose_sync(broadcast_buffers, forward_sync_buffers)
         self.require_backward_grad_sync = True
         self.require_forward_param_sync = True
         self._caps = BucketCaps.of(bucket_cap_mb, bucket_cap_mb_list)
@@ -209,7 +211,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         nn.Module.__setstate__(self, state)
-        self.process_group = _member_group(None)
+        self.process_group = member_group(None)
         self._make_reducer(self._trainable())
 
     # ------------------------------------------------------------ forward
@@ -224,13 +226,12 @@ class DistributedDataParallel(nn.Module, Joinable):
         trains = torch.is_grad_enabled()
         if trains and self.require_backward_grad_sync:
             self.reducer.check_finished()
-        self._notify_join()
+        Join.notify_join_context(self)
         if trains:
             self.reducer.rebuild()
         if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
             self._sync_buffers()
-        if self._join_config.enable:
-            self._count_syncing(self.require_backward_grad_sync)
+        self._count_syncing()
         if self._input_device is not None:
             inputs, kwargs = move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
         with self._inside_ddp_forward():
@@ -304,7 +305,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return chosen is location and self.will_sync_module_buffers()
 
     def _sync_buffers(self) -> None:
-        source = self._common_rank(True) if self._join_config.enable else 0
+        source = self._highest_rank(True) if self._join_config.enable else 0
         self._send_buffers(source)
 
     def _send_buffers(self, source: int) -> None:
@@ -364,37 +365,29 @@ class DistributedDataParallel(nn.Module, Joinable):
     def join_process_group(self) -> ProcessGroup:
         return self.process_group
 
-    def _notify_join(self) -> None:
-        work = Join.notify_join_context(self)
-        if work is None or self._divide_by_initial_world_size:
-            self.reducer.divide_by = None
-        else:
-            self.reducer.divide_by = work.result()[0].item()
-
-    def _count_syncing(self, mine: bool) -> int:
-        """How many ranks average gradients in this iteration."""
-        flag = torch.tensor([float(mine)], device=self.device)
-        collectives.all_reduce(flag, group=self.process_group)
-        return int(flag.item())
+    def _count_syncing(self) -> None:
+        """Finds out by what the gradients of this iteration are divided."""
+        self.reducer.divide_by = None
+        if self._join_config.enable:
+            num_syncing = count_ranks(self.require_backward_grad_sync, self.process_group, self.device)
+            if not self._divide_by_initial_world_size:
+                self.reducer.divide_by = max(1, num_syncing)
 
     def _shadow_iteration(self) -> None:
         """Takes part in what the forward and backward pass of the other ranks communicate."""
         if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
-            self._send_buffers(self._common_rank(False))
-        syncs = self._count_syncing(False) > 0
+            self._send_buffers(self._highest_rank(False))
+        syncs = count_ranks(False, self.process_group, self.device) > 0
         self.require_forward_param_sync = syncs
         if syncs:
             self.reducer.divide_by = None if self._divide_by_initial_world_size else 1.0
             self.reducer.shadow()
 
     def _sync_final_model(self, is_last_joiner: bool) -> None:
-        self._broadcast_states(self._common_rank(is_last_joiner), self.forward_sync_buffers)
+        self._broadcast_states(self._highest_rank(is_last_joiner), self.forward_sync_buffers)
 
-    def _common_rank(self, candidate: bool) -> int:
-        """The highest rank that is a candidate; all ranks ask together."""
-        rank = torch.tensor([self.process_group.rank() if candidate else -1], device=self.device)
-        collectives.all_reduce(rank, ReduceOp.MAX, group=self.process_group)
-        return int(rank.item())
+    def _highest_rank(self, candidate: bool) -> int:
+        return highest_rank(candidate, self.process_group, self.device)
 
     # ------------------------------------------------------------ communication hooks
 
@@ -490,38 +483,3 @@ def _remove(*lists: list[RemovableHandle]) -> None:
         for handle in handles:
             handle.remove()
         handles.clear()
-
-
-def _member_group(given: ProcessGroup | None) -> ProcessGroup:
-    group = collectives.group.WORLD if given is None else given
-    if group is None:
-        raise ConfigError(
-            "Default process group has not been initialized, please make sure to call "
-            "rpcdist.collectives.init_process_group."
-        )
-    if not isinstance(group, ProcessGroup):
-        raise ConfigError(
-            f"process_group is a {type(group).__module__}.{type(group).__name__}; make groups with "
-            "rpcdist.collectives.new_group, and only wrap models on ranks that are in them"
-        )
-    return group
-
-
-def _choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
-    if forward_sync_buffers is not None:
-        return forward_sync_buffers
-    return broadcast_buffers is not False
-
-
-def _refuse_unsupported(
-    mixed_precision: object | None, device_mesh: object | None, process_group: ProcessGroup | None
-) -> None:
-    if process_group is not None and device_mesh is not None:
-        raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        raise ConfigError("device_mesh is not supported: pass process_group=rpcdist.collectives.new_group(ranks)")
-    if mixed_precision is not None:
-        raise ConfigError(
-            "mixed_precision is not supported: run the forward pass under torch.autocast, and halve the bytes on the "
-            "wire with register_comm_hook(None, rpcdist.parallel.comm_hooks.bf16_compress_hook)"
-        )

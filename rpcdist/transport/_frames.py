@@ -18,11 +18,15 @@ __all__ = [
     "MAX_ENVELOPE_BYTES",
     "MAX_FRAME_BYTES",
     "PIECE_BYTES",
+    "PIECE_HEAD_BYTES",
     "PIECE_WINDOW_BYTES",
     "Piece",
+    "PieceHead",
     "frame",
     "parse",
+    "parse_piece_head",
     "piece_envelope",
+    "piece_head",
     "varint",
 ]
 
@@ -37,7 +41,9 @@ MAX_FRAME_BYTES = 1 << 20
 MAX_ENVELOPE_BYTES = 1 << 20
 """The writer starts a new envelope when this is reached, so no envelope exceeds the sum of this and one frame."""
 
-_MESSAGES_TAG = b"\x0a"  # Envelope.messages, field 1, length-delimited
+PIECE_HEAD_BYTES = 64
+"""No `piece_head` is longer: five tags and as many numbers of at most ten bytes."""
+
 _PIECE_TAG = 0x7A  # Envelope.piece, field 15, length-delimited
 
 
@@ -48,6 +54,16 @@ class Piece(NamedTuple):
     buffer: int
     offset: int
     data: memoryview
+
+
+class PieceHead(NamedTuple):
+    """What an envelope says before the bytes of its piece; `size` counts those, and `head_size` what came before."""
+
+    transfer: int
+    buffer: int
+    offset: int
+    size: int
+    head_size: int
 
 
 def varint(value: int) -> bytes:
@@ -74,10 +90,15 @@ def unframe(data: bytes) -> rpc_pb2.Message:
     return rpc_pb2.Envelope.FromString(data).messages[0]
 
 
+def piece_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
+    """The first bytes of an envelope that carries one piece; the `size` bytes of the piece follow."""
+    head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(size))
+    return b"".join((b"\x7a", varint(len(head) + size), head))
+
+
 def piece_envelope(transfer: int, buffer: int, offset: int, data: memoryview) -> bytes:
-    """An envelope that carries one piece; the one copy that the sender makes of a payload is here."""
-    head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(len(data)))
-    return b"".join((b"\x7a", varint(len(head) + len(data)), head, data))
+    """An envelope that carries one piece, in one run of bytes: this copies the payload, once."""
+    return b"".join((piece_head(transfer, buffer, offset, len(data)), data))
 
 
 def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Piece:
@@ -100,7 +121,7 @@ def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Piece:
     return envelope
 
 
-def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
+def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
     value = shift = 0
     while shift < 64:
         byte = data[at]
@@ -112,13 +133,20 @@ def _read_varint(data: bytes | bytearray, at: int) -> tuple[int, int]:
     raise IndexError
 
 
-def _parse_piece(data: bytes | bytearray) -> Piece | None:
-    """The piece in the layout that `piece_envelope` writes, without a copy; None if the layout is another."""
+def parse_piece_head(data: bytes | bytearray | memoryview, size: int) -> PieceHead | None:
+    """What the first bytes of an envelope say, if it carries a piece in the layout of `piece_head`; else None.
+
+    Args:
+        data: the envelope's first `PIECE_HEAD_BYTES`, or all of it.
+        size: of the whole envelope, in bytes.
+    """
+    fields = []
     try:
-        size, at = _read_varint(data, 1)
-        if at + size != len(data):
+        if data[0] != _PIECE_TAG:
             return None
-        fields = []
+        length, at = _read_varint(data, 1)
+        if at + length != size:
+            return None
         for tag in (0x08, 0x10, 0x18, 0x22):
             if data[at] != tag:
                 return None
@@ -126,6 +154,13 @@ def _parse_piece(data: bytes | bytearray) -> Piece | None:
             fields.append(value)
     except IndexError:
         return None
-    if at + fields[3] != len(data):
+    head = PieceHead(fields[0], fields[1], fields[2], fields[3], at)
+    return head if at + head.size == size else None
+
+
+def _parse_piece(data: bytes | bytearray) -> Piece | None:
+    """The piece in the layout that `piece_envelope` writes, without a copy; None if the layout is another."""
+    head = parse_piece_head(data, len(data))
+    if head is None:
         return None
-    return Piece(fields[0], fields[1], fields[2], memoryview(data)[at:])
+    return Piece(head.transfer, head.buffer, head.offset, memoryview(data)[head.head_size :])

@@ -15,7 +15,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._frames import Piece
 
-__all__ = ["Incoming", "ReceiveBuffer", "heap_buffer"]
+__all__ = ["Delivery", "Incoming", "ReceiveBuffer", "heap_buffer"]
 
 
 class ReceiveBuffer(Protocol):
@@ -93,24 +93,38 @@ class Incoming:
 
         A piece of an unknown transfer belongs to one that was aborted, and is dropped.
         """
-        transfer = self._transfers.get(piece.transfer)
+        size = len(piece.data)
+        place = self.place(piece.transfer, piece.buffer, piece.offset, size)
+        if place is None:
+            return None
+        place[:] = piece.data
+        return self.placed(piece.transfer, piece.buffer, size)
+
+    def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
+        """Where the bytes of a piece belong, for who can receive them there; `placed` follows. None: drop them."""
+        transfer = self._transfers.get(number)
         if transfer is None:
             return None
-        size = len(piece.data)
-        if piece.buffer >= len(transfer.buffers):
-            raise ProtocolViolation(f"a piece for buffer {piece.buffer} of {len(transfer.buffers)}")
-        view = transfer.buffers[piece.buffer].view
-        at = transfer.filled[piece.buffer]
-        if piece.offset != at or at + size > len(view):
+        if buffer >= len(transfer.buffers):
+            raise ProtocolViolation(f"a piece for buffer {buffer} of {len(transfer.buffers)}")
+        view = transfer.buffers[buffer].view
+        at = transfer.filled[buffer]
+        if offset != at or at + size > len(view):
             raise ProtocolViolation(
-                f"a piece of {size} bytes at {piece.offset} came, expected at {at} of {len(view)} announced bytes"
+                f"a piece of {size} bytes at {offset} came, expected at {at} of {len(view)} announced bytes"
             )
-        view[at : at + size] = piece.data
-        transfer.filled[piece.buffer] = at + size
+        return view[at : at + size]
+
+    def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
+        """The bytes of a piece are where `place` said; returns the message when they were the last ones."""
+        transfer = self._transfers.get(number)
+        if transfer is None:  # aborted meanwhile
+            return None
+        transfer.filled[buffer] += size
         transfer.missing -= size
         if transfer.missing:
             return None
-        del self._transfers[piece.transfer]
+        del self._transfers[number]
         return self._deliver(transfer)
 
     def abort(self, number: int) -> rpc_pb2.Message | None:

@@ -10,6 +10,7 @@ item, or the end, stays back until the last byte of the item before it is writte
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,10 +22,14 @@ from rpcdist.transport._frames import (
     PIECE_BYTES,
     PIECE_WINDOW_BYTES,
     frame,
-    piece_envelope,
+    piece_head,
 )
 
 __all__ = ["LargeBuffer", "Outgoing"]
+
+
+Parts = tuple[bytes, memoryview | None]
+"""An envelope: all of its bytes, or the first ones and the sender's own memory where the others are."""
 
 
 class LargeBuffer(Protocol):
@@ -48,14 +53,14 @@ class _Transfer:
         self.at = 0
         self.then = then
 
-    def next_piece(self) -> bytes:
+    def next_piece(self) -> Parts:
         view = self.buffers[self.index]
-        end = min(self.at + PIECE_BYTES, len(view))
-        data = piece_envelope(self.number, self.index, self.at, view[self.at : end])
+        start, end = self.at, min(self.at + PIECE_BYTES, len(view))
+        head = piece_head(self.number, self.index, start, end - start)
         self.at = end
         if end == len(view):
             self._skip_to_next()
-        return data
+        return head, view[start:end]
 
     def _skip_to_next(self) -> None:
         self.index += 1
@@ -81,7 +86,7 @@ def _stream_of(message: rpc_pb2.Message) -> int:
 
 
 class Outgoing:
-    """The queue of one session. `add` may be called on any thread, the rest on the writer's."""
+    """The queue of one session. Any thread may call any of it; envelopes leave in the order of `next_parts`."""
 
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
@@ -91,6 +96,7 @@ class Outgoing:
         self._credit_bytes = PIECE_WINDOW_BYTES
         self._numbers = itertools.count(1)
         self._aborted: set[int] = set()
+        self._lock = threading.Lock()  # around all but appending to `_frames`, which is atomic
 
     def __repr__(self) -> str:
         num_messages = len(self._frames) + sum(map(len, self._held.values()))
@@ -106,7 +112,8 @@ class Outgoing:
 
     def grant(self, num_bytes: int) -> None:
         """The peer has taken so many bytes of envelopes with pieces."""
-        self._credit_bytes += num_bytes
+        with self._lock:
+            self._credit_bytes += num_bytes
 
     def add(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
@@ -135,6 +142,10 @@ class Outgoing:
 
     def abort(self, number: int) -> bool:
         """Stops a transfer; returns whether the peer must be told (its announcement may be on the way)."""
+        with self._lock:
+            return self._abort(number)
+
+    def _abort(self, number: int) -> bool:
         for transfer in self._transfers:
             if transfer.number == number:
                 self._transfers.remove(transfer)
@@ -147,21 +158,33 @@ class Outgoing:
         return False
 
     def next_envelope(self) -> bytes | None:
-        """The bytes to write next; None when nothing waits."""
+        """The bytes to write next; None when nothing waits. The one copy that the sender makes of a payload is here."""
+        parts = self.next_parts()
+        if parts is None:
+            return None
+        head, payload = parts
+        return head if payload is None else b"".join((head, payload))
+
+    def next_parts(self) -> Parts | None:
+        """As `next_envelope`, without the copy: for a lane that writes from two places at once."""
+        with self._lock:
+            return self._next_parts()
+
+    def _next_parts(self) -> Parts | None:
         may_send_piece = self._transfers and self._credit_bytes > 0
         if self._frames and not (self._piece_is_due and may_send_piece):
             self._piece_is_due = True
             envelope = self._batch()
             if envelope:
-                return envelope
+                return envelope, None
         self._piece_is_due = False
         if not self._transfers or self._credit_bytes <= 0:
             return None
         transfer = self._transfers.popleft()
-        data = transfer.next_piece()
-        self._credit_bytes -= len(data)
+        head, payload = transfer.next_piece()
+        self._credit_bytes -= len(head) + (len(payload) if payload is not None else 0)
         self._schedule(transfer)
-        return data
+        return head, payload
 
     def _batch(self) -> bytes:
         """As many of the messages that may go now as fit; empty if all that waits is held."""

@@ -20,10 +20,8 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport import fork
 from rpcdist.transport._grpc import SERVER_OPTIONS, ServerStream, refuse
-from rpcdist.transport._local_lane import LocalStream, listen_local, local_lanes_allowed
-from rpcdist.transport._sockets_wire import same_user
+from rpcdist.transport._local_lane import LocalStream, accept_local, listen_local, local_lanes_allowed
 from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
 from rpcdist.transport.interfaces import join_address
 from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
@@ -39,6 +37,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_LIMIT_S = 10.0
 STOP_LIMIT_S = 2.0
 MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
+MAX_UNPROVEN_LOCAL = 64  # the same on the local lane; others wait in the kernel until one of these is done
 REFUSALS_PERIOD_S = 60.0
 MAX_REFUSALS_SHOWN = 64  # in that time; a stranger cannot fill the disk with log lines
 
@@ -94,6 +93,7 @@ class Server(grpc.GenericRpcHandler):
         self._node = node
         self._listeners: dict[int, grpc.aio.Server] = {}  # by port
         self._local_tasks: dict[int, asyncio.Task[Any]] = {}
+        self._local_slots = asyncio.Semaphore(MAX_UNPROVEN_LOCAL)
         self._num_unary = 0
         self._unary_done = asyncio.Event()
         self._methods: dict[str, Any] = {}
@@ -110,7 +110,9 @@ class Server(grpc.GenericRpcHandler):
 
         Raises:
             TransportError: the port is taken.
+            ConfigError: `RPCDIST_LANES` has a value that there is not.
         """
+        local_lanes_allowed()  # before anything is open
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self,))
         bracketed = f"[{host}]" if ":" in host else host
@@ -128,7 +130,7 @@ class Server(grpc.GenericRpcHandler):
         return bound
 
     def _listen_local(self, host: str, port: int) -> None:
-        listener = listen_local(join_address(host, port)) if local_lanes_allowed() else None
+        listener = listen_local(join_address(host, port))
         if listener is not None:
             self._local_tasks[port] = self._node.io.spawn(self._accept_local(listener), f"rpcdist local lane {port}")
 
@@ -241,34 +243,38 @@ class Server(grpc.GenericRpcHandler):
             await self._serve(stream, handshake)
 
     async def _accept_local(self, listener: socket.socket) -> None:
-        """Takes sessions from this host until it is cancelled."""
+        """Takes sessions from this host until it is cancelled; then ends them."""
         sessions: set[asyncio.Task[Any]] = set()
         try:
             while True:
-                connection, _ = await self._node.io.loop.sock_accept(listener)
-                fork.note_socket(connection)
-                if self._unproven >= MAX_UNPROVEN or not same_user(connection):
-                    connection.close()
-                    continue
-                task = self._node.io.spawn(self._local_session(connection), "rpcdist local session")
+                await self._local_slots.acquire()
+                try:
+                    stream = await accept_local(listener)
+                except BaseException:
+                    self._local_slots.release()
+                    raise
+                task = self._node.io.spawn(self._local_session(stream), "rpcdist local session")
                 sessions.add(task)
                 task.add_done_callback(sessions.discard)
         finally:
             listener.close()
             for task in sessions:
                 task.cancel()
+            if sessions:
+                await asyncio.wait(sessions, timeout=STOP_LIMIT_S)
 
-    async def _local_session(self, connection: socket.socket) -> None:
+    async def _local_session(self, stream: LocalStream) -> None:
         """A session on the local lane."""
-        stream = LocalStream(connection, "the peer")
 
         async def turn_away(reason: str) -> None:
             stream.abort(reason)
 
         try:
-            handshake = await self._admit(stream, "a process of this host", turn_away)
+            try:
+                handshake = await self._admit(stream, "a process of this host", turn_away)
+            finally:
+                self._local_slots.release()
             if handshake is not None:
-                stream.open_up()
                 await self._serve(stream, handshake)
         finally:
             stream.abort("the connection was closed")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import random
 import time
 from contextlib import suppress
@@ -31,6 +32,9 @@ SESSION_KEY = "rpcdist-session-bin"
 COUNTER_KEY = "rpcdist-counter"
 PROOF_KEY = "rpcdist-proof-bin"
 REFUSAL_LIMIT_S = 1.0
+LOCAL_LIMIT_S = 5.0  # of the handshake on the local lane; whoever is silent there for longer may not be the worker
+
+logger = logging.getLogger(__name__)
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -142,20 +146,27 @@ async def open_link(
     Cancellation closes the connection.
     """
     deadline = time.monotonic() + timeout_s
-    attempt = 0
-    may_be_local = handler is not None  # else it makes unary calls only, and gRPC's connection is there for these
-    while True:
-        # The channel connects with the first call on it; beside a local lane it is for unary calls only.
-        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
-        stream: ClientStream | LocalStream | None = None
-        handshake = ClientHandshake(
+
+    def hello() -> ClientHandshake:
+        return ClientHandshake(
             node.token, node.job, role, node.identity, expected=expected, token_source=node.token_source
         )
+
+    may_be_local = handler is not None  # else it makes unary calls only, and gRPC's connection is there for these
+    attempt = 0
+    while True:
+        handshake = hello()
+        if may_be_local and (local := connect_local(address)) is not None:
+            if await _prove_local(local, address, handshake, min(timeout_s / 2, LOCAL_LIMIT_S)):
+                # The channel is for unary calls beside the lane, and connects with the first of them.
+                channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+                return _link(node, address, channel, local, handshake, role, handler)
+            may_be_local = False
+            handshake = hello()
+        channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                stream = connect_local(address) if may_be_local else None
-                if stream is None:
-                    stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
+                stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
                 await _prove(stream, handshake)
             break
         except TimeoutError as exc:
@@ -172,19 +183,39 @@ async def open_link(
             if time.monotonic() + pause_s >= deadline:
                 raise ConnectFailed(address, exc.reason, timeout_s) from exc
             await asyncio.sleep(pause_s)
-        except TransportError as exc:
-            await channel.close()
-            if not isinstance(stream, LocalStream) or type(exc) is not TransportError:
-                raise
-            may_be_local = False  # it went away before the handshake was done: gRPC will say whether it has ended
         except BaseException:
             await channel.close()
             raise
-        finally:
-            if isinstance(stream, LocalStream) and not handshake.done:
-                stream.abort("the handshake failed")
-    if isinstance(stream, LocalStream):
-        stream.open_up()
+    return _link(node, address, channel, stream, handshake, role, handler)
+
+
+async def _prove_local(stream: LocalStream, address: str, handshake: ClientHandshake, limit_s: float) -> bool:
+    """Runs the handshake on the local lane; False if that fails, and the lane is closed then.
+
+    Whatever is wrong with the lane, gRPC has the last word: there it is the address itself that is asked.
+    """
+    try:
+        async with asyncio.timeout(limit_s):
+            await _prove(stream, handshake)
+    except (TransportError, TimeoutError) as exc:
+        stream.abort("the handshake failed")
+        logger.info("no local lane to %s, so gRPC is used: %s", address, str(exc) or f"no answer for {limit_s:.1f} s")
+        return False
+    except BaseException:
+        stream.abort("the handshake was cancelled")
+        raise
+    return True
+
+
+def _link(
+    node: Node,
+    address: str,
+    channel: grpc.aio.Channel,
+    stream: ClientStream | LocalStream,
+    handshake: ClientHandshake,
+    role: str,
+    handler: SessionHandler | None,
+) -> Link:
     peer, keys = handshake.peer, handshake.session
     session = Session(
         node.io,

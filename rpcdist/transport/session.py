@@ -8,30 +8,41 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._frames import PIECE_WINDOW_BYTES, Piece, parse
-from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
+from rpcdist.transport._frames import PIECE_WINDOW_BYTES, Piece, PieceHead, parse
+from rpcdist.transport._incoming import Delivery, Incoming, ReceiveBuffer, heap_buffer
 from rpcdist.transport._loop import IoLoop
 from rpcdist.transport._outgoing import LargeBuffer, Outgoing
 
-__all__ = ["ByteStream", "LargeBuffer", "ReceiveBuffer", "Session", "SessionHandler"]
+__all__ = [
+    "ByteStream",
+    "DirectLane",
+    "FrameReceiver",
+    "LargeBuffer",
+    "ReceiveBuffer",
+    "Session",
+    "SessionHandler",
+]
 
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 4
 MAX_HANDSHAKE_BYTES = 4096
+LONE_AFTER_S = 60e-6  # a message that comes later than this after the last one was written is not part of a burst
+MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first pieces of its buffers
 
 
 class ByteStream(Protocol):
     """A lane: whole envelopes in both directions, in order."""
 
-    async def read(self) -> bytes | bytearray | None:
+    async def read(self) -> bytes | None:
         """The next envelope; None when the peer closed the stream. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
@@ -39,6 +50,43 @@ class ByteStream(Protocol):
 
     def abort(self, reason: str) -> None:
         """Ends the stream at once; pending reads and writes fail. Idempotent."""
+
+
+class FrameReceiver(Protocol):
+    """Takes what a `DirectLane` brings. On the I/O loop; what it raises ends the lane."""
+
+    def receive(self, data: bytes | bytearray) -> None:
+        """An envelope."""
+
+    def place(self, head: PieceHead) -> memoryview | None:
+        """Where the bytes of a piece belong, so that they can be received there; None if that is nowhere."""
+
+    def placed(self, head: PieceHead, num_bytes: int) -> None:
+        """The bytes are there; `num_bytes` is the size of their whole envelope."""
+
+
+@runtime_checkable
+class DirectLane(ByteStream, Protocol):
+    """A lane that any thread may write to, and that brings what arrives instead of being read."""
+
+    async def deliver(self, receiver: FrameReceiver) -> None:
+        """Runs until the lane ends, and raises why."""
+
+    def read_out(self) -> Exception | None:
+        """Delivers at once all that has arrived; returns why the lane has ended, or None."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `put` may be called."""
+
+    def put(self, head: bytes, payload: memoryview | None = None) -> None:
+        """Sends an envelope as far as that is possible without waiting; by one thread at a time."""
+
+    async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
+        """As `ByteStream.write`, of an envelope whose payload lies elsewhere."""
+
+    async def flush(self) -> None:
+        """Writes what `put` has left."""
 
 
 class SessionHandler(Protocol):
@@ -102,6 +150,7 @@ class Session:
         self.closed_reason: str | None = None
         self._io = io
         self._stream = stream
+        self._lane = stream if isinstance(stream, DirectLane) else None
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
@@ -109,6 +158,8 @@ class Session:
         self._ungranted_bytes = 0
         self._awake = False  # the writer runs, or has been told to
         self._wake: asyncio.Future[None] | None = None
+        self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
+        self._is_draining = False
         self._last_sent = self.last_received
         self._tick_due = 0.0
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -134,10 +185,28 @@ class Session:
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
         number = self._outgoing.add(message, buffers)
-        if not self._awake:
+        if not self._awake and not (_is_awaited(message) and self._send_here()):
             self._awake = True
             self._io.call_soon(self._wake_writer)
         return number
+
+    def _send_here(self) -> bool:
+        """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
+        lane, now = self._lane, time.monotonic()
+        if lane is None or now - self._last_sent < LONE_AFTER_S or not self._turn.acquire(blocking=False):
+            return False
+        try:
+            self._last_sent = now
+            for _ in range(MAX_PUTS):
+                parts = self._outgoing.next_parts() if lane.is_free and self.closed_reason is None else None
+                if parts is None:
+                    break
+                lane.put(*parts)
+        except TransportError as exc:
+            self._io.call_soon(self._write_failed, exc)
+        finally:
+            self._turn.release()
+        return lane.is_free and not self._outgoing and not self._is_draining
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
@@ -174,6 +243,8 @@ class Session:
             self._handler.on_opened(self)
         reason = "connection closed by the peer"
         try:
+            if self._lane is not None:
+                await self._lane.deliver(self)
             await self._read_loop()
         except TransportError as exc:
             reason = str(exc)
@@ -199,13 +270,17 @@ class Session:
     async def drain(self, timeout_s: float) -> bool:
         """Waits until everything queued so far has been handed to the lane; False when the time is over."""
         self._drained.clear()
-        if self._outgoing.is_empty and not self._awake:
+        self._is_draining = True  # from now on a thread that sends wakes the writer when it is done
+        if self._outgoing.is_empty and not self._awake and not self._turn.locked():
+            self._is_draining = False
             return True
         try:
             async with asyncio.timeout(timeout_s):
                 await self._drained.wait()
         except TimeoutError:
             return False
+        finally:
+            self._is_draining = False
         return self.closed_reason is None
 
     async def ended(self, timeout_s: float) -> bool:
@@ -219,32 +294,48 @@ class Session:
 
     async def _read_loop(self) -> None:
         while (data := await self._stream.read()) is not None:
-            self.last_received = time.monotonic()
-            parsed = parse(data)
-            if isinstance(parsed, Piece):
-                self._grant(len(data))
-                delivery = self._incoming.piece(parsed)
-                if delivery is not None:
-                    self._handler.on_messages(self, [delivery])
+            self.receive(data)
+
+    def receive(self, data: bytes | bytearray) -> None:
+        """Takes an envelope that arrived."""
+        self.last_received = time.monotonic()
+        parsed = parse(data)
+        if isinstance(parsed, Piece):
+            self._grant(len(data))
+            self._deliver(self._incoming.piece(parsed))
+            return
+        messages = []
+        for message in parsed.messages:
+            if message.HasField("heartbeat"):
                 continue
-            messages = []
-            for message in parsed.messages:
-                if message.HasField("heartbeat"):
-                    continue
-                if message.HasField("piece_credit"):
-                    self._outgoing.grant(message.piece_credit.bytes)
-                    self._wake_writer()
-                    continue
-                if message.HasField("transfer_aborted"):
-                    self._incoming.abort(message.transfer_aborted.transfer)
-                    continue
-                delivery = self._incoming.announce(message)
-                if delivery is not None:
-                    messages.append(delivery)
-            if messages:
-                self._handler.on_messages(self, messages)
-            if parsed.HasField("handshake"):
-                raise ProtocolViolation("a handshake message arrived after the handshake was finished")
+            if message.HasField("piece_credit"):
+                self._outgoing.grant(message.piece_credit.bytes)
+                self._wake_writer()
+                continue
+            if message.HasField("transfer_aborted"):
+                self._incoming.abort(message.transfer_aborted.transfer)
+                continue
+            delivery = self._incoming.announce(message)
+            if delivery is not None:
+                messages.append(delivery)
+        if messages:
+            self._handler.on_messages(self, messages)
+        if parsed.HasField("handshake"):
+            raise ProtocolViolation("a handshake message arrived after the handshake was finished")
+
+    def place(self, head: PieceHead) -> memoryview | None:
+        """See `FrameReceiver`."""
+        return self._incoming.place(head.transfer, head.buffer, head.offset, head.size)
+
+    def placed(self, head: PieceHead, num_bytes: int) -> None:
+        """See `FrameReceiver`."""
+        self.last_received = time.monotonic()
+        self._grant(num_bytes)
+        self._deliver(self._incoming.placed(head.transfer, head.buffer, head.size))
+
+    def _deliver(self, delivery: Delivery | None) -> None:
+        if delivery is not None:
+            self._handler.on_messages(self, [delivery])
 
     def _grant(self, num_bytes: int) -> None:
         """Lets the peer send more pieces, in quarters of the window."""
@@ -254,29 +345,56 @@ class Session:
             self._ungranted_bytes = 0
             self.send(rpc_pb2.Message(piece_credit=credit))
 
+    # [Note: turns] The writer is a task on the I/O loop. On a `DirectLane`, a thread that sends a message for which
+    # somebody waits writes it itself, which spares a call two changes of thread; in a burst, all but the first are left
+    # to the writer, who joins them. One of them at a time has the turn. The writer that does not get it goes to sleep,
+    # so a thread that gives it back looks whether anything is left, and wakes the writer even if that is awake: it may
+    # be on its way to sleep.
+
     async def _write_loop(self) -> None:
-        outgoing = self._outgoing
         try:
             while True:
-                data = outgoing.next_envelope()
-                if data is not None:
-                    await self._stream.write(data)
-                    self._last_sent = time.monotonic()
-                    continue
-                if outgoing.is_empty:
-                    self._drained.set()
+                has_turn = self._turn.acquire(blocking=False)
+                if has_turn:
+                    try:
+                        await self._write_all()
+                    finally:
+                        self._turn.release()
                 self._wake = self._io.loop.create_future()
                 self._awake = False
-                if outgoing:  # somebody queued between the look and the flag
+                if has_turn and self._outgoing:  # somebody queued between the look and the flag
                     self._awake = True
                     continue
                 await self._wake
         except TransportError as exc:
-            self._close(str(exc))
+            self._write_failed(exc)
         except Exception as exc:
             # A buffer that cannot be read any more (its memory was released) must not leave the peer waiting.
             logger.exception("writing to %s failed", self.peer.name)
             self._close(f"writing failed: {exc!r}")
+
+    async def _write_all(self) -> None:
+        if self._lane is not None:
+            await self._write_directly(self._lane)
+        else:
+            while (data := self._outgoing.next_envelope()) is not None:
+                await self._stream.write(data)
+                self._last_sent = time.monotonic()
+        if self._outgoing.is_empty:
+            self._drained.set()
+
+    async def _write_directly(self, lane: DirectLane) -> None:
+        await lane.flush()
+        while (parts := self._outgoing.next_parts()) is not None:
+            await lane.write_parts(*parts)
+            self._last_sent = time.monotonic()
+            if parts[1] is not None:
+                await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between pieces
+
+    def _write_failed(self, error: TransportError) -> None:
+        """Ends the session, with the reason that the peer gave before it closed, if there is one to be read."""
+        ended = self._lane.read_out() if self._lane is not None else None
+        self._close(str(ended or error))
 
     # Heartbeats: silence is how a dead host is told from an idle one.
 
@@ -297,6 +415,13 @@ class Session:
         if now - self._last_sent >= interval * 0.9:
             self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
         self._schedule_tick()
+
+
+def _is_awaited(message: rpc_pb2.Message) -> bool:
+    """Whether somebody probably waits for this message: whoever calls `remote` goes on, and sends more."""
+    if message.HasField("call"):
+        return not message.call.HasField("result")
+    return message.HasField("reply") and not message.reply.created
 
 
 def expect_handshake(data: bytes | bytearray | None) -> rpc_pb2.Envelope:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from rpctest_catalogue import CATEGORIES, COUNTED, TARGET, Entry
+from rpctest_catalogue import CATEGORIES, COUNTED, DIFFERENT, TARGET, Entry
 from rpctest_fleet import Outcome
 
 __all__ = ["reached", "table", "write_page"]
@@ -23,6 +23,15 @@ def _passed(outcomes: Pairs, category: str) -> tuple[int, int]:
     """How many tests of a category passed, of how many."""
     statuses = [outcome.status for entry, outcome in outcomes if entry.category == category]
     return statuses.count("passed"), len(statuses)
+
+
+def _by_suite(outcomes: Pairs, suite: str) -> tuple[int, int, int, int]:
+    """Of the counted tests of a suite: how many passed, and of how many; then the same of the optional ones."""
+    found: list[int] = []
+    for counted in (True, False):
+        mine = [outcome for e, outcome in outcomes if e.suite == suite and (e.category in COUNTED) == counted]
+        found += [sum(outcome.status == "passed" for outcome in mine), len(mine)]
+    return found[0], found[1], found[2], found[3]
 
 
 def reached(outcomes: Pairs) -> bool:
@@ -40,11 +49,18 @@ def table(outcomes: Pairs, num_starts: int) -> str:
             share = f"{100 * passed / total:.1f} %"
             wanted = f" (target {100 * TARGET:.0f} %)" if category in COUNTED else ""
             lines.append(f"| {category} | {passed} | {total} | {share} | {meaning}{wanted} |")
+    lines += [
+        "",
+        "| suite | counted tests that passed | of | optional tests that passed | of |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for suite in sorted({entry.suite for entry, _ in outcomes}):
+        lines.append(f"| `{suite}` | {' | '.join(map(str, _by_suite(outcomes, suite)))} |")
     lines += ["", f"The four processes were started {num_starts} time{'s' * (num_starts != 1)}."]
     lost = [outcome for entry, outcome in outcomes if entry.category in COUNTED and outcome.status != "passed"]
     if lost:
         lines += ["", "Counted tests that did not pass:", ""]
-        lines += [f"- `{outcome.name}` ({outcome.status})" for outcome in lost]
+        lines += [f"- `{outcome.name}` ({DIFFERENT.get(outcome.name, outcome.status)})" for outcome in lost]
     return "\n".join(lines)
 
 

@@ -9,10 +9,19 @@ from __future__ import annotations
 from typing import Any
 
 from torch.testing._internal.common_distributed import MultiProcessTestCase
-from torch.testing._internal.distributed.rpc import dist_autograd_test, rpc_test
+from torch.testing._internal.distributed.nn.api import remote_module_test
+from torch.testing._internal.distributed.rpc import dist_autograd_test, dist_optimizer_test, rpc_test
 from torch.testing._internal.distributed.rpc.tensorpipe_rpc_agent_test_fixture import TensorPipeRpcAgentTestFixture
 
-__all__ = ["DistAutogradTest", "RpcTest", "TensorPipeAgentDistAutogradTest", "TensorPipeAgentRpcTest"]
+__all__ = [
+    "DistAutogradTest",
+    "DistOptimizerTest",
+    "RemoteModuleTest",
+    "RpcTest",
+    "TensorPipeAgentDistAutogradTest",
+    "TensorPipeAgentRpcTest",
+    "ThreeWorkersRemoteModuleTest",
+]
 
 
 class RpcTest(rpc_test.RpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
@@ -35,6 +44,20 @@ class TensorPipeAgentDistAutogradTest(
     dist_autograd_test.TensorPipeAgentDistAutogradTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
 ):
     """Distributed autograd with sparse tensors."""
+
+
+class DistOptimizerTest(dist_optimizer_test.DistOptimizerTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    """The distributed optimizer."""
+
+
+class RemoteModuleTest(remote_module_test.RemoteModuleTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):
+    """Remote modules, on two workers."""
+
+
+class ThreeWorkersRemoteModuleTest(
+    remote_module_test.ThreeWorkersRemoteModuleTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase
+):
+    """Remote modules that are sent to a third worker."""
 
 
 class TensorPipeAgentRpcTest(rpc_test.TensorPipeAgentRpcTest, TensorPipeRpcAgentTestFixture, MultiProcessTestCase):

@@ -51,6 +51,12 @@ DistAutogradTest:
     grad_copy_sparse_indices_extra_ref trainer_ps
 TensorPipeAgentDistAutogradTest:
     backward_rref_multi_sparse embedding_bag_with_no_grad_tensors mixed_requires_grad_sparse
+DistOptimizerTest:
+    dist_optim dist_optim_exception dist_optim_exception_on_constructor
+RemoteModuleTest:
+    bad_module forward_with_kwargs get_module_rref remote_parameters train_eval
+ThreeWorkersRemoteModuleTest:
+    send_remote_module_over_the_wire create_remote_module_from_module_rref
 """
 
 

@@ -15,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer import Reducer
+from rpcdist.parallel._ddp._sources import in_distributed_pass
 
 __all__ = ["BufferHook", "BufferHookLocation", "check_comm_hook", "install_capture_hooks", "install_hooks"]
 
@@ -42,7 +43,7 @@ def _added(reference: weakref.ref[Reducer], index: int, parameter: torch.Tensor)
 
 def _captured(reference: weakref.ref[Reducer], index: int, gradient: torch.Tensor) -> None:
     reducer = reference()
-    if reducer is not None:
+    if reducer is not None and in_distributed_pass():
         reducer.gradient_captured(index, gradient)
 
 

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.parallel.algorithms import JoinHook
 
 if TYPE_CHECKING:
     from rpcdist.parallel.distributed import DistributedDataParallel
 
-__all__ = ["DataParallelJoinHook"]
+__all__ = ["DataParallelJoinHook", "count_ranks", "highest_rank"]
 
 
 class DataParallelJoinHook(JoinHook):
@@ -30,3 +34,17 @@ class DataParallelJoinHook(JoinHook):
 
     def post_hook(self, is_last_joiner: bool) -> None:
         self._model._sync_final_model(is_last_joiner)
+
+
+def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:
+    """How many ranks say yes; all ranks ask together."""
+    flag = torch.tensor([float(mine)], device=device)
+    collectives.all_reduce(flag, group=group)
+    return int(flag.item())
+
+
+def highest_rank(candidate: bool, group: ProcessGroup, device: torch.device) -> int:
+    """The highest rank that is a candidate; all ranks ask together."""
+    rank = torch.tensor([group.rank() if candidate else -1], device=device)
+    collectives.all_reduce(rank, ReduceOp.MAX, group=group)
+    return int(rank.item())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -26,54 +26,20 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import CollectiveError, ConfigError
 from rpcdist.parallel._ddp._bucket import DenseBucket, Member
-from rpcdist.parallel._ddp._buckets import BucketCaps, GradientFacts, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._buckets import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._errors import DataParallelError, UnusedParameters
-from rpcdist.parallel._ddp._finite import CheckFinite, FiniteCheck
+from rpcdist.parallel._ddp._finite import FiniteCheck
 from rpcdist.parallel._ddp._notices import Notices
+from rpcdist.parallel._ddp._options import ReducerOptions
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reduction import BucketWait, CommHook, GradBucket, reduce_runs
-from rpcdist.parallel._ddp._sources import DistributedPass, GradientSource, OrdinaryPass
+from rpcdist.parallel._ddp._sources import DistributedPass, GradientSource, NoPass, OrdinaryPass, in_distributed_pass
 from rpcdist.parallel._ddp._sparse import SparseBucket
 
-__all__ = ["Bucket", "Reducer", "ReducerOptions"]
+__all__ = ["Bucket", "Reducer"]
 
 Bucket = DenseBucket | SparseBucket
 _num_reducers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
-
-
-class ReducerOptions:
-    """How a reducer works.
-
-    Args:
-        caps: of the buckets.
-        find_unused: whether parameters may stay without gradients, different ones in each iteration.
-        static: whether every iteration does the same as the first one.
-        view: whether gradients become views of the buckets.
-        skip_unused: whether buckets without any used parameter are left out, on all ranks the same ones.
-        check_finite: see [Note: probes].
-    """
-
-    def __init__(
-        self,
-        caps: BucketCaps,
-        *,
-        find_unused: bool = False,
-        static: bool = False,
-        view: bool = False,
-        skip_unused: bool = False,
-        check_finite: CheckFinite = "probes",
-    ) -> None:
-        self.caps = caps
-        self.find_unused = find_unused
-        self.static = static
-        self.view = view
-        self.skip_unused = skip_unused
-        self.check_finite = check_finite
-
-    @property
-    def dynamic_unused(self) -> bool:
-        """Whether each iteration finds out which parameters it does not use."""
-        return self.find_unused and not self.static
 
 
 class Reducer:
@@ -196,6 +162,7 @@ class Reducer:
         """
         with self._lock:
             self._reset()
+            self._source = None
             if self._expected_calls is not None:
                 self._unused = {index for index, count in enumerate(self._expected_calls) if not count}
             elif used is not None:
@@ -215,7 +182,7 @@ class Reducer:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         if self._armed:
             with self._lock:
-                if self._source is None or not self._begun:
+                if not isinstance(self._source, OrdinaryPass):
                     self._source = OrdinaryPass(self.options.view)
                 self._ready(index, self._source)
 
@@ -223,9 +190,9 @@ class Reducer:
         """A distributed backward pass is about to capture a parameter's gradient."""
         if self._armed:
             with self._lock:
-                if not self._begun or not isinstance(self._source, DistributedPass):
+                if not isinstance(self._source, DistributedPass):
                     self._source = DistributedPass()
-                self._source.arrive(index, gradient)
+                self._source.arrive(index, self.parameters[index].tensor, gradient)
                 self._ready(index, self._source)
 
     def _ready(self, index: int, source: GradientSource) -> None:
@@ -340,7 +307,8 @@ class Reducer:
     def outputs_reached(self) -> None:
         """The backward pass begins at the module's outputs (for hooks); whatever is missing at its end is unused."""
         if self._armed and not self._begun:
-            source = self._source = OrdinaryPass(self.options.view)
+            source = DistributedPass() if in_distributed_pass() else OrdinaryPass(self.options.view)
+            self._source = source
             source.at_end(self._close)
 
     def _pass_ended(self) -> None:
@@ -468,7 +436,7 @@ class Reducer:
         with self._lock:
             self.rebuild()
             self.arm(set())
-            self._source = _Nobody()
+            self._source = NoPass()
             self._begun = True
             for bucket in self.buckets:
                 bucket.waiting.clear()
@@ -478,18 +446,3 @@ class Reducer:
                 self._ready_order = list(range(len(self.parameters)))
             self._launch_complete()
             self._finish()
-
-
-class _Nobody(GradientSource):
-    """The gradients of a rank that has none."""
-
-    lends = False
-
-    def gradient(self, member: Member) -> torch.Tensor | None:
-        return None
-
-    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Nobody wants them."""
-
-    def at_end(self, callback: Callable[[], None]) -> None:
-        raise AssertionError("there is no backward pass")

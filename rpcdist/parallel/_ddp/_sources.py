@@ -17,7 +17,14 @@ from torch.autograd import Variable
 
 from rpcdist.parallel._ddp._bucket import Member
 
-__all__ = ["DistributedPass", "GradientSource", "OrdinaryPass", "in_distributed_context"]
+__all__ = [
+    "DistributedPass",
+    "GradientSource",
+    "NoPass",
+    "OrdinaryPass",
+    "in_distributed_context",
+    "in_distributed_pass",
+]
 
 
 class GradientSource(ABC):
@@ -88,17 +95,22 @@ def _differ(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
 
 
 class DistributedPass(GradientSource):
-    """`rpcdist.autograd.backward` inside a context."""
+    """`rpcdist.autograd.backward` inside a context.
+
+    It may take several calls of the engine. What one of them captured is withheld until it is reduced.
+    """
 
     lends = False
 
     def __init__(self) -> None:
         self._arrived: dict[int, torch.Tensor] = {}
+        self._withheld: list[torch.Tensor] = []
         self._reduced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def arrive(self, index: int, gradient: torch.Tensor) -> None:
+    def arrive(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
         """Says that the engine is about to capture a gradient."""
         self._arrived[index] = gradient
+        self._withheld.append(parameter)
 
     def gradient(self, member: Member) -> torch.Tensor | None:
         return self._arrived.get(member.index)
@@ -112,10 +124,34 @@ class DistributedPass(GradientSource):
 
         def settle(captured: dict[torch.Tensor, torch.Tensor]) -> None:
             callback()
+            for parameter in self._withheld:
+                captured.pop(parameter, None)
             captured.update(self._reduced)
+            self._withheld.clear()
             self._reduced.clear()
 
         autograd.queue_callback(settle)
+
+
+class NoPass(GradientSource):
+    """The gradients of a rank that has none; see `Reducer.shadow`."""
+
+    lends = False
+
+    def gradient(self, member: Member) -> torch.Tensor | None:
+        return None
+
+    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+        """Nobody wants them."""
+
+    def at_end(self, callback: Callable[[], None]) -> None:
+        raise AssertionError("there is no backward pass")
+
+
+def in_distributed_pass() -> bool:
+    """Whether a backward pass of `rpcdist.autograd` runs on this thread, and not an ordinary one. For tensor hooks."""
+    functions = sys.modules.get("rpcdist.autograd._functions")
+    return functions is not None and functions.running.run is not None
 
 
 def in_distributed_context() -> bool:
