@@ -167,6 +167,12 @@ def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     """Makes `tensors`, leaves that have just arrived, the outputs of a recv."""
     for tensor in tensors:
         tensor.requires_grad_(False)
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # else the modes cost a third of this
+        return _attach(recv, tensors)
     with torch.inference_mode(False), torch.enable_grad():
-        outputs = RecvRpc.apply(_token, recv, list(tensors))  # type: ignore[no-untyped-call]
+        return _attach(recv, tensors)
+
+
+def _attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
+    outputs = RecvRpc.apply(_token, recv, list(tensors))  # type: ignore[no-untyped-call]
     return cast(Node, outputs[0].grad_fn)

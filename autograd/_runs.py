@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 __all__ = ["Captured", "GroupRun", "queue_callback"]
 
 Captured = dict[torch.Tensor, torch.Tensor]
+
+_engine = cast(Any, torch.autograd.Variable._execution_engine)
 
 MAX_HELD_BYTES = 32 << 10
 MAX_HELD_S = 0.001
@@ -87,7 +89,10 @@ class GroupRun:
             return {}
         outer, running.run = running.run, self
         try:
-            results = torch.autograd.grad(edges, wanted, gradients, retain_graph=retain_graph, allow_unused=True)
+            # What `torch.autograd.grad` calls after checks that the engine makes once more.
+            results = _engine.run_backward(
+                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+            )
         finally:
             running.run = outer
         return _by_leaf(leaves, results)

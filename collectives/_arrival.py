@@ -53,7 +53,8 @@ def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: 
         store.set(_gone(rank), b"1")
         store.delete_key(_key(rank))
         several = [other for other in ranks if store.add(_count(other), 0) > 1]
-        store.add(_count(rank), -1)
+        if rank not in several:  # else the others shall see it as well
+            store.add(_count(rank), -1)
         late = [other for other in ranks if not store.check([_key(other)]) and not store.check([_gone(other)])]
         raise _missing(late, several, len(ranks), what, timeout_s) from exc
     for found in store.multi_get(keys):

@@ -277,17 +277,19 @@ class Engine:
             views = "; ".join(f"rank {self._name(rank)} called {view}" for rank, view in sorted(exc.views.items()))
             failure = GroupFailure(FailureKind.MISMATCH, f"the ranks called different operations: {views}")
         elif isinstance(exc, PlanePeerLost):
-            failure = self._judge_lost(exc)
+            failure = self._judge_lost(job, exc)
         else:
             failure = self._judge_timeout(job, exc)
         failure = self._fail_everywhere(failure)
         return failure.error(job.title)
 
-    def _judge_lost(self, exc: PlanePeerLost) -> GroupFailure:
+    def _judge_lost(self, job: _Job, exc: PlanePeerLost) -> GroupFailure:
         if self.reporter.report_lost(exc.rank, exc.reason):
             self._await_verdict(exc.rank)
-        if exc.rank in self.departed:
-            return self._departure(exc.rank)
+        # The first that left is the reason; others may have given up, and closed their connections, because of it.
+        left = next((rank for rank, last in self.departed.items() if job.sequence > last), exc.rank)
+        if left in self.departed:
+            return self._departure(left)
         reason = f"the connection of {self._me()} with rank {self._name(exc.rank)} broke: {exc.reason}"
         return GroupFailure(FailureKind.LOST, reason, (exc.rank,))
 

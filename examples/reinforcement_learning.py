@@ -373,7 +373,7 @@ def parse_options() -> Options:
     add = partial(parser.add_argument, metavar="N")
     add("--observers", type=positive(int), help="number of observers (default: 2)")
     add("--poles", type=positive(int), default=8, help="of each observer (default: %(default)s)")
-    add("--rounds", type=positive(int), default=24, help="of playing and then learning (default: %(default)s)")
+    add("--rounds", type=positive(int), default=20, help="of playing and then learning (default: %(default)s)")
     add("--steps", type=positive(int), default=128, help="of each pole in a round (default: %(default)s)")
     add("--width", type=positive(int), default=64, help="of the network (default: %(default)s)")
     parser.add_argument("--select", choices=("batched", "single"), default="batched", help="one run of the network for "

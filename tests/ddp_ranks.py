@@ -18,6 +18,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import flight_recorder
+from rpcdist.data import DistributedSampler
 from rpcdist.parallel import DistributedDataParallel, comm_hooks
 
 LIMIT_S = 30.0
@@ -316,3 +317,9 @@ def leave_to_ranks(rank: int, size: int) -> list[float]:
     collectives.all_gather(everybody, mine)
     spread = float((torch.stack(everybody) - mine).abs().max())
     return [spread, float(module[2].bias.grad[0]), float(module[2].bias[0])]
+
+
+@scenario
+def sample(rank: int, size: int) -> list[int]:
+    """This rank's part of six elements."""
+    return list(DistributedSampler(range(6), shuffle=False))
