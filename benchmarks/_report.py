@@ -57,10 +57,11 @@ def version(package: str) -> str:
 
 
 def write_results(name: str, lines: Iterable[str]) -> None:
-    """Replaces the section of `python benchmarks/<name>.py` in RESULTS.md, or appends it; other sections stay."""
-    begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
+    """Replaces the section of `python benchmarks/<name>` in RESULTS.md, or appends it; other sections stay."""
+    mark = name.replace(" --", ", ")  # a comment must not hold two hyphens
+    begin, end = f"<!-- {mark}: begin -->", f"<!-- {mark}: end -->"
     old = RESULTS.read_text() if RESULTS.exists() else "# Results of the benchmarks\n"
-    section = "\n".join([begin, f"## `python benchmarks/{name}.py`", "", *lines, end])
+    section = "\n".join([begin, f"## `python benchmarks/{name}`", "", *lines, end])
     if begin in old:
         before, _, rest = old.partition(begin)
         new = before + section + rest.partition(end)[2]

@@ -184,7 +184,7 @@ def main() -> int:
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("collectives", [*about, "", *table])
+        write_results("collectives.py", [*about, "", *table])
     return int(arguments.check and any(cell.endswith("NO") for line in lines for cell in line))
 
 

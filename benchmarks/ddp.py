@@ -298,7 +298,7 @@ def compare(arguments: argparse.Namespace) -> int:
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("ddp", [*about, "", *table])
+        write_results("ddp.py", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
