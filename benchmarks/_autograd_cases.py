@@ -30,11 +30,6 @@ class Half(nn.Module):
         result: Tensor = self.layers(x)
         return result
 
-    def step(self, gradients: dict[Tensor, Tensor]) -> None:
-        with torch.no_grad():
-            for parameter in self.parameters():
-                parameter.add_(gradients[parameter], alpha=-LEARNING_RATE)
-
 
 class Scale(nn.Module):
     """A model that costs nothing but the transfer of its activations."""
@@ -59,34 +54,35 @@ def run(key: str, x: Tensor) -> Tensor:
     return result
 
 
-def step(key: str, library: str, context_id: int) -> None:
-    _models[key].step(importlib.import_module(library).get_gradients(context_id))
+def parameters(key: str, library: str) -> list[Any]:
+    """References to the parameters of a model here."""
+    return [importlib.import_module(library).RRef(parameter) for parameter in _models[key].parameters()]
 
 
 def weighted(x: Tensor, w: Tensor) -> Tensor:
     return x * w
 
 
-def autograd_of(rpc: ModuleType) -> Any:
-    return importlib.import_module(rpc.__name__.removesuffix(".rpc") + ".autograd")
+def part_of(rpc: ModuleType, name: str) -> Any:
+    """`autograd` or `optim` of the same library."""
+    return importlib.import_module(f"{rpc.__name__.removesuffix('.rpc')}.{name}")
 
 
 def measure_training_step(rpc: ModuleType, effort: float) -> Metrics:
-    """Forward, distributed backward, and an SGD step on both workers."""
-    autograd, key = autograd_of(rpc), "small"
+    """Forward, distributed backward, and a step of a distributed optimizer over the parameters of both workers."""
+    autograd, key = part_of(rpc, "autograd"), "small"
     rpc.rpc_sync(CALLEE, make, (key, "half", 32, 2))
     encoder, head = Half(32, 1), Half(32, 1)
+    rrefs = [rpc.RRef(parameter) for half in (encoder, head) for parameter in half.parameters()]
+    rrefs += rpc.rpc_sync(CALLEE, parameters, (key, rpc.__name__))
+    optimizer = part_of(rpc, "optim").DistributedOptimizer(torch.optim.SGD, rrefs, lr=LEARNING_RATE)
     x = torch.randn(8, 32)
 
     def once() -> None:
         with autograd.context() as context_id:
             loss = head(rpc.rpc_sync(CALLEE, run, (key, encoder(x)))).pow(2).mean()
             autograd.backward(context_id, [loss])
-            remote = rpc.rpc_async(CALLEE, step, (key, autograd.__name__, context_id))
-            gradients = autograd.get_gradients(context_id)
-            encoder.step(gradients)
-            head.step(gradients)
-            remote.wait()
+            optimizer.step(context_id)
 
     return percentiles(time_calls(once, scaled(200, effort), num_warm_up=20))
 
@@ -95,7 +91,7 @@ def measure_activations(size_bytes: int) -> Callable[[ModuleType, float], Metric
     """Forward and backward with activations and gradients of a size, there and back."""
 
     def measure(rpc: ModuleType, effort: float) -> Metrics:
-        autograd, key = autograd_of(rpc), "large"
+        autograd, key = part_of(rpc, "autograd"), "large"
         rpc.rpc_sync(CALLEE, make, (key, "scale"))
         x = torch.randn(size_bytes // 4, requires_grad=True)
 
@@ -113,7 +109,7 @@ def measure_many_calls(chained: bool) -> Callable[[ModuleType, float], Metrics]:
     """A context with many calls: one after the other's result, or side by side."""
 
     def measure(rpc: ModuleType, effort: float) -> Metrics:
-        autograd = autograd_of(rpc)
+        autograd = part_of(rpc, "autograd")
         x, w = torch.randn(4, requires_grad=True), torch.ones(4, requires_grad=True)
 
         def in_a_chain() -> Tensor:

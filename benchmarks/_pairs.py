@@ -142,7 +142,8 @@ class _Peer:
             self.profiler.install()  # before the library starts its threads
         import torch
 
-        warnings.filterwarnings("ignore", message="You are using a Backend")  # torch's RPC uses what torch deprecates
+        for message in ("You are using a Backend", "`TorchScript` support"):  # torch uses what torch deprecates
+            warnings.filterwarnings("ignore", message=message)
         torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         self.rpc = importlib.import_module(self.module)

@@ -93,6 +93,7 @@ if TYPE_CHECKING:
     from rpcdist.collectives.constants import default_pg_timeout as default_pg_timeout
     from rpcdist.collectives.device_mesh import DeviceMesh as DeviceMesh
     from rpcdist.collectives.device_mesh import init_device_mesh as init_device_mesh
+    from rpcdist.collectives.flight_recorder import record_comm as record_comm
     from rpcdist.collectives.options import AllgatherOptions as AllgatherOptions
     from rpcdist.collectives.options import AllreduceCoalescedOptions as AllreduceCoalescedOptions
     from rpcdist.collectives.options import AllreduceOptions as AllreduceOptions
@@ -193,6 +194,7 @@ __all__ = [
     "new_group",
     "new_subgroups",
     "new_subgroups_by_enumeration",
+    "record_comm",
     "recv",
     "recv_object_list",
     "reduce",
@@ -248,6 +250,7 @@ _MODULES = {
     ),
     "constants": "default_pg_nccl_timeout default_pg_timeout",
     "device_mesh": "DeviceMesh init_device_mesh",
+    "flight_recorder": "record_comm",
     "options": (
         "AllToAllOptions AllgatherOptions AllreduceCoalescedOptions AllreduceOptions BarrierOptions "
         "BroadcastOptions DebugLevel GatherOptions ReduceOptions ReduceScatterOptions ScatterOptions "

@@ -9,21 +9,47 @@ takes back its key: whoever comes later must not take it for one that still wait
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Final, NoReturn
 
 from rpcdist.collectives._store._prefix import PrefixStore
+from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, StoreTimeout
 
 if TYPE_CHECKING:
     from rpcdist.collectives._store._base import Store
 
-__all__ = ["arrive", "join_generation"]
+__all__ = ["arrive", "await_keys", "join_generation"]
 
 SHOWN: Final = 10
+CHECK_INTERVAL_S: Final = 0.25
 
 
-def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: float, description: str) -> None:
+def await_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
+    """`store.wait`, with a `check` now and then that raises when there is nobody to wait for any more."""
+    if check is None:
+        store.wait(keys, timeout_s)
+        return
+    deadline = Deadline.after(timeout_s)
+    while True:
+        check()
+        try:
+            store.wait(keys, max(1e-3, min(CHECK_INTERVAL_S, deadline.remaining_s())))
+            return
+        except StoreTimeout:
+            if deadline.expired():
+                raise
+
+
+def arrive(
+    store: Store,
+    rank: int,
+    ranks: Sequence[int],
+    what: str,
+    timeout_s: float,
+    description: str,
+    check: Callable[[], None] | None = None,
+) -> None:
     """Waits until all ranks of a group have come, and checks that all of them want the same.
 
     Args:
@@ -33,6 +59,7 @@ def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: 
         what: the group, for errors.
         timeout_s: limit.
         description: what has to be equal on all of them, besides the ranks.
+        check: raises when one of them cannot come any more.
 
     Raises:
         StoreTimeout: naming the ranks that did not come.
@@ -48,7 +75,7 @@ def arrive(store: Store, rank: int, ranks: Sequence[int], what: str, timeout_s: 
     store.set(_key(rank), wish)
     keys = [_key(other) for other in ranks]
     try:
-        store.wait(keys, timeout_s)
+        await_keys(store, keys, timeout_s, check)
     except StoreTimeout as exc:
         store.set(_gone(rank), b"1")
         store.delete_key(_key(rank))

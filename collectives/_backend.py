@@ -30,6 +30,7 @@ class GroupContext:
         timeout_s: limit of each operation that brings no other, in seconds.
         options: `pg_options` of the caller, or None.
         device: the device that the caller bound the group to, or None.
+        check: raises when a member cannot come any more; None where nobody would know.
     """
 
     name: str
@@ -39,6 +40,7 @@ class GroupContext:
     timeout_s: float
     options: object | None = None
     device: torch.device | None = None
+    check: Callable[[], None] | None = None
 
     @property
     def size(self) -> int:
@@ -123,6 +125,10 @@ class Backend(ABC):
 
     def end_batch(self) -> None:  # noqa: B027
         """All sends and receives since `start_batch` may start."""
+
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks of the group that are known to be gone, and why."""
+        return {}
 
     @abstractmethod
     def abort(self, reason: str) -> None:

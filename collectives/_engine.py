@@ -205,7 +205,7 @@ class Engine:
         self._changed.notify_all()
 
     def help(self, work: Work) -> None:
-        """Runs what comes before `work`, and that as well, if this is the worker: it is in a callback of an operation."""
+        """If this is the worker, in a callback of an operation: runs what comes before `work`, and that as well."""
         if threading.current_thread() is not self._worker:
             return
         while not work.is_completed():

@@ -125,6 +125,12 @@ class EngineBackend(Backend):
         record.follow(work)
         return work
 
+    def lost_ranks(self) -> dict[int, str]:
+        failure, lost = self._engine.failure, dict.fromkeys(self._engine.departed, "it left the default group")
+        if failure is not None and failure.kind is FailureKind.LOST:
+            lost |= dict.fromkeys(failure.ranks, failure.reason)
+        return lost
+
     def abort(self, reason: str) -> None:
         me = self.context.ranks[self.context.rank]
         self._fail_everywhere(GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}"))

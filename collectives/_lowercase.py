@@ -6,7 +6,7 @@ directly, so has this.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
 from typing import TYPE_CHECKING, TypeVar
@@ -137,6 +137,33 @@ class LowerCaseOperations:
 
     _reduce_scatter_base = reduce_scatter_single
 
+    # ------------------------------------------------------------ several at once
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`output_lists[i]` are rank i's inputs."""
+        by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return _last(
+            self.allgather(outputs, tensor, opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`all_gather_single` of each."""
+        return _last(self.all_gather_single(*each, opts) for each in zip(outputs, inputs, strict=True))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`reduce_scatter_single` of each."""
+        return _last(self.reduce_scatter_single(*each, opts) for each in zip(outputs, inputs, strict=True))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
     # ------------------------------------------------------------ all to all
 
     def alltoall(
@@ -221,6 +248,12 @@ def _check_peer(carrier: Carrier, peer: int | None, tag: int, name: str) -> None
         raise ConfigError(
             f"Invalid {name} rank: {name} rank should not be the same as the rank of the current process."
         )
+
+
+def _last(works: Iterable[Work]) -> Work:
+    """Of several in the order of their calls: done when all are, and failed when one has."""
+    found = list(works)
+    return found[-1] if found else Work.finished("nothing")
 
 
 def _submit(carrier: Carrier, lowered: _lowering.Lowered, given: OperationOptions) -> Work:

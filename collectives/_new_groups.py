@@ -19,7 +19,7 @@ from rpcdist.collectives._store._prefix import PrefixStore
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, RankLost
 
 if TYPE_CHECKING:
     from rpcdist.collectives._store._base import Store
@@ -57,6 +57,7 @@ def open_group(
     device: torch.device | None,
     description: str,
     make: MakeBackend = make_backend,
+    check: Callable[[], None] | None = None,
 ) -> ProcessGroup:
     """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
     opened: dict[str, BackendBase] = {}
@@ -66,7 +67,7 @@ def open_group(
         for device_type, backend_name in names.items():
             if backend_name not in opened:
                 context = GroupContext(
-                    name, rank, ranks, PrefixStore(backend_name, store), timeout.total_seconds(), options, device
+                    name, rank, ranks, PrefixStore(backend_name, store), timeout.total_seconds(), options, device, check
                 )
                 opened[backend_name] = make(backend_name, context)
             by_device[device_type] = opened[backend_name]
@@ -160,10 +161,17 @@ def make_group(
     """Makes a group whose members, and nobody else, call this with one name; `world` gets to know it."""
     if world.store is None:
         raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
-    rank = members.index(default_group().rank())
+    parent = default_group()
+    rank = members.index(parent.rank())
     store = PrefixStore(f"group/{name}", world.store)
+
+    def check() -> None:
+        for place, lost in enumerate(members):
+            if (reason := parent.lost_ranks().get(lost)) is not None:
+                raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (place,))
+
     shown = f"a group with backend {BackendConfig(backend)}"
-    arrive(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), shown)
+    arrive(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), shown, check)
     made = open_group(
         name,
         rank,
@@ -175,6 +183,7 @@ def make_group(
         device=device,
         description="undefined" if description is None else description,
         make=make,
+        check=check,
     )
     world.groups[name] = made
     return made

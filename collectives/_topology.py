@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from rpcdist.collectives._arrival import await_keys
 from rpcdist.collectives._backend import GroupContext
 from rpcdist.collectives._hybrid import Hosts
 from rpcdist.deadline import Deadline
@@ -58,7 +59,7 @@ def exchange(context: GroupContext, key: str, value: str, deadline: Deadline) ->
     keys = [f"{key}/{rank}" for rank in range(context.size)]
     store.set(keys[context.rank], value)
     try:
-        store.wait(keys, deadline.remaining_s())
+        await_keys(store, keys, deadline.remaining_s(), context.check)
     except StoreTimeout as exc:
         missing = [context.ranks[rank] for rank, name in enumerate(keys) if not store.check([name])]
         raise RendezvousError(
@@ -127,7 +128,7 @@ def share_memory(
     limit = deadline.earlier(Deadline.after(MEMORY_LIMIT_S))
     try:
         if len(members) > 1:
-            segment = _share_on_host(context.rank, members, hub, meeting, size_bytes, limit)
+            segment = _share_on_host(context, members, hub, meeting, size_bytes, limit)
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     outcomes = exchange(context, "memory", reason, deadline)
@@ -144,9 +145,14 @@ def share_memory(
 
 
 def _share_on_host(
-    rank: int, members: tuple[int, ...], hub: SocketHub, meeting: Meeting, size_bytes: int, deadline: Deadline
+    context: GroupContext,
+    members: tuple[int, ...],
+    hub: SocketHub,
+    meeting: Meeting,
+    size_bytes: int,
+    deadline: Deadline,
 ) -> Segment:
-    purpose = f"{meeting.uid}/memory/"
+    rank, purpose = context.rank, f"{meeting.uid}/memory/"
     if rank != members[0]:
         with hub.connect(
             meeting.addresses[members[0]], f"{purpose}{rank}", deadline.remaining_s(), unix=True
@@ -155,7 +161,7 @@ def _share_on_host(
     segment = Segment.create(size_bytes)
     try:
         for member in members[1:]:
-            with hub.expect(f"{purpose}{member}", deadline.remaining_s()) as connection:
+            with hub.expect(f"{purpose}{member}", deadline.remaining_s(), context.check) as connection:
                 offer(connection, segment)
     except BaseException:
         segment.close()
@@ -180,7 +186,7 @@ def watch_sockets(
     found: dict[int, socket.socket] = {}
     try:
         for rank in range(1, context.size):
-            found[rank] = hub.expect(f"{purpose}{rank}", deadline.remaining_s())
+            found[rank] = hub.expect(f"{purpose}{rank}", deadline.remaining_s(), context.check)
     except BaseException as exc:
         for sock in found.values():
             sock.close()

@@ -16,17 +16,20 @@ import tempfile
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    import torch
-
     from rpcdist.collectives.work import Work
 
-__all__ = ["MessageLog", "Record", "dump", "entries", "note", "write_dump"]
+__all__ = ["MessageLog", "Record", "dump", "entries", "note", "record_comm", "write_dump"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +37,7 @@ VERSION: Final = 1
 DEFAULT_SIZE: Final = 1000
 SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
 FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
+_label: ContextVar[str] = ContextVar("rpcdist_comm_label", default="")
 
 
 class Record:
@@ -47,12 +51,13 @@ class Record:
         dtype: e.g. "float32"; empty without tensors.
         input_sizes, output_sizes: the numbers of elements, tensor by tensor.
         detail: the reduce operation, or the other rank and the tag.
+        label: what `record_comm` named it; usually empty.
         state: "queued", "running", "done" or "failed".
         error: why it failed.
     """
 
     __slots__ = (
-        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "operation", "output_sizes",
+        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "operation", "output_sizes",
         "queued_ns", "sequence", "started_ns", "state",
     )  # fmt: skip
 
@@ -75,6 +80,7 @@ class Record:
         self.input_sizes = input_sizes or []
         self.output_sizes = output_sizes or []
         self.detail = detail
+        self.label = _label.get()
         self.state = "queued"
         self.error = ""
         self.queued_ns = time.time_ns()
@@ -135,6 +141,17 @@ def _capacity() -> int:
     if not text.isdigit():
         raise ConfigError(f"{SIZE_VARIABLE} has to be a whole number of operations, not {text!r}")
     return int(text)
+
+
+@contextmanager
+def record_comm(name: str) -> Iterator[None]:
+    """Names the operations that this thread calls inside: in the flight recorder, and as a range in torch's profiler."""
+    token = _label.set(name)
+    try:
+        with torch.profiler.record_function(name):
+            yield
+    finally:
+        _label.reset(token)
 
 
 _records: deque[Record] = deque(maxlen=_capacity())  # appending is atomic, so the hot path takes no lock

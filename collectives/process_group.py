@@ -228,6 +228,11 @@ class ProcessGroup(LowerCaseOperations):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout}")
         self.changed_timeout_s = timeout.total_seconds()
 
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks in the world of members that are known to be gone, and why."""
+        found = [backend.lost_ranks() for backend in self._distinct_backends()]
+        return {self._ranks[rank]: reason for lost in found for rank, reason in lost.items()}
+
     # ------------------------------------------------------------ the end
 
     def _distinct_backends(self) -> list[_backend.Backend]:

@@ -38,6 +38,7 @@ class RankProcess:
 
     def __init__(self, number: int, folder: Path) -> None:
         self.log = folder / f"rank{number}-{time.monotonic_ns()}.log"
+        self._asked = 0
         self._connection, theirs = _context.Pipe()
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("OMP_NUM_THREADS", "1")  # for the process that is forked, at the first time
@@ -61,19 +62,23 @@ class RankProcess:
         return self.process.exitcode
 
     def ask(self, request: tuple[object, ...]) -> None:
-        self._connection.send_bytes(pickle.dumps(request))
+        self._asked += 1
+        self._connection.send_bytes(pickle.dumps((self._asked, *request)))
 
     def answer(self, limit: float) -> Any:
-        """What the function returned, or the exception that it raised, or `RankDied` or `TimeoutError`."""
+        """What the newest function returned, or the exception that it raised, or `RankDied` or `TimeoutError`."""
         ends: list[Connection | int] = [self._connection, self.process.sentinel]
-        if not multiprocessing.connection.wait(ends, max(0.0, limit - time.monotonic())):
-            return self._too_late()
-        try:
-            if self._connection.poll():
-                return pickle.loads(self._connection.recv_bytes())
-        except (EOFError, ConnectionError):
-            pass
-        return RankDied(f"the process ended with {self.wait(5)}")
+        while True:
+            if not multiprocessing.connection.wait(ends, max(0.0, limit - time.monotonic())):
+                return self._too_late()
+            try:
+                if not self._connection.poll():
+                    raise EOFError
+                number, answer = pickle.loads(self._connection.recv_bytes())
+            except (EOFError, ConnectionError):
+                return RankDied(f"the process ended with {self.wait(5)}")
+            if number == self._asked:  # a test that failed may have left others
+                return answer
 
     def _too_late(self) -> TimeoutError:
         os.kill(self.pid, signal.SIGUSR1)  # the stacks of its threads go to its log

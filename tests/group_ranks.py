@@ -33,7 +33,8 @@ def serve(connection: Connection, log: str, flight_folder: str) -> None:
             request = connection.recv_bytes()
         except EOFError:
             return
-        connection.send_bytes(pickle.dumps(_carry_out(*pickle.loads(request))))
+        number, *what = pickle.loads(request)
+        connection.send_bytes(pickle.dumps((number, _carry_out(*what))))
 
 
 def _carry_out(module: str, name: str, rank: int, size: int, arguments: tuple[object, ...]) -> object:

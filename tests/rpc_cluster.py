@@ -31,6 +31,7 @@ START_LIMIT_S = 100.0
 SHUTDOWN_LIMIT_S = 20.0
 CALL_LIMIT_S = 60.0
 SETTLE_LIMIT_S = 10.0
+GRPC_RANKS = (2,)  # its connections, and no others, run over gRPC although all workers are on one host
 NAMES = tuple(f"worker{rank}" for rank in range(WORLD_SIZE))
 
 
@@ -143,6 +144,7 @@ def cluster(running_cluster: Cluster, nothing_is_left_behind: None) -> Iterator[
 
 
 def start_worker(rank: int, url: str, log: Path) -> Worker:
+    environment = {**os.environ, "RPCDIST_LANES": "grpc"} if rank in GRPC_RANKS else None
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), str(rank), url],
@@ -150,6 +152,7 @@ def start_worker(rank: int, url: str, log: Path) -> Worker:
             stdout=output,
             stderr=subprocess.STDOUT,
             cwd="/",
+            env=environment,
         )
     return Worker(rank, process, log)
 

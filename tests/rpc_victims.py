@@ -172,9 +172,14 @@ class Victim:
 
 
 class Victims:
-    """All victims of one test. Use it as a context manager."""
+    """All victims of one test. Use it as a context manager.
+
+    Attributes:
+        lanes: `RPCDIST_LANES` of those that start from now on; by default that of the test process.
+    """
 
     def __init__(self) -> None:
+        self.lanes = os.environ.get("RPCDIST_LANES", "auto")
         self._folder = tempfile.TemporaryDirectory(prefix="rpcdist-victims-")
         self.folder = Path(self._folder.name)
         self._all: list[Victim] = []
@@ -198,7 +203,8 @@ class Victims:
             name: for messages, and of its worker.
             environment: variables to set; None removes one.
         """
-        environment = {"RPCDIST_TOKEN": os.environ.get("RPCDIST_TOKEN"), **(environment or {})}
+        token = os.environ.get("RPCDIST_TOKEN")
+        environment = {"RPCDIST_TOKEN": token, "RPCDIST_LANES": self.lanes, **(environment or {})}
         victim = Victim(name, environment, self.folder / f"{len(self._all)}-{name}.log")
         self._all.append(victim)
         return victim

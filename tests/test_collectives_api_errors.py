@@ -245,7 +245,7 @@ def test_sizes_in_a_world_of_two() -> None:
     """What a world of one cannot get wrong."""
 
     def on_rank(rank: int) -> None:
-        other = 1 - rank
+        other, shared = 1 - rank, one(5)
         calls: tuple[tuple[Callable[[], object], str], ...] = (
             (lambda: ours.gather(one(2), [one(2), one(2)], dst=other), "NOT be specified on non-destination"),
             (lambda: ours.scatter(one(2), [one(2), one(2)], src=other), "NOT be specified on non-source"),
@@ -253,6 +253,8 @@ def test_sizes_in_a_world_of_two() -> None:
             (lambda: ours.all_to_all_single(one(2), torch.tensor(1.0)), "no dimension to split"),
             (lambda: ours.all_to_all([one(2), one(2)], [one(3), one(3)]), "they have to be equal"),
             (lambda: ours.reduce_scatter_tensor(one(2), one(5)), "they have to be equal"),
+            (lambda: ours.all_gather([one(2)] * 2, one(2)), "output tensors 0 and 1 share memory"),
+            (lambda: ours.all_to_all([shared[:3], shared[2:]], [one(3), one(3)]), "share memory"),
             (lambda: ours.isend(one(2), rank), "should not be the same"),
             (lambda: ours.irecv(one(2), rank), "should not be the same"),
             (lambda: ours.send(one(2), other, tag=-1), "Tag must be nonnegative"),

@@ -237,6 +237,16 @@ def test_an_attempt_that_failed_can_be_repeated() -> None:
     assert in_threads(3, on_rank) == [None] * 3
 
 
+def test_two_processes_of_one_rank_are_told_so() -> None:
+    store = HashStore(LIMIT_S)
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(StoreTimeout, match=r"rank 1 has not come .* Several processes came as rank 0"):
+            start(0, 2, store, 0.3)
+
+    assert in_threads(2, on_rank) == [None] * 2
+
+
 def test_a_new_process_takes_the_place_of_one_that_died() -> None:
     store = HashStore(LIMIT_S)
     met = threading.Barrier(2)

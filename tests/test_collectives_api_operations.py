@@ -317,6 +317,11 @@ def test_lower_case_methods() -> None:
         group.alltoall(out, [x.clone() for _ in range(SIZE)]).wait()
         group.alltoall_base(torch.zeros(3), torch.zeros(3), [], []).wait()
         group.allreduce_coalesced([torch.ones(1), torch.ones(2)]).wait()
+        group.reduce_scatter_tensor_coalesced([y], [flat]).wait()
+        group.allgather_into_tensor_coalesced([flat], [y]).wait()
+        assert flat[::2].tolist() == [rank * SIZE for rank in range(SIZE)]
+        group.allgather_coalesced([[each] for each in out], [x * 2]).wait()
+        assert [each[0].item() for each in out] == [0, 2, 4]
         group.barrier().wait()
         group.barrier(c.BarrierOptions()).wait()
         group.monitored_barrier()

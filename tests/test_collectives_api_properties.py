@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import api_cases
 import pytest
 from api_cases import DTYPES, FUNCTIONS, LAYOUTS, SHAPES, Case, possible
@@ -13,7 +15,8 @@ from rpcdist.collectives import ReduceOp
 
 pytestmark = pytest.mark.multiproc
 
-FEW, MANY = 25, 1500
+FULL = os.environ.get("RPCDIST_TEST_FULL") == "1"  # `make stress`
+FEW, MANY = 40, 1500
 WORLDS = [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False)]
 NAMES = ["1 rank", "2 ranks", "2 ranks, sockets", "3 ranks", "4 ranks", "4 ranks, sockets"]
 
@@ -65,12 +68,8 @@ def test_calls_equal_plain_torch(group_pool: GroupPool, size: int, shared_memory
     run(group_pool, size, shared_memory, FEW)
 
 
-@pytest.mark.stress
+@pytest.mark.skipif(not FULL, reason="runs with RPCDIST_TEST_FULL=1")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("size", "shared_memory"), WORLDS, ids=NAMES)
-def test_many_calls_equal_plain_torch(
-    group_pool: GroupPool, request: pytest.FixtureRequest, size: int, shared_memory: bool
-) -> None:
-    if "stress" not in request.config.getoption("markexpr"):
-        pytest.skip("runs with -m stress")
+def test_many_calls_equal_plain_torch(group_pool: GroupPool, size: int, shared_memory: bool) -> None:
     run(group_pool, size, shared_memory, MANY)

@@ -131,6 +131,33 @@ def test_two_threads_take_turns(engine: Engine, plane: ScriptedPlane) -> None:
     assert [sequence for _, sequence, _ in plane.seen] == list(range(1, 601))
 
 
+def test_operations_can_be_given_a_name(engine: Engine) -> None:
+    with flight_recorder.record_comm("the optimizer's"):
+        submit(engine)
+        submit(engine, asynchronous=True).wait(LIMIT_S)
+    submit(engine)
+    assert [record.label for record in flight_recorder.entries()[-3:]] == ["the optimizer's"] * 2 + [""]
+
+
+@pytest.mark.parametrize("how", ["a blocking call", "waiting for another"])
+def test_a_callback_may_wait_for_a_later_operation(engine: Engine, plane: ScriptedPlane, how: str) -> None:
+    plane.gate = threading.Event()
+    first, second, third = (submit(engine, asynchronous=True) for _ in range(3))
+
+    def goes_on(_: object) -> list[bool]:
+        if how == "a blocking call":
+            submit(engine)
+        else:
+            third.wait()
+        return [work.is_success() for work in (first, second, third)]
+
+    future = first.get_future().then(goes_on)
+    plane.gate.set()
+    assert third.wait(LIMIT_S)
+    assert future.wait() == [True] * 3
+    assert [sequence for _, sequence, _ in plane.seen][:3] == [1, 2, 3]
+
+
 def test_finish_runs_before_work_is_done(engine: Engine) -> None:
     seen: list[str] = []
     tensor = torch.ones(2)
@@ -227,6 +254,17 @@ def test_a_connection_that_ends_because_its_rank_left_says_so(engine: Engine, pl
     engine.rank_left(2, 5)
     plane.error = PlanePeerLost(2, "end of stream")
     with pytest.raises(RankLost, match="left the group"):
+        submit(engine)
+
+
+def test_whoever_left_first_is_the_reason_of_a_broken_connection(engine: Engine, plane: ScriptedPlane) -> None:
+    class LeavesMeanwhile(ScriptedPlane):
+        def run(self, operation: Operation, control: Control) -> None:
+            engine.rank_left(0, 0)
+            raise PlanePeerLost(2, "end of stream")  # rank 2 gave up because of that
+
+    engine._plane = LeavesMeanwhile()
+    with pytest.raises(RankLost, match="rank 10 left the group"):
         submit(engine)
 
 

@@ -135,6 +135,20 @@ def program_of(text: str) -> tuple[str, str]:
     return ast.unparse(ast.Module(definitions, [])), ast.unparse(ast.Module(statements, []))
 
 
+def run_page(name: str) -> None:
+    """Runs the code of a page in this process, for tests that have the workers which it names."""
+    definitions, statements = program_of(page(name))
+    lines = []
+
+    def check(value: object, expected: str, line: int) -> None:
+        assert repr(value) == expected, f"{name}:{line} says {expected}, but it is {value!r}"
+        lines.append(line)
+
+    names: dict[str, object] = {"__name__": name, "check": check}
+    exec(compile(f"{definitions}\n{statements}", name, "exec"), names)
+    assert lines, f"{name} says of nothing what it is"
+
+
 @pytest.mark.multiproc
 def test_the_guide_runs(tmp_path: Path) -> None:
     definitions, statements = program_of(page("docs/rpc.md"))

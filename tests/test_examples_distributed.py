@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 import importlib
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from test_examples import EXAMPLES, free_port, run
+from test_examples import (
+    EXAMPLES,
+    STOP_LIMIT_S,
+    assert_no_process_left,
+    free_port,
+    read_until,
+    run,
+    session_members,
+    start,
+)
 
 PNG = b"\x89PNG"
 
@@ -30,27 +42,17 @@ def last_line(result: subprocess.CompletedProcess[str], pattern: str) -> re.Matc
 @pytest.mark.multiproc
 def test_an_agent_learns_from_observers(tmp_path: Path) -> None:
     picture = tmp_path / "made" / "a.png"
-    command = (sys.executable, EXAMPLES / "reinforcement_learning.py", "--min-reward", "60", "--picture", picture)
-    result = run(*command, "--rounds", "9")
+    command = (sys.executable, EXAMPLES / "reinforcement_learning.py", "--min-reward", "40", "--picture", picture)
+    result = run(*command, "--rounds", "6")
     found = last_line(
         result,
-        r"mean reward (\d+) \((\d+) at first; 2 observers, 18432 steps\), batches (\d+\.\d) times as fast, picture: .*",
+        r"mean reward (\d+) \((\d+) at first; 2 observers, 12288 steps\), batches (\d+\.\d) times as fast, picture: .*",
     )
     assert float(found[1]) > 2 * float(found[2])  # it learned
-    assert float(found[3]) > 0
+    assert float(found[3]) > 0  # a ratio of speeds, on a machine that does other things as well
     assert result.stderr == ""
-    assert sum(line.startswith("round ") for line in result.stdout.splitlines()) == 9
+    assert sum(line.startswith("round ") for line in result.stdout.splitlines()) == 6
     assert picture.read_bytes().startswith(PNG)
-
-
-@pytest.mark.multiproc
-def test_questions_may_be_answered_one_by_one(tmp_path: Path) -> None:
-    """Under torchrun, too; a reward that cannot be reached so soon makes it fail."""
-    script = (EXAMPLES / "reinforcement_learning.py", "--rounds", "1", "--steps", "16", "--select", "single")
-    result = run(*torchrun(2), *script, "--min-reward", "500", cwd=tmp_path)
-    assert result.returncode == 1
-    assert re.search(r"^mean reward \d+ is below --min-reward 500$", result.stderr, re.MULTILINE)
-    assert (tmp_path / "out" / "reinforcement.png").exists()
 
 
 @pytest.mark.multiproc
@@ -84,15 +86,34 @@ def test_the_asyncio_service_shows_what_it_says(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("servers", [1, 2])
-def test_ddp_and_rpc_learn_together(servers: int, tmp_path: Path) -> None:
-    start = (sys.executable,) if servers == 1 else torchrun(1 + servers + 1)
-    script = (EXAMPLES / "ddp_rpc.py", "--epochs", "1", "--servers", str(servers), "--min-accuracy", "70")
-    result = run(*start, *script, cwd=tmp_path)
-    found = last_line(result, r"test accuracy (.*) % \(guessing: (.*) %; \d trainers?, \d servers?, 1 epochs, .*")
+def test_ddp_and_rpc_learn_together(tmp_path: Path) -> None:
+    """A master, two servers and two trainers; an accuracy that cannot be reached makes it fail."""
+    script = (EXAMPLES / "ddp_rpc.py", "--epochs", "1", "--servers", "2", "--min-accuracy", "100")
+    result = run(*torchrun(5), *script, cwd=tmp_path)
+    assert result.returncode == 1
+    out = result.stdout
+    found = re.search(
+        r"^test accuracy (.*) % \(guessing: (.*) %; 2 trainers, 2 servers, 1 epoch, .*\), picture: ", out, re.MULTILINE
+    )
+    assert found, out + result.stderr
     assert float(found[1]) > 2 * float(found[2])
-    assert re.search(r"^the dense layers of \d trainers? differ by 0$", result.stdout, re.MULTILINE)
+    assert f"test accuracy {found[1]} % is below --min-accuracy 100\n" in result.stderr
+    assert "the dense layers of 2 trainers differ by 0\n" in out
     assert (tmp_path / "out" / "ddp_rpc.png").read_bytes().startswith(PNG)
+
+
+@pytest.mark.multiproc
+def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
+    with start(sys.executable, EXAMPLES / "recurrent_net.py", "--steps", "600", cwd=tmp_path) as process:
+        assert process.stdout is not None
+        read_until(process.stdout, "step 60/")
+        assert len(session_members(process.pid)) >= 3  # the parent, the trainer, the server
+        interrupted = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=STOP_LIMIT_S)
+        assert_no_process_left(process.pid, STOP_LIMIT_S)
+        assert time.monotonic() - interrupted < STOP_LIMIT_S
+    assert (process.returncode, errors) == (130, "\ninterrupted\n")
 
 
 @pytest.mark.parametrize(
@@ -103,7 +124,6 @@ def test_ddp_and_rpc_learn_together(servers: int, tmp_path: Path) -> None:
         ("recurrent_net", ("--picture", "a.txt"), "the name must end in .png, .pdf or .svg"),
         ("recurrent_net", ("--lr", "inf"), "--lr: 'inf' is not a positive number"),
         ("asyncio_service", ("--waiters", "many"), "--waiters: 'many' is not a positive whole number"),
-        ("asyncio_service", ("--port", "70000"), "--port 70000: must be between 0 and 65535"),
         ("ddp_rpc", ("--servers", "0"), "--servers: '0' is not a positive whole number"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 from leak_guard import LeakGuard
 from rpc_cluster import Cluster
 from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, until
+from test_docs import run_page
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -21,6 +22,7 @@ import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
 from rpcdist.optim import DistributedOptimizer
+from rpcdist.optim._owner import call_local_optimizer
 
 pytestmark = pytest.mark.multiproc
 
@@ -152,6 +154,10 @@ def test_sparse_gradients(cluster: Cluster) -> None:
             torch.testing.assert_close(optimizer.clip_grad_norm_(context_id, 0.5), norm)
             optimizer.step(context_id)
     torch.testing.assert_close(there.rpc_sync().values(), here.values())
+
+
+def test_the_page_runs(cluster: Cluster) -> None:
+    run_page("docs/optim.md")
 
 
 # ---------------------------------------------------------------- groups, schedulers, clipping
@@ -293,6 +299,11 @@ def test_it_travels_in_calls(cluster: Cluster) -> None:
     assert rpc_sync("worker2", functions.use, (optimizer, layer, torch.ones(1, 4))) == ["worker1"]
     assert not torch.equal(layer.rpc_sync().values()[0], before[0])
     assert repr(optimizer) == "<DistributedOptimizer SGD [parameters: 3 on worker1]>"
+
+
+def test_an_owner_that_has_no_such_optimizer_says_so(cluster: Cluster) -> None:
+    with pytest.raises(RuntimeError, match="optimizer 0 is not here any more"):
+        rpc_sync("worker1", call_local_optimizer, (0, "zero_grad", True))
 
 
 # ---------------------------------------------------------------- several trainers

@@ -328,3 +328,25 @@ def test_tags_have_64_bits(pair: Mesh) -> None:
         recv(b, number(0), 0, tag)
     with pytest.raises(ValueError, match="64 bits"):
         send(a, number(0), 1, 1 << 63)
+
+
+@pytest.mark.parametrize("size", [3, 200_000])
+def test_callbacks_may_send_and_receive(pair: Mesh, size: int) -> None:
+    """They run on the thread that moves the messages."""
+    a, b = pair.members
+    got = torch.zeros(size)
+    first, second = irecv(b, torch.zeros(2), 0), irecv(b, torch.zeros(2), 0)
+
+    def answers(_: object) -> float:
+        second.wait()
+        send(b, torch.ones(size), 0)
+        recv(b, got, 0)
+        return float(got.sum())
+
+    future = first.get_future().then(answers)
+    for _ in range(2):
+        send(a, torch.zeros(2), 1)
+    reply = torch.zeros(size)
+    recv(a, reply, 1)
+    send(a, reply * 2, 1)
+    assert future.wait() == 2 * size

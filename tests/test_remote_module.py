@@ -11,6 +11,7 @@ import pytest
 import remote_module_functions as functions
 import torch
 from rpc_cluster import Cluster
+from test_docs import run_page
 from torch import nn
 
 import rpcdist.autograd as autograd
@@ -215,6 +216,10 @@ def test_training_equals_that_of_one_process(cluster: Cluster) -> None:
     for module, expected in zip(there, here, strict=True):
         torch.testing.assert_close(dict(module.state_dict()), dict(expected.state_dict()))
     torch.testing.assert_close(head.state_dict(), same_head.state_dict())
+
+
+def test_the_page_runs(cluster: Cluster) -> None:
+    run_page("docs/remote_module.md")
 
 
 # ---------------------------------------------------------------- what is refused

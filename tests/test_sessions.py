@@ -106,7 +106,7 @@ async def test_silence_ends_a_session_and_heartbeats_prevent_it() -> None:
     assert pair.handlers[0].closed == pair.handlers[1].closed == []
     pair.streams[1].num_written = 0
     pair.tasks[1].cancel()  # and now one side falls silent, with the lane still open
-    pair.streams[1].abort = lambda reason: None  # type: ignore[method-assign]
+    pair.streams[1].abort = lambda reason: None
     assert await pair.sessions[0].ended(LIMIT_S)
     await pair.end()
 

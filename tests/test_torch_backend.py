@@ -2,75 +2,18 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
-from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch_backend_ranks import serve
+import torch_backend_ranks
+from group_pool import GroupPool
 
 from rpcdist.collectives.torch_backend import TorchWork, register
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout
-
-if TYPE_CHECKING:
-    from multiprocessing.context import SpawnProcess
-
-    from leak_guard import LeakGuard
-
-LIMIT_S = 60.0
-
-
-class Ranks:
-    """Processes that stay alive for all tests of this module."""
-
-    def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.pipes: list[Connection] = []
-        self.processes: list[SpawnProcess] = []
-        for rank in range(size):
-            mine, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(theirs, rank, size), name=f"torch rank {rank}")
-            process.start()
-            theirs.close()
-            self.pipes.append(mine)
-            self.processes.append(process)
-
-    def run(self, name: str, folder: Path) -> None:
-        for pipe in self.pipes:
-            pipe.send((name, str(folder / "store")))
-        answers: list[str] = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(LIMIT_S), f"rank {rank} does not answer; before it: {answers}"
-            answers.append(pipe.recv())
-        assert not any(answers), "\n".join(answers)
-
-    def close(self) -> None:
-        for pipe, process in zip(self.pipes, self.processes, strict=True):
-            pipe.send(None)
-            process.join(LIMIT_S)
-            if process.is_alive():
-                process.kill()
-            pipe.close()
-        assert [process.exitcode for process in self.processes] == [0] * len(self.processes)
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard, job_token: str) -> Iterator[Ranks]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", "1")
-        patch.setenv("RPCDIST_FLIGHT_RECORDER_DIR", str(tmp_path_factory.mktemp("flight")))
-        started = Ranks(2)
-    for process in started.processes:
-        assert process.pid is not None
-        leak_guard.exempt_child(process.pid)
-    yield started
-    started.close()
 
 
 @pytest.mark.multiproc
@@ -78,8 +21,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory, leak_guard: LeakGuard, job_t
     "name",
     ["collectives", "objects_and_messages", "subgroups", "functional", "mismatch", "again", "ddp", "ddp_hook", "fsdp"],
 )
-def test_torch_runs_on_our_groups(ranks: Ranks, tmp_path: Path, name: str) -> None:
-    ranks.run(name, tmp_path)
+def test_torch_runs_on_our_groups(group_pool: GroupPool, name: str) -> None:
+    group_pool.run(2, torch_backend_ranks.run, name, group_pool.new_file())
 
 
 def test_a_world_of_one_in_this_process(tmp_path: Path) -> None:

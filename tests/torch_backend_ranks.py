@@ -1,4 +1,4 @@
-"""What the processes of the tests of `torch_backend` run: functions of torch alone, on groups of ours.
+"""What the ranks of `group_pool` run in the tests of `torch_backend`: functions of torch alone, on groups of ours.
 
 Each function takes the rank and the number of ranks, runs with torch's default group made, and asserts.
 """
@@ -6,11 +6,9 @@ Each function takes the rank and the number of ranks, runs with torch's default 
 from __future__ import annotations
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from multiprocessing.connection import Connection
 
 import torch
 import torch.distributed as dist
@@ -23,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 import rpcdist.collectives.torch_backend
 from rpcdist.errors import CollectiveMismatch
 
-__all__ = ["serve"]
+__all__ = ["run"]
 
 LIMIT = timedelta(seconds=40)
 
@@ -39,18 +37,11 @@ def default_group(rank: int, size: int, path: str) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def serve(pipe: Connection, rank: int, size: int) -> None:
-    """Runs functions of this module as they are named on the pipe, and answers each with "" or a traceback."""
-    torch.set_num_threads(1)
-    while (request := pipe.recv()) is not None:
-        name, path = request
-        function: Callable[[int, int], None] = globals()[name]
-        try:
-            with default_group(rank, size, path):
-                function(rank, size)
-            pipe.send("")
-        except BaseException:
-            pipe.send(f"rank {rank}:\n{traceback.format_exc()}")
+def run(rank: int, size: int, name: str, path: str) -> None:
+    """Runs a function of this module; for `group_pool`."""
+    function: Callable[[int, int], None] = globals()[name]
+    with default_group(rank, size, path):
+        function(rank, size)
 
 
 # ------------------------------------------------------------ operations

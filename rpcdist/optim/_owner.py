@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -14,7 +16,7 @@ import rpcdist.autograd as autograd
 from rpcdist.autograd._api import _retrieve_context
 from rpcdist.autograd._gradients import GradientTable
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import DeadlineExceeded
+from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._groups import Group, options_of
 from rpcdist.rpc import RRef
 from rpcdist.rpc._current import current_agent
@@ -32,9 +34,15 @@ class LocalOptimizer:
 
     Attributes:
         optim: the optimizer.
+        number: its place in `by_number`.
     """
 
     global_lock = threading.Lock()
+
+    # Those that some `DistributedOptimizer` refers to. Calls name one by its number: a call whose arguments are plain
+    # values costs half of one that takes a reference along.
+    by_number: ClassVar[WeakValueDictionary[int, LocalOptimizer]] = WeakValueDictionary()
+    numbers = itertools.count(1)
 
     def __init__(
         self,
@@ -50,6 +58,8 @@ class LocalOptimizer:
             for names, group in zip(numbers, groups, strict=True)
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
+        self.number = next(self.numbers)
+        self.by_number[self.number] = self
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group], hogwild: bool) -> bool:
@@ -170,6 +180,22 @@ def _copied(value: Any) -> Any:
 # ---------------------------------------------------------------- what is called
 
 
+class NewOptimizer(NamedTuple):
+    """What a `DistributedOptimizer` gets to know of a local one.
+
+    Attributes:
+        rref: keeps it alive.
+        number: calls name it so.
+        options: of its groups.
+        defaults: of these options.
+    """
+
+    rref: RRef[LocalOptimizer]
+    number: int
+    options: list[Group]
+    defaults: dict[str, Any]
+
+
 def new_local_optimizer(
     optimizer_class: Callable[..., torch.optim.Optimizer],
     groups: list[Group],
@@ -177,12 +203,19 @@ def new_local_optimizer(
     numbers: list[list[int]],
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
-) -> tuple[RRef[LocalOptimizer], list[Group], dict[str, Any]]:
-    """Makes a local optimizer; returns a reference to it, the options of its groups, and their defaults."""
+) -> NewOptimizer:
+    """Makes a local optimizer."""
     local = LocalOptimizer(optimizer_class, groups, is_flat, numbers, args, kwargs)
-    return RRef(local), [options_of(group) for group in local.optim.param_groups], _copied(local.optim.defaults)
+    options = [options_of(group) for group in local.optim.param_groups]
+    return NewOptimizer(RRef(local), local.number, options, _copied(local.optim.defaults))
 
 
-def call_local_optimizer(rref: RRef[LocalOptimizer], method: str, *args: Any) -> Any:
+def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
     """Runs a method of a local optimizer."""
-    return getattr(rref.local_value(), method)(*args)
+    local = LocalOptimizer.by_number.get(number)
+    if local is None:
+        raise RpcdistError(
+            f"optimizer {number} is not here any more: no DistributedOptimizer refers to it, or the lease of the last "
+            "one ended; make a new one"
+        )
+    return getattr(local, method)(*args)

@@ -83,13 +83,14 @@ class DistributedOptimizer(torch.optim.Optimizer):
                 for shard in self._shards
             ],
         )
-        self.remote_optimizers: list[RRef[LocalOptimizer]] = [rref for rref, _, _ in made]
-        self._sent = [options for _, options, _ in made]  # by shard: what its groups have
+        self.remote_optimizers: list[RRef[LocalOptimizer]] = [new.rref for new in made]
+        self._numbers: list[int] = [new.number for new in made]
+        self._sent: list[list[Group]] = [new.options for new in made]  # by shard: what its groups have
         for shard, options in zip(self._shards, self._sent, strict=True):
             for index, group_options in zip(shard.groups, options, strict=True):
                 groups[index] |= options_of(group_options)
         self._is_made = False
-        super().__init__(groups, made[0][2])
+        super().__init__(groups, made[0].defaults)
         self._is_made = True
 
     # ------------------------------------------------------------ steps
@@ -233,8 +234,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------ inside
 
     def _call(self, index: int, method: str, *args: Any) -> OwnerCall:
-        rref = self.remote_optimizers[index]
-        return OwnerCall(self._shards[index].owner, call_local_optimizer, (rref, method, *args))
+        return OwnerCall(self._shards[index].owner, call_local_optimizer, (self._numbers[index], method, *args))
 
     def _ask_all(self, method: str, *args: Any) -> list[Any]:
         calls = [self._call(index, method, *args) for index in range(len(self._shards))]

@@ -60,9 +60,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
         find_unused_parameters: parameters may stay without gradients; which, is found out in every iteration.
         check_reduction: kept for scripts.
-        gradient_as_bucket_view: gradients are views of communication buffers, which saves their copies when gradients
-            are kept between iterations (`zero_grad(set_to_none=False)`). Otherwise the default is faster, since large
-            gradients are reduced where they are.
+        gradient_as_bucket_view: small gradients are views of communication buffers, which saves their copies while they
+            are kept between iterations (`zero_grad(set_to_none=False)`). Large ones are reduced where they are anyway.
         static_graph: every iteration uses the same parameters equally often; allows reentrant checkpointing.
         delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
             `param_to_hook_all_reduce` is ready; they are none of the buckets' business.

@@ -4,8 +4,9 @@
     A flat buffer costs memory, and two copies of every gradient. So gradients of `OWN_BYTES` and more, which use the
     network well alone, are reduced where they are, each in an operation of its own; only the smaller ones of a bucket
     are packed. Which are which follows from the sizes of the parameters, so all ranks agree. A gradient whose memory
-    somebody else uses, too, or that is laid out in another way than its parameter, is copied. Comm hooks and
-    `gradient_as_bucket_view` need all gradients of a bucket in one buffer (`flat`), and get it.
+    somebody else uses, too, or that is laid out in another way than its parameter, is copied. Comm hooks need all
+    gradients of a bucket in one buffer (`flat`), and get it. With `gradient_as_bucket_view` the packed ones become
+    views of the buffer, and so are not copied at all while they are kept.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rpcdist.parallel._ddp._parameters import Named
 
 __all__ = ["OWN_BYTES", "DenseBucket", "Member"]
 
-OWN_BYTES: Final = 1 << 20
+OWN_BYTES: Final = 1 << 19
 
 
 class Member:

@@ -90,14 +90,13 @@ class Reducer:
         self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
-        flat = self.options.view or self.hook is not None
         self.buckets: list[Bucket] = []
         for number, bucket in enumerate(indices):
             members = [Member(index, self.parameters[index]) for index in bucket]
             if self.parameters[bucket[0]].sparse:
                 self.buckets.append(SparseBucket(number, members[0], self.group))
             else:
-                self.buckets.append(DenseBucket(number, members, flat))
+                self.buckets.append(DenseBucket(number, members, flat=self.hook is not None))
         self._bucket_of = {member.index: bucket for bucket in self.buckets for member in bucket.members}
         self._reset()
 

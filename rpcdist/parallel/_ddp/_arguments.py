@@ -1,0 +1,51 @@
+"""The constructor's arguments: what is wrong with them, and what they mean."""
+
+from __future__ import annotations
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import ConfigError
+
+__all__ = ["choose_sync", "member_group", "refuse_unsupported"]
+
+
+def member_group(given: ProcessGroup | None) -> ProcessGroup:
+    """The group to train in: the given one, or the default one.
+
+    Raises:
+        ConfigError: there is none, or it is not one of ours.
+    """
+    group = collectives.group.WORLD if given is None else given
+    if group is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call "
+            "rpcdist.collectives.init_process_group."
+        )
+    if not isinstance(group, ProcessGroup):
+        raise ConfigError(
+            f"process_group is a {type(group).__module__}.{type(group).__name__}; make groups with "
+            "rpcdist.collectives.new_group, and only wrap models on ranks that are in them"
+        )
+    return group
+
+
+def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:
+    """Whether buffers are synchronised before each forward pass: the new argument wins over the old one."""
+    if forward_sync_buffers is not None:
+        return forward_sync_buffers
+    return broadcast_buffers is not False
+
+
+def refuse_unsupported(
+    mixed_precision: object | None, device_mesh: object | None, process_group: ProcessGroup | None
+) -> None:
+    """Raises ConfigError for arguments of torch that have no meaning here; says what to do instead."""
+    if process_group is not None and device_mesh is not None:
+        raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
+    if device_mesh is not None:
+        raise ConfigError("device_mesh is not supported: pass process_group=rpcdist.collectives.new_group(ranks)")
+    if mixed_precision is not None:
+        raise ConfigError(
+            "mixed_precision is not supported: run the forward pass under torch.autocast, and halve the bytes on the "
+            "wire with register_comm_hook(None, rpcdist.parallel.comm_hooks.bf16_compress_hook)"
+        )

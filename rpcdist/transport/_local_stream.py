@@ -1,0 +1,368 @@
+"""A connected Unix socket as the lane of a session: frames in both directions, without copies of large payloads.
+
+A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
+why the sender closes.
+
+    before the proof    `read` and `write`, like any `ByteStream`; frames are limited to the size of the handshake, and
+                        nothing is received beyond one scratch buffer
+    after it            `deliver` hands each frame to the session as it arrives, and the payload of a piece is received
+                        straight into the memory where it belongs; `put` sends from any thread, a piece straight out of
+                        the memory of its tensor
+
+[Note: reading to the end] A peer that dies with something unread in its socket leaves its data and an error here.
+uvloop calls the reader once for the two and then never again, so whoever is called reads until the socket says that it
+is empty, or that it has ended.
+
+[Note: closing] The I/O loop closes the socket while another thread may be about to write to it, and the kernel gives
+the number to the next file that is opened. Writes and the closing exclude each other, therefore.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import struct
+import threading
+from contextlib import suppress
+from typing import Final
+
+from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES, PIECE_HEAD_BYTES, PieceHead
+from rpcdist.transport._frames import parse_piece_head as parse_head
+from rpcdist.transport._sockets_wire import tune
+from rpcdist.transport.session import MAX_HANDSHAKE_BYTES, FrameReceiver
+
+__all__ = ["LocalStream"]
+
+_LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + PIECE_BYTES
+_LENGTH: Final = struct.Struct("<I")
+_LAST: Final = 1 << 31
+_SCRATCH_BYTES: Final = 1 << 17
+_LARGE_BYTES: Final = _SCRATCH_BYTES // 2
+_PEEK_BYTES: Final = 4096  # read after a large frame: the next one is probably large, too, and its bytes go elsewhere
+_MAX_REASON_BYTES: Final = 1000
+_RECEIVES_A_TURN: Final = 16  # then the loop's other work goes on
+
+
+class LocalStream:
+    """A connected lane. All of it runs on the I/O loop, except `put`.
+
+    Args:
+        connection: connected; the stream owns it from now on.
+        address: of the peer, for messages.
+    """
+
+    def __init__(self, connection: socket.socket, address: str) -> None:
+        tune(connection)
+        connection.setblocking(False)
+        self._socket = connection
+        self._address = address
+        self._loop = asyncio.get_running_loop()
+        self._ended: Exception | None = None  # why nothing can be read any more
+        # Reading.
+        self._receiver: FrameReceiver | None = None
+        self._done: asyncio.Future[None] | None = None  # of `deliver`
+        self._readable: asyncio.Future[None] | None = None
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._num_scratch = 0
+        self._room = _SCRATCH_BYTES
+        self._target: memoryview | None = None  # where the bytes of a large frame go
+        self._num_target = 0
+        self._plain: bytearray | None = None  # a large frame that is no piece, or one that nobody waits for
+        self._piece: tuple[PieceHead, int] | None = None  # a piece, and the size of its frame
+        # Writing.
+        self._lock = threading.Lock()  # [Note: closing]
+        self._closed = False
+        self._rest: list[memoryview] = []  # of the frame under way
+        self._writable: asyncio.Future[None] | None = None
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
+        return f"<LocalStream to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
+
+    # ------------------------------------------------------------ reading, before the proof
+
+    async def read(self) -> bytes | None:
+        """See `ByteStream`; for the handshake, whose limit of a frame's size holds."""
+        while self._ended is None:
+            frame = self._first_frame()
+            if frame is not None:
+                return frame
+            try:
+                num_bytes = self._socket.recv_into(self._scratch[self._num_scratch :])
+            except (BlockingIOError, InterruptedError):
+                await self._until_readable()
+                continue
+            except OSError as exc:
+                raise self._broken(exc) from exc
+            if num_bytes == 0:
+                return None
+            self._num_scratch += num_bytes
+        raise self._ended
+
+    def _first_frame(self) -> bytes | None:
+        scratch, end = self._scratch, self._num_scratch
+        if end < _LENGTH.size:
+            return None
+        size, is_last = self._size_at(0, MAX_HANDSHAKE_BYTES)
+        after = _LENGTH.size + size
+        if end < after:
+            return None
+        frame = bytes(scratch[_LENGTH.size : after])
+        self._drop_scratch(after)
+        if is_last:
+            raise self._closed_because(frame)
+        return frame
+
+    async def _until_readable(self) -> None:
+        readable = self._readable = self._loop.create_future()
+        self._loop.add_reader(self._socket, _wake, readable)
+        try:
+            await readable
+        finally:
+            self._readable = None
+            if not self._closed:
+                self._loop.remove_reader(self._socket)
+
+    # ------------------------------------------------------------ reading, after it
+
+    async def deliver(self, receiver: FrameReceiver) -> None:
+        """Gives the receiver what arrives, until the lane ends; the peer is proven.
+
+        Raises:
+            TransportError: why it ended: the peer's reason, or that the connection broke.
+            Exception: the receiver raised it.
+
+        Cancelled, it stops reading and leaves the stream open.
+        """
+        if self._ended is not None:
+            raise self._ended
+        self._receiver = receiver
+        self._done = self._loop.create_future()
+        self._loop.add_reader(self._socket, self._read_some)
+        self._loop.call_soon(self._start)  # what came with the last handshake message lies here already
+        try:
+            await self._done
+        finally:
+            self._stop_listening()
+        assert self._ended is not None
+        raise self._ended
+
+    def _start(self) -> None:
+        try:
+            self._split()
+        except Exception as exc:
+            self._finish(exc)
+        self._read_some()
+
+    def _read_some(self) -> None:
+        if not self._read(_RECEIVES_A_TURN):
+            self._loop.call_soon(self._read_some)
+
+    def read_out(self) -> Exception | None:
+        """Delivers at once all that has arrived; returns why the lane has ended, or None."""
+        while not self._read(_RECEIVES_A_TURN):
+            pass
+        return self._ended
+
+    def _read(self, limit: int) -> bool:
+        """Receives up to `limit` times; whether there was no more to receive. [Note: reading to the end]"""
+        try:
+            for _ in range(limit):
+                if self._receiver is None:
+                    return True
+                self._receive(self._receiver)
+        except (BlockingIOError, InterruptedError):
+            return True
+        except OSError as exc:
+            self._finish(exc if isinstance(exc, TransportError) else self._broken(exc))
+        except Exception as exc:
+            self._finish(exc)
+        return self._receiver is None
+
+    def _receive(self, receiver: FrameReceiver) -> None:
+        target = self._target
+        if target is not None:
+            num_bytes = self._socket.recv_into(target[self._num_target :])
+            self._num_target += num_bytes
+            if self._num_target == len(target):
+                self._complete(receiver)
+        else:
+            num_bytes = self._socket.recv_into(self._scratch[self._num_scratch :], self._room_left())
+            self._num_scratch += num_bytes
+            self._room = _SCRATCH_BYTES
+            self._split()
+        if num_bytes == 0:
+            self._finish(TransportError(f"the connection with {self._address} broke: the process there is gone"))
+
+    def _room_left(self) -> int:
+        return min(self._room, _SCRATCH_BYTES - self._num_scratch)
+
+    def _split(self) -> None:
+        """Takes the frames out of the scratch, and moves what is left to its beginning."""
+        scratch, end, at = self._scratch, self._num_scratch, 0
+        while end - at >= _LENGTH.size and (receiver := self._receiver) is not None:
+            size, is_last = self._size_at(at, _LARGEST_BYTES)
+            body = at + _LENGTH.size
+            if end - body >= size:
+                at = body + size
+                frame = bytes(scratch[body:at])
+                if is_last:
+                    raise self._closed_because(frame)
+                receiver.receive(frame)
+            elif size > _LARGE_BYTES and end - body >= PIECE_HEAD_BYTES:
+                self._begin_large(receiver, size, scratch[body:end])
+                at = end
+            else:
+                break
+        self._drop_scratch(at)
+
+    def _begin_large(self, receiver: FrameReceiver, size: int, have: memoryview) -> None:
+        head = parse_head(have[:PIECE_HEAD_BYTES], size)
+        place = None if head is None else receiver.place(head)
+        if head is None or place is None:
+            self._plain = bytearray(size)
+            target = memoryview(self._plain)
+        else:
+            self._piece = head, size
+            target, have = place, have[head.head_size :]
+        target[: len(have)] = have
+        self._target, self._num_target = target, len(have)
+
+    def _complete(self, receiver: FrameReceiver) -> None:
+        plain, piece = self._plain, self._piece
+        self._plain = self._piece = self._target = None
+        self._room = _PEEK_BYTES
+        if piece is not None:
+            receiver.placed(*piece)
+        elif plain is not None:
+            receiver.receive(plain)
+
+    def _size_at(self, at: int, limit: int) -> tuple[int, bool]:
+        """The size of the frame that begins there, and whether it is the last one."""
+        (number,) = _LENGTH.unpack_from(self._scratch, at)
+        size, is_last = number & ~_LAST, number >= _LAST
+        if size > (_MAX_REASON_BYTES if is_last else limit):
+            raise ProtocolViolation(f"{self._address} announced a frame of {size} bytes")
+        return size, is_last
+
+    def _drop_scratch(self, num_bytes: int) -> None:
+        left = self._num_scratch - num_bytes
+        if left and num_bytes:
+            self._scratch[:left] = self._scratch[num_bytes : self._num_scratch]
+        self._num_scratch = left
+
+    def _closed_because(self, reason: bytes) -> TransportError:
+        text = reason.decode(errors="replace")
+        text = "".join(letter if letter.isprintable() else "?" for letter in text)
+        return TransportError(f"{self._address} closed the connection: {text}")
+
+    def _broken(self, exc: OSError) -> TransportError:
+        return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
+
+    # ------------------------------------------------------------ writing
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `put` may be called: the last frame went out whole."""
+        return not self._rest
+
+    def put(self, head: bytes, payload: memoryview | None = None) -> None:
+        """Sends a frame as far as there is room at once, and keeps the rest for `flush`.
+
+        Any thread may call it, but only one at a time, and only while the stream `is_free`.
+
+        Raises:
+            TransportError: the connection broke, or was closed here.
+        """
+        if payload is None:
+            self._send([memoryview(_LENGTH.pack(len(head))), memoryview(head)])
+        else:
+            size = len(head) + len(payload)
+            self._send([memoryview(_LENGTH.pack(size) + head), payload])
+
+    def _send(self, parts: list[memoryview]) -> None:
+        with self._lock:
+            if self._closed:
+                raise TransportError(f"the connection with {self._address} is closed")
+            try:
+                sent = self._socket.sendmsg(parts)
+            except (BlockingIOError, InterruptedError):
+                sent = 0
+            except OSError as exc:
+                raise self._broken(exc) from exc
+            while parts and sent >= len(parts[0]):
+                sent -= len(parts.pop(0))
+            if sent:
+                parts[0] = parts[0][sent:]
+            self._rest = parts
+
+    async def write(self, data: bytes) -> None:
+        """See `ByteStream`; by one task at a time. Cancelled in the middle of a frame, the rest is for `flush`."""
+        await self.write_parts(data)
+
+    async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
+        """As `write`, of a frame whose last bytes lie elsewhere. `payload` is read until this returns."""
+        self.put(head, payload)
+        if self._rest:
+            await self.flush()
+
+    async def flush(self) -> None:
+        """Writes what `put` has left. Cancelled, it can be called again."""
+        while self._rest:
+            await self._until_writable()
+            self._send(self._rest)
+
+    async def _until_writable(self) -> None:
+        if self._ended is not None:
+            raise TransportError(str(self._ended))
+        writable = self._writable = self._loop.create_future()
+        self._loop.add_writer(self._socket, _wake, writable)
+        try:
+            await writable
+        finally:
+            self._writable = None
+            if not self._closed:
+                self._loop.remove_writer(self._socket)
+
+    # ------------------------------------------------------------ the end
+
+    def abort(self, reason: str) -> None:
+        """Ends the stream at once, and tells the peer why unless the socket is full; idempotent."""
+        if self._closed:
+            return
+        self._finish(TransportError(reason))
+        self._loop.remove_reader(self._socket)
+        self._loop.remove_writer(self._socket)
+        text = reason.encode()[:_MAX_REASON_BYTES]
+        with self._lock:
+            self._closed = True
+            if not self._rest:  # else the reason would be taken for the rest of a frame
+                with suppress(OSError):
+                    self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
+            self._socket.close()
+        self._rest = []
+
+    async def end(self) -> None:
+        """The session is over."""
+        self.abort("the session ended")
+
+    def _finish(self, error: Exception) -> None:
+        """Nothing will be read any more, and this says why."""
+        if self._ended is None:
+            self._ended = error
+        self._stop_listening()
+        for waiter in (self._done, self._readable, self._writable):
+            if waiter is not None:
+                _wake(waiter)
+
+    def _stop_listening(self) -> None:
+        if self._receiver is not None:
+            self._receiver = None
+            if not self._closed:
+                self._loop.remove_reader(self._socket)
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

@@ -1,0 +1,151 @@
+"""What the ranks of `group_pool` are asked to do by the tests that kill or stop one of them, in any function."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+
+import api_cases
+import torch
+
+import rpcdist.collectives as c
+from rpcdist.collectives.tcp import TcpOptions
+
+__all__ = ["FUNCTIONS", "go_on_until_it_fails", "leave", "may_a_child_call", "open_world", "sum_up", "time_out"]
+
+LIMIT = timedelta(seconds=30)
+Call = Callable[[int, int], object]
+
+CASE = api_cases.Case(
+    "", torch.float32, (20_000,), c.ReduceOp.SUM, "contiguous", "contiguous", root=0, asynchronous=False, seed=1
+)
+
+
+def _objects(size: int) -> list[object]:
+    return ["x" * 30_000 for _ in range(size)]
+
+
+def _ring(rank: int, size: int) -> None:
+    """Blocking messages; the first rank sends first."""
+    after, before, tensor = (rank + 1) % size, (rank - 1) % size, torch.ones(30_000)
+    if rank == 0:
+        c.send(tensor, after)
+        c.recv(tensor, before)
+    else:
+        c.recv(tensor, before)
+        c.send(tensor, after)
+
+
+def _object_messages(rank: int, size: int) -> None:
+    if rank == 0:
+        for other in range(1, size):
+            c.send_object_list(_objects(2), other)
+    else:
+        c.recv_object_list([None, None], 0)
+    c.barrier()
+
+
+def _scatter_objects(rank: int, size: int) -> None:
+    c.scatter_object_list([None], _objects(size) if rank == 0 else None, 0)
+
+
+def _gather_objects(rank: int, size: int) -> None:
+    c.gather_object("x" * 30_000, [None] * size if rank == 0 else None, 0)
+
+
+def _of_case(name: str) -> Call:
+    return lambda rank, size: api_cases.FUNCTIONS[name](CASE, rank, size)
+
+
+FUNCTIONS: dict[str, Call] = {
+    **{name: _of_case(name) for name in api_cases.FUNCTIONS},
+    "send_recv": _ring,
+    "send_object_list": _object_messages,
+    "all_gather_object": lambda rank, size: c.all_gather_object([None] * size, "x" * 30_000),
+    "broadcast_object_list": lambda rank, size: c.broadcast_object_list(_objects(2), 0),
+    "gather_object": _gather_objects,
+    "scatter_object_list": _scatter_objects,
+    "monitored_barrier": lambda rank, size: c.monitored_barrier(timeout=LIMIT),
+    "new_group": lambda rank, size: c.destroy_process_group(c.new_group(timeout=LIMIT)),
+}
+"""Every function that several ranks call together."""
+
+
+def open_world(rank: int, size: int, path: str, shared_memory: bool, timeout_s: float) -> None:
+    leave(rank, size)
+    options = TcpOptions(shared_memory=shared_memory)
+    limit = timedelta(seconds=timeout_s)
+    c.init_process_group("tcp", f"file://{path}", timeout=limit, world_size=size, rank=rank, pg_options=options)
+    c.barrier()
+
+
+def leave(rank: int, size: int) -> None:
+    if c.is_initialized():
+        c.destroy_process_group()
+        c.close_stores()
+
+
+def go_on_until_it_fails(rank: int, size: int, name: str, victim: int) -> tuple[str, str, float]:
+    """Calls one function again and again, while the victim is killed at some moment; what it raised, and when."""
+    call = FUNCTIONS[name]
+    call(rank, size)
+    if rank == victim:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
+    try:
+        while True:
+            call(rank, size)
+    except Exception as exc:
+        return type(exc).__name__, str(exc), time.time()
+
+
+def time_out(rank: int, size: int, name: str, victim: int) -> tuple[str, str]:
+    """Calls one function again and again; the victim stops in between as if it hung, until the test goes on with it."""
+    call = FUNCTIONS[name]
+    call(rank, size)
+    if rank == victim:
+        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
+    try:
+        while True:
+            call(rank, size)
+    except Exception as exc:
+        return type(exc).__name__, str(exc)
+
+
+def sum_up(rank: int, size: int, seconds: float) -> int:
+    """All functions in turn, whose results are compared with the right ones; how many rounds."""
+    rounds, until = 0, time.monotonic() + seconds
+    while True:
+        for name in api_cases.FUNCTIONS:
+            api_cases.check(rank, size, [replace(CASE, function=name)])
+        rounds += 1
+        more = torch.tensor(float(time.monotonic() < until))
+        c.all_reduce(more, c.ReduceOp.MIN)
+        if not more:
+            return rounds
+
+
+def may_a_child_call(rank: int, size: int) -> str:
+    """What an operation says in a forked child; the group of the parents is well afterwards."""
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            c.all_reduce(torch.ones(3))
+            answer = "worked"
+        except BaseException as exc:
+            answer = type(exc).__name__
+        os.write(writing, answer.encode())
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(writing)
+    with os.fdopen(reading) as pipe:
+        answer = pipe.read()
+    tensor = torch.ones(3)
+    c.all_reduce(tensor)
+    assert tensor.tolist() == [float(size)] * 3
+    return answer

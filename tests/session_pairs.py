@@ -1,0 +1,168 @@
+"""Two sessions in one process, over queues in memory or over the local lane, and what they need around them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import TransportError
+from rpcdist.ids import Identity
+from rpcdist.transport._incoming import heap_buffer
+from rpcdist.transport._local_stream import LocalStream
+from rpcdist.transport.session import Session
+
+__all__ = ["LIMIT_S", "Bytes", "Handler", "Io", "LanePair", "MemoryPair", "Pair", "announced", "call"]
+
+LIMIT_S = 20.0
+
+
+class Bytes:
+    """A large buffer of the sender."""
+
+    def __init__(self, data: bytes) -> None:
+        self.view = memoryview(data)
+
+
+def call(id: int, body: bytes = b"") -> rpc_pb2.Message:
+    message = rpc_pb2.Message()
+    message.call.id = id
+    message.call.function_pickle = body
+    return message
+
+
+def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Message:
+    return rpc_pb2.Message(transfer=transfer, large=sizes, wrapped=wrapped)
+
+
+class MemoryStream:
+    """One end of a lane made of two queues."""
+
+    def __init__(self, inbox: asyncio.Queue[Any], outbox: asyncio.Queue[Any]) -> None:
+        self._inbox = inbox
+        self._outbox = outbox
+        self.num_written = 0
+        self.aborted: str | None = None
+
+    async def read(self) -> bytes | None:
+        data: bytes | None = await self._inbox.get()
+        if self.aborted is not None:
+            raise TransportError(self.aborted)
+        return data
+
+    async def write(self, data: bytes) -> None:
+        if self.aborted is not None:
+            raise TransportError(self.aborted)
+        self.num_written += 1
+        self._outbox.put_nowait(bytes(data))
+        await asyncio.sleep(0)
+
+    def abort(self, reason: str) -> None:
+        self.aborted = reason
+        self._inbox.put_nowait(None)
+        self._outbox.put_nowait(None)
+
+
+class Io:
+    """The I/O loop, on the loop of the test."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+
+    def call_soon(self, callback: Callable[..., object], *args: object) -> None:
+        self.loop.call_soon_threadsafe(callback, *args)
+
+    def spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
+        return self.loop.create_task(coroutine, name=name)
+
+
+class Handler:
+    """Remembers what a session tells its owner."""
+
+    def __init__(self) -> None:
+        self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
+        self.opened = 0
+        self.closed: list[str] = []
+        self.failing = False
+
+    def on_opened(self, session: Session) -> None:
+        self.opened += 1
+
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+        if self.failing:
+            raise ValueError("the handler fails")
+        for message in messages:
+            self.received.put_nowait(message)
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        self.closed.append(reason)
+
+    def allocate(self, size_bytes: int) -> Any:
+        return heap_buffer(size_bytes)
+
+    async def next(self) -> tuple[int, list[bytes]]:
+        async with asyncio.timeout(LIMIT_S):
+            message, buffers = await self.received.get()
+        return message.call.id, [bytes(buffer.view) for buffer in buffers]
+
+
+class Pair:
+    """Two sessions that are connected; the first one opened the connection.
+
+    Args:
+        streams: the two ends of a lane.
+        silence_limit_s: of both sessions.
+    """
+
+    def __init__(self, streams: Sequence[Any], silence_limit_s: float = 60.0) -> None:
+        io: Any = Io()
+        self.streams = streams
+        self.handlers = [Handler(), Handler()]
+        self.sessions = [
+            Session(
+                io,
+                streams[side],
+                Identity("ab"[1 - side], 1 - side, 7),
+                role="rpc",
+                id=b"1",
+                handler=self.handlers[side],
+                silence_limit_s=silence_limit_s,
+                by_me=side == 0,
+            )
+            for side in (0, 1)
+        ]
+        self.tasks = [io.spawn(session.run(), "session") for session in self.sessions]
+
+    async def end(self) -> None:
+        for session in self.sessions:
+            session.close("the test is over")
+        await asyncio.wait(self.tasks, timeout=LIMIT_S)
+        await asyncio.sleep(0)  # the writers were cancelled; they end in the next step
+
+
+class MemoryPair(Pair):
+    """Sessions over two queues.
+
+    Attributes:
+        queues: what each end reads from.
+    """
+
+    def __init__(self, silence_limit_s: float = 60.0) -> None:
+        self.queues: list[asyncio.Queue[Any]] = [asyncio.Queue(), asyncio.Queue()]
+        there, back = self.queues
+        super().__init__([MemoryStream(there, back), MemoryStream(back, there)], silence_limit_s)
+
+
+class LanePair(Pair):
+    """Sessions over the local lane, on a pair of Unix sockets.
+
+    Attributes:
+        sockets: of the two ends.
+    """
+
+    def __init__(self, silence_limit_s: float = 60.0) -> None:
+        self.sockets = socket.socketpair()
+        names = ("the server", "the client")
+        super().__init__([LocalStream(*end) for end in zip(self.sockets, names, strict=True)], silence_limit_s)

@@ -1,0 +1,156 @@
+"""Data parallel training: what goes wrong is said by name of rank and parameter, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import time
+
+import ddp_failure_ranks
+import pytest
+from group_pool import GroupPool, RankDied
+
+from rpcdist.errors import ConfigError
+from rpcdist.parallel import DistributedDataParallel
+
+pytestmark = pytest.mark.multiproc
+FINISHED = "UnusedParameters: Expected to have finished reduction in the prior iteration"
+
+
+def test_unused_on_all_ranks_is_named(group_pool: GroupPool) -> None:
+    for rank, error in enumerate(group_pool.run(2, ddp_failure_ranks.forget_a_branch, group_pool.new_file(), [0, 1])):
+        assert error.startswith("UnusedParameters: Expected to have finished reduction in the prior iteration")
+        assert f"on rank {rank}, these parameters received no gradient: right.weight, right.bias." in error
+
+
+def test_unused_on_one_rank_is_named_everywhere(group_pool: GroupPool) -> None:
+    begin = time.monotonic()
+    first, second = group_pool.run(2, ddp_failure_ranks.forget_a_branch, group_pool.new_file(), [1])
+    assert "on rank 1, these parameters received no gradient: right.weight, right.bias." in second
+    assert "rank 1" in first
+    assert "right.weight, right.bias" in first
+    assert time.monotonic() - begin < 20
+
+
+def test_rank_that_leaves_early_is_named(group_pool: GroupPool) -> None:
+    first, second = group_pool.run(2, ddp_failure_ranks.leave_early, group_pool.new_file())
+    assert second == "left"
+    assert first.startswith("RankLost: all_reduce")
+    assert "rank 1 left the group" in first
+    assert "gradients of" in first
+    assert "join()" in first
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        (
+            "shape",
+            "parameter 'weight' is float32 of shape (3, 4) and strides (4, 1) on rank 0 and float32 of shape (4, 4)",
+        ),
+        ("names", "parameter '1.weight' exists on rank 1 but not on rank 0"),
+        ("dtype", "parameter 'bias' is float32 of shape (4,) and strides (1,) on rank 0 and float64"),
+        ("strides", "parameter 'weight' is float32 of shape (3, 3, 2, 2) and strides (12, 4, 2, 1) on rank 0"),
+        ("options", "the bucket cap is BucketCaps(num_bytes=1048576"),
+    ],
+)
+def test_different_models_are_refused(group_pool: GroupPool, what: str, text: str) -> None:
+    for error in group_pool.run(2, ddp_failure_ranks.wrap_different, group_pool.new_file(), what):
+        assert error.startswith("ModelsDiffer: ")
+        assert text in error
+
+
+@pytest.mark.parametrize(("mode", "only_first", "num"), [("probes", False, 1), ("all", True, 1), ("never", False, 0)])
+def test_nan_on_one_rank_is_named(group_pool: GroupPool, mode: str, only_first: bool, num: int) -> None:
+    for warnings in group_pool.run(2, ddp_failure_ranks.poison, group_pool.new_file(), mode, only_first):
+        assert len(warnings) == num
+        if num:
+            assert "iteration 2" in warnings[0]
+            assert "rank 1 contributed NaN or infinity to" in warnings[0]
+            assert ("to 0.weight." in warnings[0]) is only_first
+            assert "rank 0 contributed" not in warnings[0]
+
+
+def test_rank_that_never_comes_is_named(group_pool: GroupPool) -> None:
+    """A bucket whose gradient does not arrive: the limit of the group ends the wait."""
+    begin = time.monotonic()
+    first, second = group_pool.run(2, ddp_failure_ranks.stall, group_pool.new_file())
+    assert second == "waited"
+    assert first.startswith("CollectiveTimeout: all_reduce")
+    assert "rank 1" in first
+    assert "rank 0 reduced bucket 0 of iteration 2, with the gradients of 4.bias, 4.weight" in first
+    assert time.monotonic() - begin < 20
+
+
+def test_killed_rank_is_named(group_pool: GroupPool) -> None:
+    group_pool.start(2, ddp_failure_ranks.fail_in_backward, group_pool.new_file(), True)
+    first, second = group_pool.finish(2)
+    assert isinstance(second, RankDied)
+    assert first.startswith("RankLost: all_reduce")
+    assert "rank 1" in first
+    assert "with the gradients of" in first
+
+
+def test_failed_backward_pass_is_named_everywhere(group_pool: GroupPool) -> None:
+    first, second = group_pool.run(2, ddp_failure_ranks.fail_in_backward, group_pool.new_file(), False)
+    assert second.startswith(FINISHED)
+    assert "In iteration 2, on rank 1, these parameters received no gradient: 0.weight" in second
+    assert "rank 1 has gone on without gradients of 0.weight" in first
+
+
+def test_loss_of_something_else_is_explained(group_pool: GroupPool) -> None:
+    for rank, (error, later) in enumerate(group_pool.run(2, ddp_failure_ranks.never_reach, group_pool.new_file())):
+        assert error.startswith(FINISHED)
+        assert f"on rank {rank}, these parameters received no gradient: 2.weight, 2.bias, 4.weight" in error
+        assert "computed from other tensors than those that the module's forward returned" in error
+        assert later == "nothing happened"
+
+
+def test_second_gradient_in_a_pass_is_named(group_pool: GroupPool) -> None:
+    for rank, error in enumerate(group_pool.run(2, ddp_failure_ranks.use_twice, group_pool.new_file())):
+        assert error.startswith("DataParallelError: Expected to mark a variable ready only once: parameter 'second.")
+        assert f"on rank {rank}" in error
+        assert "use_reentrant=False" in error
+
+
+HOOK_ERRORS = {
+    "fails": "ValueError: no future",
+    "brings a text": "ConfigError: a comm hook's future has to bring a tensor, not str",
+    "fails later": "ValueError: later",
+    "is none": "TypeError: Communication hook must be callable.",
+    "takes one": "ConfigError: a communication hook takes two arguments, state and bucket; this one takes ['bucket']",
+    "twice": "DataParallelError: register_comm_hook or register_builtin_comm_hook can only be called once.",
+}
+
+
+def test_hooks_that_fail(group_pool: GroupPool) -> None:
+    for found in group_pool.run(2, ddp_failure_ranks.break_hooks, group_pool.new_file()):
+        assert found == HOOK_ERRORS
+
+
+ARGUMENT_ERRORS = {
+    "nothing to train": "is not needed when a module doesn't have any parameter that requires a gradient",
+    "lazy": "parameter 'weight' is not initialized: run a forward pass of the module before wrapping it",
+    "two devices": "start one process for each device",
+    "cpu device": "device_ids and output_device are for modules on one accelerator; this one is on cpu",
+    "mixed precision": "run the forward pass under torch.autocast",
+    "mesh": "pass process_group=rpcdist.collectives.new_group(ranks)",
+    "cap": "a bucket cap of 0 MiB makes no sense",
+    "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
+    "group": "process_group is a builtins.int; make groups with rpcdist.collectives.new_group",
+    "optimizer": "_register_fused_optim is not supported; step the optimizer after backward",
+    "sample rate": "should be equal or greater than 1",
+}
+
+
+def test_arguments_that_make_no_sense(group_pool: GroupPool) -> None:
+    (found,) = group_pool.run(1, ddp_failure_ranks.wrap_badly, group_pool.new_file())
+    assert found.keys() == ARGUMENT_ERRORS.keys()
+    for name, text in ARGUMENT_ERRORS.items():
+        assert found[name].startswith("ConfigError: ")
+        assert text in found[name]
+
+
+def test_without_a_group() -> None:
+    from torch import nn
+
+    with pytest.raises(ConfigError, match="Default process group has not been initialized"):
+        DistributedDataParallel(nn.Linear(2, 2))

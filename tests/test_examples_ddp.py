@@ -1,0 +1,100 @@
+"""The examples of data parallel training and of the collectives learn what they should, and resume."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_examples import EXAMPLES, free_port, run
+
+DDP = EXAMPLES / "ddp.py"
+COLLECTIVES = EXAMPLES / "collectives.py"
+
+
+def torchrun(processes: int) -> tuple[str, ...]:
+    command = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()))
+    return (sys.executable, *command)
+
+
+def last_line(result: subprocess.CompletedProcess[str], pattern: str) -> re.Match[str]:
+    """The last line of a run that went well, which has this form."""
+    assert result.returncode == 0, result.stdout + result.stderr
+    found = re.fullmatch(pattern, result.stdout.splitlines()[-1])
+    assert found, result.stdout
+    return found
+
+
+@pytest.mark.multiproc
+def test_ddp_learns_and_resumes_under_torchrun(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "made" / "model.pt"
+    result = run(sys.executable, DDP, "--epochs", "2", "--checkpoint", checkpoint)
+    found = last_line(
+        result, r"test accuracy (\d+\.\d) % \(2 ranks, 2 epochs, \d+\.\d\d s each\), checkpoint: .*/made/model\.pt"
+    )
+    assert float(found[1]) >= 85  # 97 with the default seed
+    assert result.stderr == ""
+    assert sum(line.startswith("epoch ") for line in result.stdout.splitlines()) == 2
+    state = torch.load(checkpoint, weights_only=True)
+    assert state["epochs"] == 2
+    assert "0.weight" in state["model"]
+    again = run(*torchrun(2), DDP, "--epochs", "3", "--resume", "--checkpoint", checkpoint)
+    found = last_line(again, r"test accuracy (\d+\.\d) % \(2 ranks, 3 epochs, .*")
+    assert float(found[1]) >= 92
+    lines = again.stdout.splitlines()
+    assert lines[0] == "resumed after 2 epochs"
+    assert re.match(r"epoch 3/3: loss 0\.\d+, test accuracy \d+\.\d %, \d+\.\d\d s", lines[1])
+
+
+@pytest.mark.multiproc
+def test_collectives_are_shown_and_averaging_learns(tmp_path: Path) -> None:
+    result = run(sys.executable, COLLECTIVES, "--rounds", "4", "--local-steps", "15", cwd=tmp_path)
+    found = last_line(result, r"parameter averaging: test accuracy (\d+\.\d) % on each of 3 ranks, 4 rounds, \d+\.\d s")
+    assert float(found[1]) >= 80  # 90 with the default seed
+    assert result.stderr == ""
+    shown = {line[:32].strip(): re.split(r"\s*rank \d: ", line[32:])[1:] for line in result.stdout.splitlines()}
+    assert shown["broadcast from rank 0"] == ["[0, 10]"] * 3
+    assert shown["all_reduce (sum)"] == ["[3, 33]"] * 3
+    assert shown["reduce_scatter_tensor"] == ["[0, 30]", "[3, 33]", "[6, 36]"]
+    assert shown["all_to_all_single"] == ["[0, 10, 20]", "[1, 11, 21]", "[2, 12, 22]"]
+    assert shown["all_reduce of ranks 0 and 1"] == ["[1, 21]", "[1, 21]", "[2, 12]"]
+    assert shown["from the rank before"] == ["[2, 12]", "[0, 10]", "[1, 11]"]
+    assert all(float(apart) < 1e-4 for apart in shown["ring by hand - all_reduce"])
+    assert len(set(shown["round 4/4, after it"])) == 1
+
+
+@pytest.mark.parametrize(
+    ("script", "arguments", "message"),
+    [
+        (DDP, ("--ranks", "0"), "--ranks: '0' is not a positive whole number"),
+        (DDP, ("--batch-size", "1000"), "2 batches of 1000 are more than the 1437 images"),
+        (DDP, ("--resume", "--checkpoint", "none.pt"), "--resume: there is no checkpoint none.pt; train without"),
+        (DDP, ("--port", "70000"), "--port 70000: must be between 0 and 65535"),
+        (COLLECTIVES, ("--ranks", "1"), "--ranks: it takes two to communicate"),
+        (COLLECTIVES, ("--lr", "nan"), "--lr: 'nan' is not a positive number"),
+    ],
+)
+def test_bad_arguments_are_explained(
+    script: Path,
+    arguments: tuple[str, ...],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    monkeypatch.chdir(tmp_path)
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
+    monkeypatch.delitem(sys.modules, script.stem, raising=False)
+    module = importlib.import_module(script.stem)
+    with pytest.raises(SystemExit) as caught:
+        module.main()
+    assert caught.value.code == 2
+    assert message in capsys.readouterr().err
+    monkeypatch.delitem(sys.modules, script.stem)

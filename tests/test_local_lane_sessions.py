@@ -1,0 +1,262 @@
+"""Sessions over the local lane: threads that write by themselves, who writes when, and how a session ends."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from session_pairs import LIMIT_S, Bytes, LanePair, announced, call
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import TransportError
+from rpcdist.transport import session as session_module
+from rpcdist.transport._frames import PIECE_BYTES, PIECE_WINDOW_BYTES, frame, piece_envelope
+from rpcdist.transport._incoming import Incoming, heap_buffer
+from rpcdist.transport._outgoing import Outgoing
+
+
+@pytest.fixture
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LanePair]:
+    """Every message for which somebody waits counts as a lone one."""
+    monkeypatch.setattr(session_module, "LONE_AFTER_S", 0.0)
+    pair = LanePair()
+    await asyncio.sleep(0)  # the writers go to sleep
+    yield pair
+    await pair.end()
+
+
+def reply(id: int) -> rpc_pb2.Message:
+    return rpc_pb2.Message(reply=rpc_pb2.Reply(id=id))
+
+
+@pytest.mark.parametrize(
+    ("message", "buffers", "expected"),
+    [
+        (call(1), [], True),
+        (reply(1), [], True),
+        (call(1), [b"x" * 100_000], True),
+        (call(1), [b"x" * 10 * PIECE_BYTES], False),  # the rest is the writer's
+        (rpc_pb2.Message(call=rpc_pb2.Call(id=1, result={})), [], False),
+        (rpc_pb2.Message(reply=rpc_pb2.Reply(id=1, created=True)), [], False),
+        (rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)), [], False),
+    ],
+    ids=["call", "reply", "small buffer", "large buffer", "remote()", "created", "ack"],
+)
+async def test_what_somebody_waits_for_is_written_at_once(
+    pair: LanePair, message: rpc_pb2.Message, buffers: list[bytes], expected: bool
+) -> None:
+    """The loop does not run in between, so only this thread can have written it."""
+    session = pair.sessions[0]
+    session.send(message, [Bytes(data) for data in buffers])
+    assert session._outgoing.is_empty is expected and session._awake is not expected
+    assert await session.drain(LIMIT_S)
+
+
+async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: LanePair, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "LONE_AFTER_S", LIMIT_S)
+    session = pair.sessions[0]
+    for number in range(1, 6):
+        session.send(call(number))
+    assert session._awake and len(session._outgoing._frames) == 5
+    assert [(await pair.handlers[1].next())[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("lone_after_s", [0.0, 60e-6, 1.0])
+async def test_many_threads_lose_and_reorder_nothing(
+    pair: LanePair, lone_after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "LONE_AFTER_S", lone_after_s)
+    big = os.urandom(3 * PIECE_BYTES)
+
+    def send(thread: int) -> None:
+        for index in range(300):
+            buffers = [Bytes(big)] if index == 100 else []
+            pair.sessions[thread % 2].send(call(thread * 1000 + index + 1), buffers)
+
+    await asyncio.gather(*(asyncio.to_thread(send, thread) for thread in range(6)))
+    for side in (0, 1):
+        got = [await pair.handlers[1 - side].next() for _ in range(900)]
+        for thread in range(side, 6, 2):
+            ids = [id for id, _ in got if id // 1000 == thread]
+            assert sorted(ids) == [thread * 1000 + index + 1 for index in range(300)]
+            assert [id for id in ids if id % 1000 != 101] == [id for id in sorted(ids) if id % 1000 != 101]
+        assert [buffers for _, buffers in got if buffers] == [[big]] * 3
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_a_thread_that_writes_while_the_session_drains(pair: LanePair) -> None:
+    for number in range(1, 200):
+        sending = asyncio.to_thread(pair.sessions[0].send, call(number))
+        task = asyncio.ensure_future(sending)
+        await asyncio.sleep(0)
+        assert await pair.sessions[0].drain(LIMIT_S)
+        await task
+        assert await pair.sessions[0].drain(LIMIT_S)
+        assert (await pair.handlers[1].next())[0] == number
+    await asyncio.get_running_loop().shutdown_default_executor()
+
+
+async def test_small_messages_pass_transfers_in_both_directions(pair: LanePair) -> None:
+    data = os.urandom(8 << 20)
+    for side in (0, 1):
+        for number in range(1, 5):
+            pair.sessions[side].send(call(number), [Bytes(data)])
+        for number in range(10, 20):
+            pair.sessions[side].send(call(number))
+    for side in (0, 1):
+        got = [await pair.handlers[1 - side].next() for _ in range(14)]
+        assert [id for id, _ in got] == [*range(10, 20), 1, 2, 3, 4]
+        assert [buffers for _, buffers in got[10:]] == [[data]] * 4
+
+
+async def test_a_receiver_that_stands_still_stops_the_sender(pair: LanePair) -> None:
+    """Credit is for what was taken; what is not taken stays with the sender, in its tensors."""
+    pair.tasks[1].cancel()
+    pair.streams[1].abort = lambda reason: None
+    await asyncio.wait([pair.tasks[1]], timeout=LIMIT_S)
+    session, size = pair.sessions[0], 64 << 20
+    session.send(call(1), [Bytes(bytes(size))])
+    await asyncio.sleep(0.1)
+    [transfer] = session._outgoing._transfers
+    assert transfer.at <= PIECE_WINDOW_BYTES + PIECE_BYTES
+    session.send(call(2))
+    assert "1 transfers" in repr(session)
+    del pair.streams[1].abort
+    pair.streams[1].abort("done")
+
+
+@pytest.mark.parametrize("side", [0, 1])
+async def test_the_reason_of_the_end_crosses_the_lane(pair: LanePair, side: int) -> None:
+    names = ("the server", "the client")
+    pair.sessions[side].close("enough")
+    assert await pair.sessions[0].ended(LIMIT_S) and await pair.sessions[1].ended(LIMIT_S)
+    assert pair.handlers[side].closed == ["enough"]
+    assert pair.handlers[1 - side].closed == [f"{names[1 - side]} closed the connection: enough"]
+
+
+async def test_who_writes_to_a_peer_that_closed_learns_the_peers_reason(pair: LanePair) -> None:
+    pair.streams[1].abort("the reason that counts")
+    pair.sessions[0].send(call(1))  # fails, before anything was read
+    assert await pair.sessions[0].ended(LIMIT_S)
+    assert pair.handlers[0].closed == ["the server closed the connection: the reason that counts"]
+    pair.sessions[0].send(call(2))  # dropped without an error
+
+
+async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: LanePair) -> None:
+    pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
+    pair.sessions[1].send(call(2), [Bytes(bytes(64 << 20))])
+    await asyncio.sleep(0)
+    pair.sockets[1].shutdown(socket.SHUT_RDWR)  # what the kernel does for a process that was killed
+    assert await pair.sessions[0].ended(LIMIT_S) and await pair.sessions[1].ended(LIMIT_S)
+    [reason] = pair.handlers[0].closed
+    assert reason.startswith("the connection with the server broke: ")
+
+
+@pytest.mark.parametrize(
+    ("envelopes", "says"),
+    [
+        ([frame(announced(1, 200_000)), piece_envelope(1, 0, 5, memoryview(bytes(100_000)))], "at 5"),
+        ([frame(announced(1, 90_000)), piece_envelope(1, 0, 0, memoryview(bytes(100_000)))], "90000"),
+        ([frame(announced(1, 90_000)), piece_envelope(1, 7, 0, memoryview(bytes(80_000)))], "buffer 7"),
+        ([b"\xff" * 100_000], "no envelope"),
+    ],
+    ids=["out of order", "too long", "no such buffer", "no envelope"],
+)
+async def test_a_violation_in_a_large_frame_ends_the_session(pair: LanePair, envelopes: list[bytes], says: str) -> None:
+    for data in envelopes:
+        await asyncio.wait_for(pair.streams[0].write(data), LIMIT_S)
+    assert await pair.sessions[1].ended(LIMIT_S)
+    assert says in pair.handlers[1].closed[0] and pair.handlers[1].received.empty()
+    await pair.sessions[0].ended(LIMIT_S)
+    assert says in pair.handlers[0].closed[0]
+
+
+async def test_a_handler_that_fails_is_named_to_the_peer(
+    pair: LanePair, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
+) -> None:
+    pair.handlers[1].failing = True
+    pair.sessions[0].send(call(1))
+    assert await pair.sessions[0].ended(LIMIT_S)
+    assert "could not be handled: ValueError('the handler fails')" in pair.handlers[0].closed[0]
+
+
+async def test_an_aborted_transfer_frees_the_lane(pair: LanePair) -> None:
+    number = pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
+    pair.sessions[0].abort_transfer(number, "not wanted")
+    pair.sessions[0].send(call(2), [Bytes(bytes(PIECE_BYTES))])
+    assert (await pair.handlers[1].next())[0] == 2
+    assert await pair.sessions[0].drain(LIMIT_S) and pair.handlers[1].received.empty()
+
+
+# ---------------------------------------------------------------- the bookkeeping beneath
+
+
+def test_a_piece_can_be_received_where_it_belongs() -> None:
+    incoming = Incoming(heap_buffer)
+    assert incoming.announce(rpc_pb2.Message(transfer=1, large=[6])) is None
+    place = incoming.place(1, 0, 0, 4)
+    assert place is not None
+    place[:] = b"abcd"
+    assert incoming.placed(1, 0, 4) is None
+    assert incoming.place(2, 0, 0, 4) is None  # nobody waits for it
+    place = incoming.place(1, 0, 4, 2)
+    assert place is not None
+    place[:] = b"ef"
+    delivery = incoming.placed(1, 0, 2)
+    assert delivery is not None and bytes(delivery[1][0].view) == b"abcdef"
+    assert incoming.placed(1, 0, 2) is None
+
+
+def test_an_envelope_in_parts_is_the_envelope() -> None:
+    data = os.urandom(2 * PIECE_BYTES + 5)
+    whole, parts = Outgoing(), Outgoing()
+    for outgoing in (whole, parts):
+        outgoing.add(call(1), [Bytes(data)])
+    while (envelope := whole.next_envelope()) is not None:
+        taken = parts.next_parts()
+        assert taken is not None
+        head, payload = taken
+        assert envelope == head + (payload or b"")
+        assert payload is None or payload.obj is data  # the sender's own memory
+    assert parts.next_parts() is None
+
+
+def test_the_queue_of_a_session_stands_many_threads() -> None:
+    """Credit that is granted while another thread takes pieces is not lost."""
+    outgoing, rounds = Outgoing(), 100
+    outgoing.add(call(1), [Bytes(bytes(PIECE_BYTES * rounds))])
+    taken: list[int] = []
+
+    def take() -> None:
+        while len(taken) <= rounds:
+            parts = outgoing.next_parts()
+            if parts is not None:
+                taken.append(len(parts[0]) + len(parts[1] or b""))
+
+    thread = threading.Thread(target=take)
+    thread.start()
+    granted = 0
+    while thread.is_alive():
+        while granted < len(taken):
+            outgoing.grant(taken[granted])
+            granted += 1
+    thread.join(LIMIT_S)
+    pieces: Any = taken[1:]
+    assert outgoing.is_empty and sum(taken[granted:]) == PIECE_WINDOW_BYTES - outgoing._credit_bytes + taken[0]
+    assert len(pieces) == rounds
+
+
+async def test_a_closed_lane_raises_on_every_way_in(pair: LanePair) -> None:
+    pair.sessions[0].close("enough")
+    await pair.sessions[0].ended(LIMIT_S)
+    for attempt in (pair.streams[0].read, pair.streams[0].flush, lambda: pair.streams[0].write(b"x")):
+        try:
+            await attempt()
+        except TransportError:
+            continue
+        assert attempt == pair.streams[0].flush  # nothing was left to flush

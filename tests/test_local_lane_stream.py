@@ -1,0 +1,364 @@
+"""The local lane's stream on a pair of Unix sockets: frames, pieces in place, limits, backpressure and the end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.transport import _local_stream
+from rpcdist.transport._frames import PIECE_BYTES, PieceHead, parse_piece_head, piece_envelope, piece_head
+from rpcdist.transport._local_stream import LocalStream
+from rpcdist.transport.session import MAX_HANDSHAKE_BYTES
+
+LIMIT_S = 20.0
+LENGTH = struct.Struct("<I")
+LAST = 1 << 31
+SIZES = [0, 1, 3, 4, 100, 65535, 65536, 65537, 131068, 131072, 131073, 200_000, 1 << 20]
+
+
+def framed(data: bytes, flag: int = 0) -> bytes:
+    return LENGTH.pack(len(data) | flag) + data
+
+
+class Receiver:
+    """Remembers what a stream delivers; one buffer takes the pieces of transfer 1."""
+
+    def __init__(self, size: int = 0) -> None:
+        self.frames: list[bytes] = []
+        self.buffer = bytearray(size)
+        self.placed_sizes: list[int] = []
+        self.failing = False
+        self._arrived = asyncio.Event()
+
+    def receive(self, data: bytes | bytearray) -> None:
+        if self.failing:
+            raise KeyError("the receiver fails")
+        self.frames.append(bytes(data))
+        self._arrived.set()
+
+    def place(self, head: PieceHead) -> memoryview | None:
+        if head.transfer != 1:
+            return None
+        return memoryview(self.buffer)[head.offset : head.offset + head.size]
+
+    def placed(self, head: PieceHead, num_bytes: int) -> None:
+        assert num_bytes == head.head_size + head.size
+        self.placed_sizes.append(head.size)
+        self._arrived.set()
+
+    async def until(self, frames: int = 0, placed: int = 0) -> None:
+        async with asyncio.timeout(LIMIT_S):
+            while len(self.frames) < frames or len(self.placed_sizes) < placed:
+                self._arrived.clear()
+                await self._arrived.wait()
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    """Two connected sockets; a test may close them."""
+    ours, theirs = socket.socketpair()
+    theirs.setblocking(False)
+    yield ours, theirs
+    ours.close()
+    theirs.close()
+
+
+async def reason_of(awaitable: Any) -> str:
+    with pytest.raises(TransportError) as caught:
+        await asyncio.wait_for(awaitable, LIMIT_S)
+    return str(caught.value)
+
+
+async def send_all(theirs: socket.socket, data: bytes, steps: Iterator[int] | None = None) -> None:
+    """Sends in runs of the given sizes, each when the one before was taken from us."""
+    at = 0
+    while at < len(data):
+        size = next(steps) if steps is not None else len(data)
+        await asyncio.wait_for(asyncio.get_running_loop().sock_sendall(theirs, data[at : at + size]), LIMIT_S)
+        await asyncio.sleep(0)
+        at += size
+
+
+# ---------------------------------------------------------------- frames
+
+
+async def test_frames_of_all_sizes_arrive_as_they_were(ends: Any) -> None:
+    here, there = LocalStream(ends[0], "b"), LocalStream(ends[1], "a")
+    receiver = Receiver()
+    delivering = asyncio.ensure_future(there.deliver(receiver))
+    sent = [os.urandom(size) for size in SIZES]
+    for data in sent:
+        await asyncio.wait_for(here.write(data), LIMIT_S)
+    await receiver.until(frames=len(sent))
+    assert receiver.frames == sent
+    here.abort("done")
+    assert await reason_of(delivering) == "a closed the connection: done"
+    there.abort("done")
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_frames_arrive_however_they_are_cut(ends: Any, seed: int) -> None:
+    chance = random.Random(seed)
+    steps = iter(lambda: chance.choice([1, 3, 5, 64, 70, 4096, 65536, 100_000, 300_000]), None)
+    piece = chance.randbytes(150_000)
+    envelopes = [
+        chance.randbytes(10),
+        piece_envelope(1, 0, 0, memoryview(piece)),  # received in place
+        b"",
+        chance.randbytes(150_000),  # large, and no piece
+        piece_envelope(2, 0, 0, memoryview(piece)),  # a piece that nobody waits for
+        piece_envelope(1, 0, 150_000, memoryview(piece[:10])),  # a small one
+        chance.randbytes(70_000),
+    ]
+    stream, receiver = LocalStream(ends[0], "b"), Receiver(150_000)
+    delivering = asyncio.ensure_future(stream.deliver(receiver))
+    await send_all(ends[1], b"".join(map(framed, envelopes)), steps)
+    await receiver.until(frames=len(envelopes) - 1, placed=1)
+    assert receiver.frames == [data for data in envelopes if data is not envelopes[1]]
+    assert (receiver.placed_sizes, bytes(receiver.buffer)) == ([150_000], piece)
+    delivering.cancel()
+    stream.abort("done")
+
+
+def test_the_head_of_a_piece_is_read_alone() -> None:
+    head = piece_head(1 << 40, 3, 5 << 30, PIECE_BYTES)
+    size = len(head) + PIECE_BYTES
+    assert parse_piece_head(head, size) == (1 << 40, 3, 5 << 30, PIECE_BYTES, len(head))
+    for damaged in (b"", head[:-1], b"\x0a" + head[1:], head[:2], b"\x7a" + b"\xff" * 70):
+        assert parse_piece_head(damaged, size) is None
+    assert parse_piece_head(head, size + 1) is None
+
+
+async def test_what_comes_with_the_last_handshake_message_is_not_lost(ends: Any) -> None:
+    stream, receiver = LocalStream(ends[0], "b"), Receiver()
+    ends[1].sendall(framed(b"hello") + framed(b"first") + framed(b"second")[:5])
+    assert await stream.read() == b"hello"
+    delivering = asyncio.ensure_future(stream.deliver(receiver))
+    await receiver.until(frames=1)
+    ends[1].sendall(framed(b"second")[5:])
+    await receiver.until(frames=2)
+    assert receiver.frames == [b"first", b"second"]
+    delivering.cancel()
+    stream.abort("done")
+
+
+# ---------------------------------------------------------------- before the proof
+
+
+@pytest.mark.parametrize("size", [MAX_HANDSHAKE_BYTES + 1, (1 << 31) - 1])
+async def test_a_stranger_may_not_announce_much(ends: Any, size: int) -> None:
+    stream = LocalStream(ends[0], "b")
+    ends[1].sendall(LENGTH.pack(size))
+    with pytest.raises(ProtocolViolation, match=f"b announced a frame of {size} bytes"):
+        await asyncio.wait_for(stream.read(), LIMIT_S)
+    stream.abort("done")
+
+
+async def test_what_a_stranger_sends_unasked_stays_in_its_socket(ends: Any) -> None:
+    stream = LocalStream(ends[0], "b")
+    ends[1].sendall(framed(b"x"))
+    assert await stream.read() == b"x"
+    with pytest.raises(BlockingIOError):
+        for _ in range(1000):
+            ends[1].send(framed(b"y" * MAX_HANDSHAKE_BYTES) * 30)
+            await asyncio.sleep(0)
+    assert stream._num_scratch <= _local_stream._SCRATCH_BYTES
+    assert await stream.read() == b"y" * MAX_HANDSHAKE_BYTES
+    assert stream._num_scratch <= _local_stream._SCRATCH_BYTES
+    stream.abort("done")
+
+
+async def test_cancelled_and_timed_out_reads_leave_the_stream_usable(ends: Any) -> None:
+    stream = LocalStream(ends[0], "b")
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(stream.read(), 0.01)
+    ends[1].sendall(framed(b"late"))
+    assert await stream.read() == b"late"
+    reading = asyncio.ensure_future(stream.read())
+    await asyncio.sleep(0)
+    stream.abort("enough")
+    assert await reason_of(reading) == "enough"
+    assert await reason_of(stream.read()) == "enough"
+
+
+# ---------------------------------------------------------------- the end
+
+
+async def test_the_reason_is_told_even_if_something_was_left_unread(ends: Any) -> None:
+    """The kernel reports an error beside the data then, and uvloop calls the reader once for the two."""
+    here, there = LocalStream(ends[0], "b"), LocalStream(ends[1], "a")
+    delivering = asyncio.ensure_future(there.deliver(Receiver()))
+    await asyncio.sleep(0)
+    there.put(b"never read")
+    here.abort("enough\x1b[2J of this")
+    assert await reason_of(delivering) == "a closed the connection: enough?[2J of this"
+    there.abort("done")
+
+
+@pytest.mark.parametrize("unread", [b"", b"never read"], ids=["all read", "unread"])
+@pytest.mark.parametrize(
+    "last", [b"", framed(b"x" * 100)[:50], framed(b"x" * 70_000)[:5000]], ids=["", "small", "large"]
+)
+async def test_a_peer_that_is_gone_is_noticed_at_once(ends: Any, unread: bytes, last: bytes) -> None:
+    stream, receiver = LocalStream(ends[0], "b"), Receiver()
+    delivering = asyncio.ensure_future(stream.deliver(receiver))
+    await asyncio.sleep(0)
+    if unread:
+        stream.put(unread)
+    ends[1].sendall(framed(b"whole") + last)
+    ends[1].close()
+    assert (await reason_of(delivering)).startswith("the connection with b broke: ")
+    assert receiver.frames == [b"whole"]
+    with pytest.raises(TransportError, match="broke"):
+        stream.put(b"too late")
+    stream.abort("done")
+
+
+async def test_a_peer_that_goes_while_we_wait_to_write(ends: Any) -> None:
+    stream = LocalStream(ends[0], "b")
+    delivering = asyncio.ensure_future(stream.deliver(Receiver()))
+    writing = asyncio.ensure_future(stream.write(b"x" * (32 << 20)))
+    await asyncio.sleep(0.01)
+    assert not writing.done() and not stream.is_free
+    ends[1].close()
+    assert "broke" in await reason_of(writing) and "broke" in await reason_of(delivering)
+    stream.abort("done")
+
+
+async def test_a_peer_that_only_ends_its_own_direction_is_gone(ends: Any) -> None:
+    stream = LocalStream(ends[0], "b")
+    delivering = asyncio.ensure_future(stream.deliver(Receiver()))
+    ends[1].shutdown(socket.SHUT_WR)
+    assert "the process there is gone" in await reason_of(delivering)
+    stream.abort("done")
+
+
+async def test_an_abort_in_the_middle_of_a_frame_does_not_complete_it(ends: Any) -> None:
+    here, there, receiver = LocalStream(ends[0], "b"), LocalStream(ends[1], "a"), Receiver()
+    data = b"x" * (32 << 20)
+    ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    here.put(data[:100_000])
+    assert not here.is_free
+    here._rest = [here._rest[-1][-5:]]  # what is missing is shorter than any last word
+    here.abort("a reason that is longer than what is missing")
+    delivering = asyncio.ensure_future(there.deliver(receiver))
+    assert "broke" in await reason_of(delivering)
+    assert receiver.frames == []
+    there.abort("done")
+
+
+@pytest.mark.parametrize("data", [LENGTH.pack(64 << 20), LENGTH.pack(5000 | LAST)], ids=["frame", "reason"])
+async def test_a_proven_peer_has_limits_too(ends: Any, data: bytes) -> None:
+    stream = LocalStream(ends[0], "b")
+    ends[1].sendall(data)
+    with pytest.raises(ProtocolViolation, match="announced"):
+        await asyncio.wait_for(stream.deliver(Receiver()), LIMIT_S)
+    stream.abort("done")
+
+
+async def test_what_the_receiver_raises_ends_the_stream(ends: Any) -> None:
+    stream, receiver = LocalStream(ends[0], "b"), Receiver()
+    receiver.failing = True
+    ends[1].sendall(framed(b"x") * 3)
+    with pytest.raises(KeyError, match="the receiver fails"):
+        await asyncio.wait_for(stream.deliver(receiver), LIMIT_S)
+    stream.abort("done")
+    stream.abort("again")
+    assert "closed" in repr(stream)
+
+
+# ---------------------------------------------------------------- writing
+
+
+async def test_a_slow_reader_holds_the_writer_back(ends: Any) -> None:
+    here, there = LocalStream(ends[0], "b"), LocalStream(ends[1], "a")
+    written = 0
+
+    async def write() -> None:
+        nonlocal written
+        while written < 64 << 20:
+            await here.write(b"x" * (1 << 20))
+            written += 1 << 20
+
+    writing = asyncio.ensure_future(write())
+    await asyncio.sleep(0.05)
+    assert written < 32 << 20 and not here.is_free  # what fits into the sockets, and no more
+    receiver = Receiver()
+    delivering = asyncio.ensure_future(there.deliver(receiver))
+    await asyncio.wait_for(writing, LIMIT_S)
+    await receiver.until(frames=64)
+    here.abort("done")
+    await reason_of(delivering)
+    there.abort("done")
+
+
+async def test_a_cancelled_write_is_completed_by_the_next_flush(ends: Any) -> None:
+    here, there, receiver = LocalStream(ends[0], "b"), LocalStream(ends[1], "a"), Receiver()
+    payload = bytearray(os.urandom(2 << 20))
+    ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 100_000)
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(here.write_parts(b"head", memoryview(payload)), 0.02)
+    assert not here.is_free
+    delivering = asyncio.ensure_future(there.deliver(receiver))
+    await asyncio.wait_for(here.flush(), LIMIT_S)
+    await here.write(b"next")
+    await receiver.until(frames=2)
+    assert receiver.frames == [b"head" + payload, b"next"] and here.is_free
+    delivering.cancel()
+    here.abort("done")
+    there.abort("done")
+
+
+async def test_closing_beside_a_thread_that_writes_never_touches_another_file(ends: Any) -> None:
+    """The number of a closed socket goes to the next file that is opened; nothing may be written to that."""
+    loop = asyncio.get_running_loop()
+    for _ in range(30):
+        ours, theirs = socket.socketpair()
+        stream = LocalStream(ours, "b")
+        started = threading.Event()
+        errors: list[TransportError] = []
+
+        def write(stream: LocalStream = stream, started: threading.Event = started, errors: Any = errors) -> None:
+            try:
+                while stream.is_free:
+                    stream.put(b"x")
+                    started.set()
+            except TransportError as exc:
+                errors.append(exc)
+
+        thread = threading.Thread(target=write)
+        thread.start()
+        assert started.wait(LIMIT_S)
+        stream.abort("enough")
+        a, b = socket.socketpair()  # takes the number
+        await loop.run_in_executor(None, thread.join, LIMIT_S)
+        b.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            b.recv(1)
+        for end in (a, b, theirs):
+            end.close()
+        assert all("is closed" in str(error) for error in errors)
+    await loop.shutdown_default_executor()
+
+
+async def test_a_stream_is_done_with_its_descriptor(ends: Any) -> None:
+    before = set(os.listdir("/proc/self/fd"))
+    for _ in range(20):
+        streams = [LocalStream(end, "b") for end in socket.socketpair()]
+        tasks = [asyncio.ensure_future(stream.deliver(Receiver())) for stream in streams]
+        await asyncio.sleep(0)
+        streams[0].abort("enough")
+        await asyncio.wait(tasks, timeout=LIMIT_S)
+        for task in tasks:
+            assert isinstance(task.exception(), TransportError)
+        streams[1].abort("enough")
+    assert len(set(os.listdir("/proc/self/fd")) - before) <= 1

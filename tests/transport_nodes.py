@@ -1,0 +1,104 @@
+"""Nodes in the process of the test, which talk over loopback or the local lane, and takers of their messages."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.ids import Identity, new_incarnation
+from rpcdist.transport import Link, Node, NodeOptions, Session
+from rpcdist.transport._incoming import ReceiveBuffer, heap_buffer
+from rpcdist.transport._local_stream import LocalStream
+
+__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "open_link"]
+
+TOKEN = "a token for these tests only"
+LIMIT_S = 20.0
+UNIT_S = 0.4
+
+
+class Memory:
+    """Bytes to be sent."""
+
+    def __init__(self, data: bytes) -> None:
+        self.view = memoryview(data)
+
+
+class Recorder:
+    """Takes what a session brings; answers calls by their id if it is an echo."""
+
+    def __init__(self, echo: bool = False) -> None:
+        self.messages: list[rpc_pb2.Message] = []
+        self.buffers: list[list[bytes]] = []
+        self.sessions: list[Session] = []
+        self.closed: list[str] = []
+        self._echo = echo
+        self._changed = threading.Condition()
+
+    def on_opened(self, session: Session) -> None:
+        with self._changed:
+            self.sessions.append(session)
+            self._changed.notify_all()
+
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+        with self._changed:
+            for message, buffers in messages:
+                self.messages.append(message)
+                self.buffers.append([bytes(buffer.view) for buffer in buffers])
+                if self._echo:
+                    answer = rpc_pb2.Message(reply=rpc_pb2.Reply(id=message.call.id))
+                    session.send(answer, [Memory(bytes(buffer.view)) for buffer in buffers])
+            self._changed.notify_all()
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        with self._changed:
+            self.closed.append(reason)
+            self._changed.notify_all()
+
+    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+        return heap_buffer(size_bytes)
+
+    def wait(self, count: int = 1) -> list[rpc_pb2.Message]:
+        with self._changed:
+            assert self._changed.wait_for(lambda: len(self.messages) >= count, LIMIT_S)
+            return list(self.messages)
+
+    def wait_closed(self) -> str:
+        with self._changed:
+            assert self._changed.wait_for(lambda: self.closed, LIMIT_S)
+            return self.closed[0]
+
+
+class Nodes:
+    """Starts nodes as `acquire_node` does, but several in one process."""
+
+    def __init__(self) -> None:
+        self._running: list[Node] = []
+
+    def make(self, name: str, serve: bool = False, **options: Any) -> Node:
+        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **options})).acquire()
+        node.identity = Identity(name, -1, new_incarnation())
+        node.io.start()
+        self._running.append(node)
+        if serve:
+            node.serve("127.0.0.1", 0)
+        return node
+
+    def stop(self, node: Node) -> None:
+        self._running.remove(node)
+        node.release()
+
+    def close(self) -> None:
+        for node in list(self._running):
+            self.stop(node)
+
+
+def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) -> Link:
+    assert server.address is not None
+    return client.run(client.connect(server.address, role, **{"timeout_s": LIMIT_S, **arguments}), LIMIT_S)
+
+
+def is_local(link: Link) -> bool:
+    """Whether the session runs over the local lane."""
+    return isinstance(link.session._stream, LocalStream)
