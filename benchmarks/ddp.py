@@ -235,7 +235,9 @@ def measure_steps(name: str, pairs: list[Pair], rounds: int, count: int) -> list
     """Alternates between the pairs."""
     for pair in pairs:
         pair.ask("prepare", name)
-    steps, busy, alone = [], [], []
+    steps: list[list[float]] = []
+    busy: list[list[float]] = []
+    alone: list[list[float]] = []
     for number in range(rounds):
         order = pairs if number % 2 == 0 else pairs[::-1]
         for sync in (True, False):

@@ -32,13 +32,13 @@ def await_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[
         return
     deadline = Deadline.after(timeout_s)
     while True:
-        check()
         try:
             store.wait(keys, max(1e-3, min(CHECK_INTERVAL_S, deadline.remaining_s())))
             return
         except StoreTimeout:
             if deadline.expired():
                 raise
+            check()  # only now: who has left already may have done its part before
 
 
 def arrive(

@@ -12,6 +12,7 @@ import dataclasses
 import json
 import logging
 import secrets
+import select
 import socket
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 PROBE_LIMIT_S: Final = 5.0
 MEMORY_LIMIT_S: Final = 20.0
+CHECK_INTERVAL_MS: Final = 50
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -157,6 +159,7 @@ def _share_on_host(
         with hub.connect(
             meeting.addresses[members[0]], f"{purpose}{rank}", deadline.remaining_s(), unix=True
         ) as connection:
+            _await_offer(context, connection, deadline)
             return accept(connection, deadline.remaining_s())
     segment = Segment.create(size_bytes)
     try:
@@ -167,6 +170,15 @@ def _share_on_host(
         segment.close()
         raise
     return segment
+
+
+def _await_offer(context: GroupContext, connection: socket.socket, deadline: Deadline) -> None:
+    """Until something can be read, or the time is over; the leader may have given up over another rank."""
+    poller = select.poll()
+    poller.register(connection, select.POLLIN)
+    while not poller.poll(CHECK_INTERVAL_MS) and not deadline.expired():
+        if context.check is not None:
+            context.check()
 
 
 def _boot_id() -> str:

@@ -145,7 +145,7 @@ def _capacity() -> int:
 
 @contextmanager
 def record_comm(name: str) -> Iterator[None]:
-    """Names the operations that this thread calls inside: in the flight recorder, and as a range in torch's profiler."""
+    """Names the operations that are called inside: in the flight recorder, and as a range in torch's profiler."""
     token = _label.set(name)
     try:
         with torch.profiler.record_function(name):

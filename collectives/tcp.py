@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from typing import ClassVar
 
 from rpcdist.collectives._at_exit import close_at_exit
 from rpcdist.collectives._backend import GroupContext
+from rpcdist.collectives._beginning import Beginning
 from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
 from rpcdist.collectives._hybrid import Hosts, HybridPlane
 from rpcdist.collectives._local_process import LocalProcess, acquire_local_process, bind_host
@@ -86,17 +88,20 @@ class TcpBackend(EngineBackend):
     def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
         context, hub = self.context, process.hub
         meeting = meet(context, hub, deadline, options.unix_sockets)
-        self._plane = _make_plane(context, hub, meeting, options, deadline)
-        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
-        self._engine = self._new_engine()
+        beginning = Beginning(context)
+        self._watch = Watch(process.node, context.rank, context.ranks, context.name, beginning)
         try:
             sockets = watch_sockets(context, hub, meeting, deadline)
-            self._watch = Watch(process.node, context.rank, context.ranks, context.name, self._engine)
             self._watch.start(sockets, deadline.remaining_s() + 1)
+            checked = dataclasses.replace(context, check=beginning.check)
+            self._plane = _make_plane(checked, hub, meeting, options, deadline)
         except BaseException:
-            self._free()
+            self._watch.close(0)
             raise
+        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
+        self._engine = self._new_engine()
         self._engine.reporter = self._watch
+        beginning.end(self._engine)
 
     def _new_engine(self) -> GroupEngine:
         engine = GroupEngine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)

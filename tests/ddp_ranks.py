@@ -323,3 +323,9 @@ def leave_to_ranks(rank: int, size: int) -> list[float]:
 def sample(rank: int, size: int) -> list[int]:
     """This rank's part of six elements."""
     return list(DistributedSampler(range(6), shuffle=False))
+
+
+@scenario
+def run_guide(rank: int, size: int) -> None:
+    """The code of the page about data parallel training."""
+    importlib.import_module("test_docs").run_page("docs/ddp.md")

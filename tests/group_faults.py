@@ -14,9 +14,20 @@ import api_cases
 import torch
 
 import rpcdist.collectives as c
+from rpcdist.collectives import tcp
 from rpcdist.collectives.tcp import TcpOptions
 
-__all__ = ["FUNCTIONS", "go_on_until_it_fails", "leave", "may_a_child_call", "open_world", "sum_up", "time_out"]
+__all__ = [
+    "FUNCTIONS",
+    "die_while_the_group_is_made",
+    "go_on_until_it_fails",
+    "leave",
+    "may_a_child_call",
+    "meet_and_part",
+    "open_world",
+    "sum_up",
+    "time_out",
+]
 
 LIMIT = timedelta(seconds=30)
 Call = Callable[[int, int], object]
@@ -77,11 +88,14 @@ FUNCTIONS: dict[str, Call] = {
 
 
 def open_world(rank: int, size: int, path: str, shared_memory: bool, timeout_s: float) -> None:
+    """`timeout_s` is for the operations."""
     leave(rank, size)
     options = TcpOptions(shared_memory=shared_memory)
-    limit = timedelta(seconds=timeout_s)
-    c.init_process_group("tcp", f"file://{path}", timeout=limit, world_size=size, rank=rank, pg_options=options)
+    c.init_process_group("tcp", f"file://{path}", timeout=LIMIT, world_size=size, rank=rank, pg_options=options)
     c.barrier()
+    world = c.group.WORLD
+    assert world is not None
+    world.set_timeout(timedelta(seconds=timeout_s))
 
 
 def leave(rank: int, size: int) -> None:
@@ -149,3 +163,24 @@ def may_a_child_call(rank: int, size: int) -> str:
     c.all_reduce(tensor)
     assert tensor.tolist() == [float(size)] * 3
     return answer
+
+
+def die_while_the_group_is_made(rank: int, size: int, path: str, victim: int) -> tuple[str, str, float]:
+    """The victim has met the others, and dies before the group works."""
+    leave(rank, size)
+    if rank == victim:
+        tcp._make_plane = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+    try:
+        open_world(rank, size, path, True, 30.0)
+    except Exception as exc:
+        return type(exc).__name__, str(exc), time.time()
+    return "nothing", "", 0.0
+
+
+def meet_and_part(rank: int, size: int, path: str, count: int) -> None:
+    """Makes groups and leaves them at once, without waiting for anybody."""
+    leave(rank, size)
+    for _ in range(count):
+        c.init_process_group("tcp", f"file://{path}", timeout=LIMIT, world_size=size, rank=rank)
+        c.destroy_process_group()
+    c.close_stores()

@@ -23,10 +23,10 @@ FUNCTIONS = """
     destroy_process_group gather gather_object get_backend get_backend_config get_default_backend_for_device
     get_global_rank get_group_rank get_node_local_rank get_pg_count get_process_group_ranks get_rank get_world_size
     init_process_group irecv is_available is_backend_available is_gloo_available is_initialized is_mpi_available
-    is_nccl_available is_torchelastic_launched is_ucc_available is_xccl_available isend monitored_barrier new_group record_comm
-    new_subgroups new_subgroups_by_enumeration recv recv_object_list reduce reduce_scatter reduce_scatter_single
-    reduce_scatter_tensor register_rendezvous_handler rendezvous scatter scatter_object_list send send_object_list
-    shrink_group split_group supports_complex
+    is_nccl_available is_torchelastic_launched is_ucc_available is_xccl_available isend monitored_barrier new_group
+    new_subgroups new_subgroups_by_enumeration record_comm recv recv_object_list reduce reduce_scatter
+    reduce_scatter_single reduce_scatter_tensor register_rendezvous_handler rendezvous scatter scatter_object_list send
+    send_object_list shrink_group split_group supports_complex
 """.split()
 
 OTHERS = """

@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_whatever_was_called(
 def test_a_rank_that_hangs_is_named_when_the_time_is_over(
     group_pool: GroupPool, world: Callable[..., None], name: str, shared: bool
 ) -> None:
-    world(shared, 0.5)
+    world(shared, 1.0)
     group_pool.start(SIZE, group_faults.time_out, name, VICTIM)
     hung = group_pool.ranks[VICTIM]
     wait_until_stopped(hung.pid)
@@ -102,3 +102,17 @@ def test_a_rank_that_is_stopped_again_and_again_is_waited_for(
 def test_a_forked_child_may_not_take_part(group_pool: GroupPool, world: Callable[..., None], shared: bool) -> None:
     world(shared)
     assert group_pool.run(SIZE, group_faults.may_a_child_call) == ["ForkedProcess"] * SIZE
+
+
+def test_a_rank_that_dies_while_the_group_is_made_is_named(group_pool: GroupPool) -> None:
+    group_pool.start(SIZE, group_faults.die_while_the_group_is_made, group_pool.new_file(), VICTIM)
+    assert group_pool.ranks[VICTIM].wait(30) == -signal.SIGKILL
+    killed_at = time.time()
+    for rank in {*range(SIZE)} - {VICTIM}:
+        error, text, failed_at = group_pool.ranks[rank].answer(time.monotonic() + 30)
+        assert error == "RankLost" and f"rank {VICTIM} was lost" in text, text
+        assert failed_at - killed_at < 2
+
+
+def test_ranks_may_part_as_soon_as_they_have_met(group_pool: GroupPool) -> None:
+    group_pool.run(SIZE, group_faults.meet_and_part, group_pool.new_file(), 10)

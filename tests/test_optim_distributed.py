@@ -437,9 +437,9 @@ def test_a_context_that_is_over(cluster: Cluster) -> None:
 def test_an_owner_that_dies_in_a_step(leak_guard: LeakGuard) -> None:
     leak_guard.exempt_child(forkserver_pid())
     with Victims() as victims:
-        world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+        world = victims.world("a", "b", peer_timeout=CALM_S)
         running = victims.folder / "running"
-        pending = world["a"].begin(functions.train_until_death, ["c", "b"], str(running))
+        pending = world["a"].begin(functions.train_until_death, ["a", "b"], str(running))
         until(running.exists, "the step has begun")
         killed = time.monotonic()
         world["b"].kill()
@@ -452,8 +452,9 @@ def test_an_owner_that_dies_in_a_step(leak_guard: LeakGuard) -> None:
 def test_waiting_for_another_step_has_a_limit(cluster: Cluster) -> None:
     layer = rpc.remote("worker1", functions.Layer, (1,))
     optimizer = DistributedOptimizer(torch.optim.SGD, layer.rpc_sync().parameter_rrefs(), lr=0.1)
-    holder = rpc_async("worker1", functions.hold_the_lock, ("limit",))
-    rpc_sync("worker1", rpc_functions.board_wait, ("limit held",))
+    key = f"limit {time.monotonic_ns()}"
+    holder = rpc_async("worker1", functions.hold_the_lock, (key,))
+    rpc_sync("worker1", rpc_functions.board_wait, (f"{key} held",))
     usual = rpc.get_rpc_timeout()
     with autograd.context() as context_id:
         try:
@@ -462,6 +463,6 @@ def test_waiting_for_another_step_has_a_limit(cluster: Cluster) -> None:
                 optimizer.step(context_id)
         finally:
             rpc.api._set_rpc_timeout(usual)
-        rpc_sync("worker1", rpc_functions.board_put, ("limit let go",))
+        rpc_sync("worker1", rpc_functions.board_put, (f"{key} let go",))
         holder.wait()
         optimizer.step(context_id)

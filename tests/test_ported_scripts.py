@@ -106,6 +106,7 @@ def is_learned(line: str) -> bool:
 
 
 @pytest.mark.multiproc
+@pytest.mark.timeout(240)  # twice the limit of `run`, for eight programs in six processes
 def test_programs_for_torch_run(tmp_path: Path) -> None:
     for path in [*(PORTED / f"{name}.py" for name in PROGRAMS), *torch_examples()]:
         text = path.read_text()

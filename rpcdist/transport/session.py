@@ -185,13 +185,13 @@ class Session:
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
         number = self._outgoing.add(message, buffers)
-        if not (_is_awaited(message) and self._send_here()) and not self._awake:
+        if not self._awake and not (_is_awaited(message) and self._send_here()):
             self._awake = True
             self._io.call_soon(self._wake_writer)
         return number
 
     def _send_here(self) -> bool:
-        """Writes what waits on this thread if it may; False if it may not. [Note: turns]"""
+        """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
         lane, now = self._lane, time.monotonic()
         if lane is None or now - self._last_sent < LONE_AFTER_S or not self._turn.acquire(blocking=False):
             return False
@@ -206,10 +206,7 @@ class Session:
             self._io.call_soon(self._write_failed, exc)
         finally:
             self._turn.release()
-        if self._outgoing or self._is_draining or not lane.is_free:
-            self._awake = True
-            self._io.call_soon(self._wake_writer)
-        return True
+        return lane.is_free and not self._outgoing and not self._is_draining
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
