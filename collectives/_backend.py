@@ -127,7 +127,7 @@ class Backend(ABC):
         """All sends and receives since `start_batch` may start."""
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks of the group that are known to be gone, and why."""
+        """The ranks of the group that are known to be gone, and why; the one that went first comes first."""
         return {}
 
     @abstractmethod

@@ -126,10 +126,9 @@ class EngineBackend(Backend):
         return work
 
     def lost_ranks(self) -> dict[int, str]:
-        failure, lost = self._engine.failure, dict.fromkeys(self._engine.departed, "it left the default group")
-        if failure is not None and failure.kind is FailureKind.LOST:
-            lost |= dict.fromkeys(failure.ranks, failure.reason)
-        return lost
+        failure, left = self._engine.failure, dict.fromkeys(self._engine.departed, "it left the default group")
+        lost = failure is not None and failure.kind is FailureKind.LOST
+        return {**(dict.fromkeys(failure.ranks, failure.reason) if failure and lost else {}), **left}
 
     def abort(self, reason: str) -> None:
         me = self.context.ranks[self.context.rank]

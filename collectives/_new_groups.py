@@ -166,9 +166,9 @@ def make_group(
     store = PrefixStore(f"group/{name}", world.store)
 
     def check() -> None:
-        for place, lost in enumerate(members):
-            if (reason := parent.lost_ranks().get(lost)) is not None:
-                raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (place,))
+        for lost, reason in parent.lost_ranks().items():
+            if lost in members:
+                raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (members.index(lost),))
 
     shown = f"a group with backend {BackendConfig(backend)}"
     arrive(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), shown, check)

@@ -33,6 +33,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
@@ -342,6 +343,7 @@ def draw(history: History, library: Library, guesses: Tensor, options: Options) 
 def run_process(rank: int, options: Options) -> None:
     """The life of one process: rank 0 drives, the others do what they are told."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
     torch.set_num_threads(1)  # the processes share the cores already
     torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but torch warns if nobody says so
     number = rank - 1 - options.servers
@@ -358,17 +360,23 @@ def run_process(rank: int, options: Options) -> None:
 
 def spawn_processes(options: Options) -> None:
     """Starts the master, the servers and the trainers, and stays their parent: whatever ends one of them ends all."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: Ctrl-C prints no traceback while they import torch
+    caught: list[int] = []  # Ctrl-C, while they start
+    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
+    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
     processes = mp.spawn(run_process, args=(options,), nprocs=options.world_size, join=False, daemon=True)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        while not processes.join():
+        while not caught and not processes.join():
             pass
     except mp.ProcessExitedException as error:  # it has said why
         sys.exit(error.exit_code)
-    except KeyboardInterrupt:  # the processes end with this one, since they are daemons
+    except KeyboardInterrupt:
+        caught.append(signal.SIGINT)
+    if caught:
         print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
+        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line

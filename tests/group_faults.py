@@ -81,7 +81,7 @@ FUNCTIONS: dict[str, Call] = {
     "broadcast_object_list": lambda rank, size: c.broadcast_object_list(_objects(2), 0),
     "gather_object": _gather_objects,
     "scatter_object_list": _scatter_objects,
-    "monitored_barrier": lambda rank, size: c.monitored_barrier(timeout=LIMIT),
+    "monitored_barrier": lambda rank, size: c.monitored_barrier(),
     "new_group": lambda rank, size: c.destroy_process_group(c.new_group(timeout=LIMIT)),
 }
 """Every function that several ranks call together."""
@@ -107,10 +107,10 @@ def leave(rank: int, size: int) -> None:
 def go_on_until_it_fails(rank: int, size: int, name: str, victim: int) -> tuple[str, str, float]:
     """Calls one function again and again, while the victim is killed at some moment; what it raised, and when."""
     call = FUNCTIONS[name]
-    call(rank, size)
-    if rank == victim:
-        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
     try:
+        call(rank, size)
+        if rank == victim:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGKILL)).start()
         while True:
             call(rank, size)
     except Exception as exc:
@@ -120,10 +120,10 @@ def go_on_until_it_fails(rank: int, size: int, name: str, victim: int) -> tuple[
 def time_out(rank: int, size: int, name: str, victim: int) -> tuple[str, str]:
     """Calls one function again and again; the victim stops in between as if it hung, until the test goes on with it."""
     call = FUNCTIONS[name]
-    call(rank, size)
-    if rank == victim:
-        threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
     try:
+        call(rank, size)
+        if rank == victim:
+            threading.Timer(0.02, os.kill, (os.getpid(), signal.SIGSTOP)).start()
         while True:
             call(rank, size)
     except Exception as exc:
@@ -169,7 +169,7 @@ def die_while_the_group_is_made(rank: int, size: int, path: str, victim: int) ->
     """The victim has met the others, and dies before the group works."""
     leave(rank, size)
     if rank == victim:
-        tcp._make_plane = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,return-value]
+        tcp._make_plane = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     try:
         open_world(rank, size, path, True, 30.0)
     except Exception as exc:

@@ -36,12 +36,12 @@ class Receiver:
         self.frames: list[bytes] = []
         self.buffer = bytearray(size)
         self.placed_sizes: list[int] = []
-        self.failing = False
+        self.failing: Exception | None = None
         self._arrived = asyncio.Event()
 
     def receive(self, data: bytes | bytearray) -> None:
-        if self.failing:
-            raise KeyError("the receiver fails")
+        if self.failing is not None:
+            raise self.failing
         self.frames.append(bytes(data))
         self._arrived.set()
 
@@ -265,11 +265,12 @@ async def test_a_proven_peer_has_limits_too(ends: Any, data: bytes) -> None:
     stream.abort("done")
 
 
-async def test_what_the_receiver_raises_ends_the_stream(ends: Any) -> None:
+@pytest.mark.parametrize("error", [KeyError("on purpose"), BlockingIOError("on purpose"), OSError("on purpose")])
+async def test_what_the_receiver_raises_ends_the_stream(ends: Any, error: Exception) -> None:
     stream, receiver = LocalStream(ends[0], "b"), Receiver()
-    receiver.failing = True
+    receiver.failing = error
     ends[1].sendall(framed(b"x") * 3)
-    with pytest.raises(KeyError, match="the receiver fails"):
+    with pytest.raises(type(error), match="on purpose"):
         await asyncio.wait_for(stream.deliver(receiver), LIMIT_S)
     stream.abort("done")
     stream.abort("again")

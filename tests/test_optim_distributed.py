@@ -439,7 +439,7 @@ def test_an_owner_that_dies_in_a_step(leak_guard: LeakGuard) -> None:
     with Victims() as victims:
         world = victims.world("a", "b", peer_timeout=CALM_S)
         running = victims.folder / "running"
-        pending = world["a"].begin(functions.train_until_death, ["a", "b"], str(running))
+        pending = world["a"].begin(functions.train_until_death, "b", str(running))
         until(running.exists, "the step has begun")
         killed = time.monotonic()
         world["b"].kill()

@@ -112,9 +112,9 @@ def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
     world = victims.world("a", "b", "c", "d", peer_timeout=CALM_S)
     started = time.monotonic()
     leaving = [world[name].begin(leave, timeout=1.0) for name in ("a", "b")]
-    for pending in leaving:
-        error = pending.error(DeadlineExceeded)
-        assert "c" in str(error) and "d" in str(error) and "['c', 'd']" in str(error)
+    for pending, kind in zip(leaving, (DeadlineExceeded, RpcdistError), strict=True):
+        error = pending.error(kind)  # the limits end at the same time, and b may hear first that a has left
+        assert "['c', 'd']" in str(error)
     assert time.monotonic() - started < 10.0
     for name in ("a", "b"):
         world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)

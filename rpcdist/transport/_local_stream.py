@@ -29,7 +29,6 @@ from typing import Final
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES, PIECE_HEAD_BYTES, PieceHead
 from rpcdist.transport._frames import parse_piece_head as parse_head
-from rpcdist.transport._sockets_wire import tune
 from rpcdist.transport.session import MAX_HANDSHAKE_BYTES, FrameReceiver
 
 __all__ = ["LocalStream"]
@@ -41,7 +40,10 @@ _SCRATCH_BYTES: Final = 1 << 17
 _LARGE_BYTES: Final = _SCRATCH_BYTES // 2
 _PEEK_BYTES: Final = 4096  # read after a large frame: the next one is probably large, too, and its bytes go elsewhere
 _MAX_REASON_BYTES: Final = 1000
-_RECEIVES_A_TURN: Final = 16  # then the loop's other work goes on
+_RECEIVES_A_TURN: Final = 4  # then the loop's other work goes on
+_SOCKET_BYTES: Final = 1 << 20
+"""What lies in the socket delays every small message behind it. Measured, 4 MiB and 1 MiB: beside four echoes of 16 MiB
+a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are as fast with either."""
 
 
 class LocalStream:
@@ -53,7 +55,7 @@ class LocalStream:
     """
 
     def __init__(self, connection: socket.socket, address: str) -> None:
-        tune(connection)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         connection.setblocking(False)
         self._socket = connection
         self._address = address
@@ -88,16 +90,13 @@ class LocalStream:
             frame = self._first_frame()
             if frame is not None:
                 return frame
-            try:
-                num_bytes = self._socket.recv_into(self._scratch[self._num_scratch :])
-            except (BlockingIOError, InterruptedError):
+            num_bytes = self._receive_into(self._scratch[self._num_scratch :])
+            if num_bytes is None:
                 await self._until_readable()
-                continue
-            except OSError as exc:
-                raise self._broken(exc) from exc
-            if num_bytes == 0:
+            elif num_bytes == 0:
                 return None
-            self._num_scratch += num_bytes
+            else:
+                self._num_scratch += num_bytes
         raise self._ended
 
     def _first_frame(self) -> bytes | None:
@@ -166,37 +165,41 @@ class LocalStream:
         return self._ended
 
     def _read(self, limit: int) -> bool:
-        """Receives up to `limit` times; whether there was no more to receive. [Note: reading to the end]"""
+        """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]"""
         try:
             for _ in range(limit):
-                if self._receiver is None:
+                if self._receiver is None or not self._receive(self._receiver):
                     return True
-                self._receive(self._receiver)
-        except (BlockingIOError, InterruptedError):
-            return True
-        except OSError as exc:
-            self._finish(exc if isinstance(exc, TransportError) else self._broken(exc))
         except Exception as exc:
             self._finish(exc)
         return self._receiver is None
 
-    def _receive(self, receiver: FrameReceiver) -> None:
+    def _receive(self, receiver: FrameReceiver) -> bool:
+        """Takes some of what has arrived; False if nothing has."""
         target = self._target
         if target is not None:
-            num_bytes = self._socket.recv_into(target[self._num_target :])
-            self._num_target += num_bytes
+            num_bytes = self._receive_into(target[self._num_target :])
+            self._num_target += num_bytes or 0
             if self._num_target == len(target):
                 self._complete(receiver)
         else:
-            num_bytes = self._socket.recv_into(self._scratch[self._num_scratch :], self._room_left())
-            self._num_scratch += num_bytes
+            num_bytes = self._receive_into(self._scratch[self._num_scratch :][: self._room])
+            self._num_scratch += num_bytes or 0
             self._room = _SCRATCH_BYTES
-            self._split()
+            if num_bytes:
+                self._split()
         if num_bytes == 0:
             self._finish(TransportError(f"the connection with {self._address} broke: the process there is gone"))
+        return num_bytes is not None
 
-    def _room_left(self) -> int:
-        return min(self._room, _SCRATCH_BYTES - self._num_scratch)
+    def _receive_into(self, place: memoryview) -> int | None:
+        """How many bytes have come; 0 at the end, None if there are none yet."""
+        try:
+            return self._socket.recv_into(place)
+        except (BlockingIOError, InterruptedError):
+            return None
+        except OSError as exc:
+            raise self._broken(exc) from exc
 
     def _split(self) -> None:
         """Takes the frames out of the scratch, and moves what is left to its beginning."""

@@ -245,7 +245,8 @@ class Session:
         try:
             if self._lane is not None:
                 await self._lane.deliver(self)
-            await self._read_loop()
+            else:
+                await self._read_loop()
         except TransportError as exc:
             reason = str(exc)
         except asyncio.CancelledError:
