@@ -1,5 +1,5 @@
 """$ python examples/recurrent_net.py --steps 300
-validation loss 3.93 (guessing by frequency: 4.74; 300 steps, 14.1 s), picture: out/recurrent_net.png
+validation loss 3.93 (guessing by frequency: 4.74; 300 steps, 15.5 s), picture: out/recurrent_net.png
 
 The first line is the command, the second its last line of output (your digits differ a little). A recurrent network
 learns to write Python, one word at a time, from the source of Python's own standard library. Its large tables, the

@@ -28,6 +28,11 @@ DIFFERENT = {
     "DistAutogradTest.test_post_hooks": "expects hooks of AccumulateGrad nodes, before which gradients are captured",
     "RemoteModuleTest.test_unsupported_methods": "expects that `to`, `state_dict`, `load_state_dict`, "
     "`named_parameters` and `requires_grad_` raise; here they work",
+    "RpcTest.test_shutdown_errors": "makes `_broadcast_to_followers` fail, a private step that gathering here lacks",
+    "TensorPipeAgentRpcTest.test_dynamic_rpc_init_rpc": "all ranks leave as soon as they have joined; rank 0, which "
+    "lets the others in, may be gone by then",
+    "TensorPipeAgentRpcTest.test_op_with_invalid_args": "expects the text of TorchScript's dispatcher, which no call "
+    "goes through here",
 }
 
 CATEGORIES = {
