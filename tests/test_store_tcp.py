@@ -111,11 +111,18 @@ def test_tenants_share_a_table_and_the_last_ends_it() -> None:
         assert fresh.num_keys() == 0
 
 
-def test_one_process_serves_one_store() -> None:
+def test_one_process_serves_one_table_at_several_addresses() -> None:
+    """Scripts may give their process group and RPC an address each."""
     with TCPStore(HOST, 0, is_master=True) as store:
-        other = free_port()
-        with pytest.raises(DistStoreError, match=rf"at {store.address} already.*port {other}"):
-            TCPStore(HOST, other, is_master=True, multi_tenant=True)
+        with TCPStore(HOST, free_port(), is_master=True, multi_tenant=True) as second:
+            assert second.port != store.port
+            second.set("k", "v")
+            with TCPStore(HOST, store.port) as client, TCPStore(HOST, second.port) as other:
+                assert (client.get("k"), other.get("k")) == (b"v", b"v")
+            closed = second.port
+        with pytest.raises(ConnectFailed):
+            TCPStore(HOST, closed, timeout=0.3)
+        assert store.get("k") == b"v"
 
 
 def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None:

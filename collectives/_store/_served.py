@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import atexit
 import threading
+from collections import Counter
 
 from rpcdist._proto import store_pb2
 from rpcdist.collectives._store._service import StoreService
-from rpcdist.errors import DeadlineExceeded, DistNetworkError, DistStoreError, RpcdistError, TransportError
+from rpcdist.errors import DeadlineExceeded, DistNetworkError, RpcdistError, TransportError
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport.fork import in_forked_child
 
@@ -18,32 +19,48 @@ STOP_LIMIT_S = 5.0
 
 
 class ServedStore:
-    """One share of the served table; `close` each share once. The last one ends the service."""
+    """One share of the served table, at one address; `close` each share once. The last one ends the service."""
 
-    def __init__(self, node: Node, service: StoreService, address: str) -> None:
-        self.node = node
-        self.service = service
+    def __init__(self, table: _ServedTable, address: str) -> None:
+        self.node = table.node
+        self.service = table.service
         self.address = address
-        self.num_users = 1
+        self._table = table
+        table.num_users[address] += 1
 
     def close(self) -> None:
         """Gives up a share; blocks, bounded."""
         global _served
         with _lock:
-            self.num_users -= 1
-            if self.num_users > 0 or in_forked_child():
+            users = self._table.num_users
+            users[self.address] -= 1
+            if users[self.address] > 0 or in_forked_child():
                 return
-            if _served is self:
+            is_last = not users.total()
+            if is_last and _served is self._table:
                 _served = None
             try:
-                self.node.run(self.service.close(), STOP_LIMIT_S)
+                if is_last:
+                    self.node.run(self.service.close(), STOP_LIMIT_S)
                 self.node.stop_serving(self.address)
             except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
                 pass
-            self.node.release()
+            if is_last:
+                self.node.release()
 
 
-_served: ServedStore | None = None  # a process has one server, and so it serves one table
+class _ServedTable:
+    """What the shares have in common."""
+
+    def __init__(self, node: Node, service: StoreService) -> None:
+        self.node = node
+        self.service = service
+        self.num_users: Counter[str] = Counter()  # by address
+
+
+# A process has one server, and so it serves one table: at one address or, for scripts that give their process group and
+# RPC an address each, at several. Their keys have prefixes.
+_served: _ServedTable | None = None
 _lock = threading.Lock()
 
 
@@ -57,19 +74,19 @@ def serve_store(host: str, port: int, share: bool, timeout_s: float) -> ServedSt
         timeout_s: limit, in seconds.
 
     Raises:
-        DistNetworkError: the port is in use.
-        DistStoreError: this process serves another store already.
+        DistNetworkError: the port is in use, or this process serves a store already and `share` is not set.
     """
     global _served
     with _lock:
         if _served is not None:
-            return _share(_served, host, port, share)
+            return _share(_served, host, port, share, timeout_s)
         node = acquire_node()
         service = StoreService()
         try:
             # First the service and then the port, so that nobody who gets through finds no store.
             node.add_service(DESCRIPTOR, service.methods(), timeout_s)
-            served = ServedStore(node, service, node.serve(host, port, timeout_s))
+            table = _ServedTable(node, service)
+            served = ServedStore(table, node.serve(host, port, timeout_s))
         except BaseException as exc:
             try:
                 node.run(service.close(), STOP_LIMIT_S)
@@ -78,7 +95,7 @@ def serve_store(host: str, port: int, share: bool, timeout_s: float) -> ServedSt
             if isinstance(exc, TransportError | DeadlineExceeded):
                 raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
             raise
-        _served = served
+        _served = table
         return served
 
 
@@ -94,17 +111,14 @@ def _close_at_exit() -> None:
 atexit.register(_close_at_exit)  # the transport has registered before, and so it comes later
 
 
-def _share(served: ServedStore, host: str, port: int, share: bool) -> ServedStore:
-    served_port = int(served.address.rpartition(":")[2])
+def _share(table: _ServedTable, host: str, port: int, share: bool, timeout_s: float) -> ServedStore:
+    first = next(iter(table.num_users))
     if not share:
         raise DistNetworkError(
-            f"this process serves a store at {served.address} already (address already in use). Pass multi_tenant=True "
-            "to share its table, close() the earlier store first, or use another process."
+            f"this process serves a store at {first} already (address already in use). Pass multi_tenant=True to share "
+            "its table, close() the earlier store first, or use another process."
         )
-    if port not in (0, served_port):
-        raise DistStoreError(
-            f"this process serves a store at {served.address} already, and one process serves one; it cannot serve "
-            f"another at {host} port {port}. Use the same MASTER_ADDR and MASTER_PORT for both."
-        )
-    served.num_users += 1
-    return served
+    try:
+        return ServedStore(table, table.node.serve(host, port, timeout_s) if port else first)
+    except (TransportError, DeadlineExceeded) as exc:
+        raise DistNetworkError(f"the store cannot be served at {host} port {port}: {exc}") from exc
