@@ -258,15 +258,13 @@ def _slower(answers: list[tuple[float, float]]) -> tuple[float, float]:
     return max(times), max(busy)
 
 
-def measure_memory(name: str, rounds: int) -> Line:
-    samples = []
-    for _ in range(rounds):
-        peaks = []
-        for library in LIBRARIES:
-            with open_pair(library) as pair:
-                peaks.append(float(max(pair.ask("memory", name))))
-        samples.append(peaks)
-    return make_line(name, "peak memory", "MiB", samples, 2**-20, MEMORY_BUDGET)
+def measure_memory(name: str) -> Line:
+    """Once: from one run to the next it differs by a hundredth."""
+    peaks = []
+    for library in LIBRARIES:
+        with open_pair(library) as pair:
+            peaks.append(float(max(pair.ask("memory", name))))
+    return make_line(name, "peak memory", "MiB", [peaks], 2**-20, MEMORY_BUDGET)
 
 
 def make_line(name: str, what: str, unit: str, rounds: list[list[float]], scale: float, budget: float | None) -> Line:
@@ -307,7 +305,7 @@ def compare(arguments: argparse.Namespace) -> int:
             lines += measure_steps(name, pairs, arguments.rounds, arguments.steps)
     for name in arguments.only:
         print(f"measuring the memory of {name} ...", file=sys.stderr, flush=True)
-        lines.append(measure_memory(name, 1 if arguments.quick else 3))
+        lines.append(measure_memory(name))
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
