@@ -27,7 +27,7 @@ from rpcdist.autograd._api import (  # noqa: F401  # torch has the private ones 
 )
 from rpcdist.autograd._draw import draw
 from rpcdist.autograd._errors import AutogradError, BackwardError, ContextNotFound
-from rpcdist.autograd._runs import Captured, queue_callback
+from rpcdist.autograd._runs import Captured, is_in_backward, queue_callback
 from rpcdist.autograd._worker import AutogradWorker
 from rpcdist.rpc import _autograd_hooks
 
@@ -43,6 +43,7 @@ __all__ = [
     "draw",
     "get_gradients",
     "is_available",
+    "is_in_backward",
     "queue_callback",
 ]
 

@@ -9,7 +9,6 @@ torch names the nodes SendRpcBackward and RecvRpcBackward, as it does its own.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any, Protocol, cast
 
@@ -28,7 +27,8 @@ __all__ = [
     "SendRpc",
     "active_run",
     "attach",
-    "running",
+    "current_run",
+    "set_current_run",
     "token_edge",
 ]
 
@@ -92,21 +92,33 @@ class RecordedRecv:
         return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"
 
 
-class _Running(threading.local):
-    run: RunInProgress | None = None
+_RUN_KEY = "rpcdist.autograd.run"
+_C = cast(Any, torch._C)  # torch's stubs lack what is used here
 
 
-running = _Running()
-"""What this thread's engine call belongs to. On machines without accelerators the engine uses the calling thread."""
+def current_run() -> RunInProgress | None:
+    """What the engine call that runs on this thread belongs to.
+
+    torch takes this variable along to the threads that its engine has for accelerators.
+    """
+    return cast("RunInProgress | None", _C._get_obj_in_tls(_RUN_KEY)) if _C._is_key_in_tls(_RUN_KEY) else None
+
+
+def set_current_run(run: RunInProgress | None) -> RunInProgress | None:
+    """Says what engine calls of this thread belong to from now on; returns what they belonged to."""
+    before = current_run()
+    _C._stash_obj_in_tls(_RUN_KEY, run)
+    return before
 
 
 def active_run() -> RunInProgress:
-    if running.run is None:
+    run = current_run()
+    if run is None:
         raise RuntimeError(
             "the graph of a distributed autograd context was used by an ordinary backward; call "
             "rpcdist.autograd.backward(context_id, [loss]) for tensors that depend on RPCs"
         )
-    return running.run
+    return run
 
 
 class SendRpc(Function):

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import logging
 import threading
-import traceback
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -41,6 +40,7 @@ from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire import encode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.rpc._failures import text_of, traceback_of
 from rpcdist.rpc._pool import blocking
 
 if TYPE_CHECKING:
@@ -199,8 +199,10 @@ class BackwardPass:
             return
         try:
             job()
-        except Exception as exc:
-            self.fail(exc)
+        except BaseException as exc:
+            self.fail(exc)  # also when a hook calls `sys.exit`: the other workers wait for this one
+            if not isinstance(exc, Exception):
+                raise
 
     # ------------------------------------------------------------ the machine
 
@@ -317,13 +319,12 @@ class BackwardPass:
         if self.is_over:
             return
         error = exc
-        if not isinstance(exc, BackwardError | DeadlineExceeded):
+        if not issubclass(type(exc), BackwardError | DeadlineExceeded):  # a user's exception may break `isinstance`
             error = BackwardError(
-                self._worker.id, self._worker.name_of(self._worker.id), type(exc).__qualname__, str(exc)
+                self._worker.id, self._worker.name_of(self._worker.id), type(exc).__qualname__, text_of(exc)
             )
             error.__cause__ = exc
-        text = "".join(traceback.format_exception(exc))
-        self.abort(error, text)
+        self.abort(error, traceback_of(exc))
 
     def abort(self, error: BaseException, text: str = "") -> None:
         """Ends the pass with an error, and passes it on; any thread."""
@@ -336,7 +337,7 @@ class BackwardPass:
             aborted.type_name, aborted.text, aborted.traceback = error.type_name, error.text, error.traceback or text
         else:
             aborted.worker, aborted.worker_name = self._worker.id, self._worker.name_of(self._worker.id)
-            aborted.type_name, aborted.text, aborted.traceback = type(error).__qualname__, str(error), text
+            aborted.type_name, aborted.text, aborted.traceback = type(error).__qualname__, text_of(error), text
         self._worker.spread(self._involved | {self._worker.origin_of(self.id)}, message)
 
     def _end(self, error: BaseException | None) -> bool:

@@ -26,8 +26,8 @@ from rpcdist.autograd._functions import (
     Gradients,
     RecordedRecv,
     RecordedSend,
-    RunInProgress,
-    running,
+    current_run,
+    set_current_run,
     token_edge,
 )
 from rpcdist.autograd._gradients import size_bytes
@@ -36,7 +36,7 @@ from rpcdist.autograd._graphs import Analysis, Leaf
 if TYPE_CHECKING:
     from rpcdist.autograd._passes import BackwardPass
 
-__all__ = ["Captured", "GroupRun", "queue_callback"]
+__all__ = ["Captured", "GroupRun", "is_in_backward", "queue_callback"]
 
 Captured = dict[torch.Tensor, torch.Tensor]
 
@@ -87,14 +87,14 @@ class GroupRun:
             wanted.append(token_edge())
         if not wanted:
             return {}
-        outer, running.run = running.run, self
+        outer = set_current_run(self)
         try:
             # What `torch.autograd.grad` calls after checks that the engine makes once more.
             results = _engine.run_backward(
                 tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
             )
         finally:
-            running.run = outer
+            set_current_run(outer)
         return _by_leaf(leaves, results)
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
@@ -194,7 +194,12 @@ def queue_callback(callback: Callable[[Captured], object]) -> None:
     Raises:
         RuntimeError: no distributed backward runs on this thread.
     """
-    run: RunInProgress | None = running.run
+    run = current_run()
     if not isinstance(run, GroupRun):
         raise RuntimeError("queue_callback is for hooks that run in a distributed backward pass")
     run.callbacks.append(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether a distributed backward pass runs on this thread, and not an ordinary one. For tensor hooks."""
+    return current_run() is not None

@@ -26,6 +26,7 @@ from rpcdist.autograd._wire import decode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._failures import text_of
 from rpcdist.rpc._values import ReceiveBuffer, decode, encode_into
 from rpcdist.rpc.future import Future
 from rpcdist.transport import Session
@@ -291,7 +292,7 @@ class AutogradWorker:
     def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         answer.aborted.worker, answer.aborted.worker_name = self.id, self._agent.worker_name
-        answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, str(error)
+        answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, text_of(error)
         self.send(sender.id, answer)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import traceback
+from collections.abc import Callable
 from typing import Final
 
 from rpcdist._proto import rpc_pb2
@@ -19,7 +20,7 @@ from rpcdist.errors import (
 from rpcdist.rpc._functions import FunctionLookupError
 from rpcdist.rpc._values import decode, encode_into
 
-__all__ = ["RemoteTraceback", "exception_of", "failure_of"]
+__all__ = ["RemoteTraceback", "exception_of", "failure_of", "text_of", "traceback_of"]
 
 Kind = rpc_pb2.Failure.Kind
 MAX_TEXT: Final = 64 * 1024  # of a traceback or message; a failing call must not become a large one
@@ -47,22 +48,27 @@ class RemoteTraceback(Exception):
         return f"\nOn worker {self.worker!r}:\n{self.text}"
 
 
+# [Note: hostile exceptions] An exception is an object of the user: its `str`, its attributes, its pickling and its
+# constructor may raise anything, `SystemExit` included, and its text may hold what UTF-8 does not (half of a surrogate
+# pair, as in names of files). Whoever waits hears of the failure all the same.
+
+
 def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
-    """The wire form of an exception that was raised on `worker`, which is this one."""
+    """The wire form of an exception that was raised on `worker`, which is this one; raises nothing."""
     failure = rpc_pb2.Failure(
         kind=_kind_of(exc),
-        type_name=type(exc).__qualname__,
-        text=_text_of(exc),
-        traceback=_traceback_of(exc),
+        type_name=_described("the name of the type", lambda: type(exc).__qualname__),
+        text=text_of(exc),
+        traceback=traceback_of(exc),
         worker=worker,
     )
     if failure.kind == Kind.NOT_FOUND:
         return failure  # its type belongs to the callee's machinery; the caller makes its own
     try:
         _encode_exception(exc, failure)
-    except Exception as why:
+    except BaseException as why:
         failure.ClearField("exception")
-        failure.traceback += f"\n(the exception cannot be pickled: {why!r})"
+        failure.traceback += f"\n(the exception cannot be pickled: {_repr_of(why)})"
     return failure
 
 
@@ -75,25 +81,34 @@ def _encode_exception(exc: BaseException, failure: rpc_pb2.Failure) -> None:
 
 
 def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
-    if isinstance(exc, RpcdistError):
+    # Not `isinstance`, which asks the exception for its `__class__`.
+    if issubclass(type(exc), RpcdistError):
         for base, kind in _KINDS:
-            if isinstance(exc, base):
+            if issubclass(type(exc), base):
                 return kind
     return Kind.USER
 
 
-def _text_of(exc: BaseException) -> str:
-    try:
-        return str(exc)[:MAX_TEXT]
-    except Exception as why:
-        return f"<str() of the exception failed: {why!r}>"
+def text_of(exc: BaseException) -> str:
+    """The text of any exception, cut to `MAX_TEXT`, without what UTF-8 does not have; raises nothing."""
+    return _described("str() of the exception", lambda: str(exc)[:MAX_TEXT])
 
 
-def _traceback_of(exc: BaseException) -> str:
+def traceback_of(exc: BaseException) -> str:
+    """The end of the traceback, like `text_of`."""
+    return _described("formatting the traceback", lambda: "".join(traceback.format_exception(exc))[-MAX_TEXT:])
+
+
+def _repr_of(exc: BaseException) -> str:
+    return _described("repr() of the reason", lambda: repr(exc))
+
+
+def _described(what: str, describe: Callable[[], str]) -> str:
+    """What `describe` returns, in a form that can be sent, or that it failed. [Note: hostile exceptions]"""
     try:
-        return "".join(traceback.format_exception(exc))[-MAX_TEXT:]
-    except Exception as why:
-        return f"<the traceback cannot be formatted: {why!r}>"
+        return describe().encode("utf-8", "backslashreplace").decode()
+    except BaseException as why:
+        return f"<{what} failed: {type.__repr__(type(why))}>"
 
 
 def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> BaseException:
@@ -105,8 +120,8 @@ def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> Base
     if failure.HasField("exception") and may_unpickle:
         try:
             exc = decode(failure.exception, (), None)  # type: ignore[assignment]
-        except Exception as why:
-            failure.text += f" (it could not be rebuilt here: {why!r})"
+        except (Exception, SystemExit, GeneratorExit) as why:  # [Note: hostile exceptions]
+            failure.text += f" (it could not be rebuilt here: {_repr_of(why)})"
     if not isinstance(exc, BaseException):
         exc = _substitute(failure)
     if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt there must not end this process

@@ -45,7 +45,13 @@ class StreamState:
     """
 
     def __init__(
-        self, id: int, what: str, window: int, grant: Callable[[int], None], cancel: Callable[[], None]
+        self,
+        id: int,
+        what: str,
+        window: int,
+        grant: Callable[[int], None],
+        cancel: Callable[[], None],
+        may_unpickle: bool = True,
     ) -> None:
         self.autograd: CallContext | None = None
         self.id = id
@@ -57,6 +63,7 @@ class StreamState:
         self._items: deque[Arrived] = deque()
         self._ended = False
         self._failure: BaseException | rpc_pb2.Failure | None = None
+        self._may_unpickle = may_unpickle
         self._condition = threading.Condition()
         self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
 
@@ -136,7 +143,7 @@ class StreamState:
     def failure(self) -> BaseException | None:
         """How the stream ended; None for a regular end."""
         if isinstance(self._failure, rpc_pb2.Failure):
-            return exception_of(self._failure)
+            return exception_of(self._failure, may_unpickle=self._may_unpickle)
         return self._failure
 
     def cancel(self) -> None:
@@ -255,7 +262,8 @@ class StreamTable:
             self._streams.pop(id, None)
             self._agent.connections.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
-        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel)
+        may_unpickle = self._agent.options.allow_pickle
+        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, may_unpickle)
         state.autograd = call.autograd
         self._streams[id] = (state, peer, session)
         return Stream(state, timeout_s, self._dropped.append)

@@ -149,9 +149,9 @@ class NoPass(GradientSource):
 
 
 def in_distributed_pass() -> bool:
-    """Whether a backward pass of `rpcdist.autograd` runs on this thread, and not an ordinary one. For tensor hooks."""
-    functions = sys.modules.get("rpcdist.autograd._functions")
-    return functions is not None and functions.running.run is not None
+    """`rpcdist.autograd.is_in_backward`; does not import it for the question."""
+    autograd = sys.modules.get("rpcdist.autograd")
+    return autograd is not None and bool(autograd.is_in_backward())
 
 
 def in_distributed_context() -> bool:

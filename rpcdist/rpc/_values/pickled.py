@@ -126,12 +126,12 @@ def read_pickle(
 
     Raises:
         SerializationError: it cannot be rebuilt here; the cause is what the unpickler, or a user's `__setstate__`,
-            raised.
+            raised, `SystemExit` included: a value that arrives does not end this program.
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
         return _Unpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
-    except Exception as exc:
+    except (Exception, SystemExit, GeneratorExit) as exc:
         advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
         raise SerializationError(
             f"a value that arrived cannot be unpickled here: {type(exc).__name__}: {exc}.{advice}"
