@@ -31,6 +31,7 @@ from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from _pairs import PairFailed, end, free_port
+from _report import RESULTS, layout, write_results
 from rpc import describe_machine
 
 if TYPE_CHECKING:
@@ -361,16 +362,6 @@ def make_line(schedule: str, found: Sequence[Round]) -> tuple[str, ...]:
     )
 
 
-def layout(lines: Sequence[Sequence[str]]) -> list[str]:
-    """A Markdown table that is also readable as plain text."""
-    widths = [max(len(line[column]) for line in (HEAD, *lines)) for column in range(len(HEAD))]
-    rule = tuple("-" * width for width in widths)
-    return [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) + " |"
-        for line in (HEAD, rule, *lines)
-    ]
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument("--quick", action="store_true", help="a small model: shows that it runs, not how fast")
@@ -380,6 +371,7 @@ def main() -> int:
     parser.add_argument("--width", type=int, default=256, help="of the transformer (default: %(default)s)")
     parser.add_argument("--microbatches", type=int, default=8, help="per batch (default: %(default)s)")
     parser.add_argument("--draw", metavar="FILE", help="a Gantt picture of our last step")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args()
     if arguments.rounds < 0 or arguments.steps < 1 or arguments.microbatches < 2:
@@ -403,14 +395,18 @@ def compare(arguments: argparse.Namespace, size: Size) -> int:
     """Prints the table; returns the exit status."""
     about = describe_machine(argparse.Namespace(pin=False, rounds=arguments.rounds, ours="rpcdist.parallel.pipeline"))
     about = [line.replace("torch.distributed.rpc", "torch.distributed.pipelining on Gloo") for line in about]
-    print("\n".join([*about, f"- {size}"]), flush=True)
+    about.append(f"- {size}")
+    print("\n".join(about), flush=True)
     lines = []
     with open_pair(OurPeer, size) as ours, open_pair(TorchPeer, size) as torch:
         for schedule in arguments.only or SCHEDULES:
             lines.append(make_line(schedule, measure(schedule, ours, torch, arguments.rounds, arguments.steps)))
             if arguments.draw:
                 ours.first("draw", arguments.draw)
-    print("\n".join(["", *layout(lines)]))
+    table = layout(HEAD, lines)
+    print("\n".join(["", *table]))
+    if arguments.write:
+        write_results("pipeline.py", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
