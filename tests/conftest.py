@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import os
 import secrets
+import signal
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 
@@ -20,6 +21,9 @@ from rpc_cluster import running_cluster as running_cluster
 hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("automatic" if os.environ.get("CI") else "developer")
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background; programs inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
 if sys.platform != "win32":
