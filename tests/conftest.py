@@ -22,7 +22,7 @@ hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)
 hypothesis.settings.load_profile("automatic" if os.environ.get("CI") else "developer")
 
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as shells start what runs in the background; programs inherit it
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # what a shell starts in the background
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 LOOP_FACTORIES: dict[str, Callable[[], asyncio.AbstractEventLoop]] = {"asyncio": asyncio.new_event_loop}
