@@ -37,6 +37,9 @@ class GroupFailure:
     reason: str
     ranks: tuple[int, ...] = ()
 
+    def __str__(self) -> str:
+        return self.reason
+
     def error(self, operation: str) -> CollectiveError:
         """The error that `operation` (a title like "all_reduce #41 of group 'default'") raises."""
         if self.kind is FailureKind.LOST:

@@ -92,19 +92,23 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
         url = urlunsplit(parts._replace(query=text)) if parts.netloc else f"{parts.scheme}://{parts.path}?{text}"
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
-        raise RendezvousError(f"No rendezvous handler for {parts.scheme}://; known are {known}")
+        raise RendezvousError(f"No rendezvous handler for {parts.scheme}://; known are {known}, not {parts.geturl()!r}")
     return _handlers[parts.scheme](url, **options)
 
 
-def create_store(host: str, port: int, rank: int, world_size: int, timeout: Timeout | None = None) -> Store:
+def create_store(
+    host: str, port: int, rank: int, world_size: int, timeout: Timeout | None = None, wait_for_workers: bool = True
+) -> Store:
     """The store at an address: served by rank 0, called by the others, or the one of `torchrun`'s agent.
 
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
         rank: this process's; 0 serves, and shares the store if this process serves it there already.
-        world_size: how many take part; -1 for any number. Rank 0 waits for them.
+        world_size: how many take part; -1 for any number.
         timeout: limit for connecting and for the store's own waits; 30 minutes by default.
+        wait_for_workers: whether rank 0 waits for the others. RPC does not: its list of members does, and can say who
+            is missing.
 
     Raises:
         ConnectFailed: nobody answered at the address within `timeout`.
@@ -117,7 +121,15 @@ def create_store(host: str, port: int, rank: int, world_size: int, timeout: Time
     timeout = RENDEZVOUS_TIMEOUT if timeout is None else timeout
     if uses_agent_store():
         return _agent_store(host, port, world_size, timeout)
-    return TCPStore(host, port, world_size, is_master=rank == 0, timeout=timeout, multi_tenant=True)
+    return TCPStore(
+        host,
+        port,
+        world_size,
+        is_master=rank == 0,
+        timeout=timeout,
+        wait_for_workers=wait_for_workers,
+        multi_tenant=True,
+    )
 
 
 def uses_agent_store() -> bool:
@@ -169,11 +181,21 @@ def _pause(pause_s: float) -> None:
 # ---------------------------------------------------------------- env://, tcp://, file://
 
 
-def _env_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
+_HOW_TO_START = (
+    "Start the processes with torchrun, or set MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE in each of them, or pass "
+    "the rank, the world size, and an init_method like tcp://127.0.0.1:29500."
+)
+
+
+def _env_handler(
+    url: str, timeout: Timeout | None = None, wait_for_workers: bool = True, **_: object
+) -> Iterator[tuple[Store, int, int]]:
     def variable(name: str) -> str:
         value = os.environ.get(name)
         if not value:
-            raise _error("env", f"environment variable {name} expected, but not set")
+            error = _error("env", f"environment variable {name} expected, but not set")
+            error.add_note(_HOW_TO_START)  # the text itself is torch's
+            raise error
         return value
 
     query = _query(urlsplit(url))
@@ -182,11 +204,13 @@ def _env_handler(url: str, timeout: Timeout | None = None, **_: object) -> Itera
     world_size = _number("WORLD_SIZE", size)
     host, port = variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT"))
     _check_rank("env", rank, world_size)
-    yield create_store(host, port, rank, world_size, timeout), rank, world_size
+    yield create_store(host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("env")
 
 
-def _tcp_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
+def _tcp_handler(
+    url: str, timeout: Timeout | None = None, wait_for_workers: bool = True, **_: object
+) -> Iterator[tuple[Store, int, int]]:
     parts = urlsplit(url)
     port = _port(parts)
     if port is None:
@@ -194,7 +218,7 @@ def _tcp_handler(url: str, timeout: Timeout | None = None, **_: object) -> Itera
     if parts.hostname is None:
         raise _error("tcp", "host name missing")
     rank, world_size = _rank_and_size("tcp", _query(parts))
-    yield create_store(parts.hostname, port, rank, world_size, timeout), rank, world_size
+    yield create_store(parts.hostname, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("tcp")
 
 

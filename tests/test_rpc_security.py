@@ -30,11 +30,11 @@ from rpc_raw_peer import (
     status_of,
     unharmed,
 )
-from rpc_victims import CALM_S, Victims, World, forkserver_pid, join, until
+from rpc_victims import CALM_S, Victims, World, forkserver_pid, join, leave, until
 
 from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
-from rpcdist.errors import AuthenticationFailed, RpcdistError
+from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
 from rpcdist.transport._frames import piece_envelope
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
@@ -274,4 +274,29 @@ def test_a_store_with_another_token(victims: Victims, tmp_path: Path) -> None:
     waiting = coordinator.begin(join, "a", 0, 2, url, rpc_timeout=4.0)
     error = stranger.begin(join, "b", 1, 2, url, rpc_timeout=4.0).error(RpcdistError)
     assert isinstance(error, AuthenticationFailed) and "RPCDIST_TOKEN" in str(error), repr(error)
-    waiting.error(RpcdistError)
+    assert "these ranks have not come: 1" in str(waiting.error(RpcdistError))
+
+
+def test_the_token_of_the_options_counts_for_the_store(victims: Victims) -> None:
+    """With tcp:// a store is served and called before the options of RPC would be looked at."""
+    url = f"tcp://127.0.0.1:{free_port()}"
+    workers = [victims.start(name) for name in "ab"]
+    joining = [worker.begin(join, worker.name, rank, 2, url, token="y" * 32) for rank, worker in enumerate(workers)]
+    for pending in joining:
+        pending.result()
+    assert workers[0].run(rpc.rpc_sync, "b", functions.pid) == workers[1].pid
+    leaving = [worker.begin(leave) for worker in workers]
+    for pending in leaving:
+        pending.result()
+
+
+def test_world_sizes_that_differ_are_named_over_tcp(victims: Victims) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    joining = [victims.start(name).begin(join, name, rank, 2 + rank, url) for rank, name in enumerate("ab")]
+    for pending in joining:
+        assert "the world sizes differ" in str(pending.error(WorldMismatch))
+
+
+def test_a_bad_name_is_refused_before_anybody_is_waited_for(victims: Victims) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}"
+    victims.start("a").begin(join, "not a name", 0, 2, url).error(ConfigError)

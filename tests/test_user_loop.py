@@ -276,7 +276,7 @@ def test_ten_thousand_waiting_handlers_cost_no_thread(loop: UserLoop) -> None:
     calls = loop.submit_many([(handler, on_done, Deadline.after(60), None)] * 10_000)
     assert run(loop, five) == 5
     assert len(calls) == len(loop) == 10_000
-    assert threading.active_count() == before
+    assert threading.active_count() <= before
     loop.loop.call_soon_threadsafe(gate.set)
     assert all_done.wait(LIMIT_S)
 

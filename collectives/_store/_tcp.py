@@ -38,6 +38,8 @@ Reply = TypeVar("Reply", bound=Message)
 GRACE_S: Final = 10.0  # what an answer may take beyond the wait that was asked for, on a busy machine
 SHORTEST_PAUSE_S: Final = 0.05  # between attempts to find a store where a process listens
 LONGEST_PAUSE_S: Final = 0.5
+NOBODY_THERE: Final = "Does rank 0 run there, and have all processes the same MASTER_ADDR and MASTER_PORT?"
+COMPLETE: Final = b"complete"
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
 
 
@@ -104,7 +106,8 @@ class _Remote:
             except TransportError as exc:
                 if deadline.expired():
                     if isinstance(exc, ConnectFailed):
-                        raise ConnectFailed(self.address, exc.reason, self._timeout_s) from exc
+                        reason = f"{exc.reason}. {NOBODY_THERE}"
+                        raise ConnectFailed(self.address, reason, self._timeout_s) from exc
                     reason = f"a process answers there, but it serves no store ({exc})"
                     raise ConnectFailed(self.address, reason, self._timeout_s) from exc
             await asyncio.sleep(min(pause_s, deadline.remaining_s()))
@@ -201,13 +204,17 @@ class TCPStore(Store):
 
     def _join(self, world_size: int, is_master: bool) -> None:
         came = self.add(JOIN_KEY, 1)
-        if came == world_size:
-            self.queue_push(JOIN_KEY, b"complete")
-        if is_master and came < world_size:
-            try:
-                self.queue_pop(JOIN_KEY)
-            except TimeoutError as exc:
-                raise _timed_out_join(self._timeout_s, self.add(JOIN_KEY, 0), world_size, self.address) from exc
+        if not is_master:
+            # Told by everybody, whatever number it expects: who expects another one is found afterwards, by name.
+            self.queue_push(JOIN_KEY, COMPLETE if came == world_size else b"came")
+            return
+        deadline = Deadline.after(self._timeout_s)
+        told: bytes | None = b""
+        while came < world_size and told != COMPLETE:
+            told = self._queue_pop(JOIN_KEY, deadline.remaining_s())
+            came = self.add(JOIN_KEY, 0)
+            if told is None:
+                raise _timed_out_join(self._timeout_s, came, world_size, self.address)
 
     @property
     def host(self) -> str:

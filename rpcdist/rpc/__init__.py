@@ -6,16 +6,19 @@ ours.
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from datetime import timedelta
 
 from rpcdist.collectives import PrefixStore
 from rpcdist.collectives.rendezvous import open_rendezvous
-from rpcdist.errors import AlreadyInitialized
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop
+from rpcdist.ids import check_worker_name
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._current import agent_or_none
+from rpcdist.rpc._start import node_options
 from rpcdist.rpc._streams import Stream
 from rpcdist.rpc._waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
@@ -54,6 +57,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.transport import acquire_node
 from rpcdist.transport.fork import check_not_forked
 
 __all__ = [
@@ -126,7 +130,10 @@ def init_rpc(
             text says who.
         AuthenticationFailed: the job token of the coordinator is another one.
         ForkedProcess: this process was forked from a worker.
+        BlockingInLoop: called on an event loop; nothing has begun.
     """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.init_rpc", "await asyncio.to_thread(rpc.init_rpc, ...)")
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -143,8 +150,23 @@ def init_rpc(
     if not rpc_backend_options.init_method:
         rpc_backend_options.init_method = constants.DEFAULT_INIT_METHOD
 
-    url, timeout_s = rpc_backend_options.init_method, rpc_backend_options.rpc_timeout
-    found = open_rendezvous(url, rank, world_size, timeout=timedelta(seconds=timeout_s) if timeout_s else None)
+    check_worker_name(name)
+    if not isinstance(rpc_backend_options, RpcOptions):
+        _start(backend, name, rank, world_size, rpc_backend_options)
+        return
+    # The store of the rendezvous uses this process's one node, so the node needs the token of the options before it.
+    node = acquire_node(node_options(rpc_backend_options))
+    try:
+        _start(backend, name, rank, world_size, rpc_backend_options)
+    finally:
+        node.release()
+
+
+def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    url, timeout_s = options.init_method, options.rpc_timeout
+    timeout = timedelta(seconds=timeout_s) if timeout_s else None
+    # The list of members waits for the others: it can say who is missing, which the store cannot.
+    found = open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)
     store, rank, found_size = next(found)
     with _init_counter_lock:
         count = _init_counter[url] = _init_counter.get(url, -1) + 1
@@ -152,7 +174,7 @@ def init_rpc(
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None
-        _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, rpc_backend_options)
+        _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
     except BaseException:
         store.close()
         raise

@@ -79,6 +79,8 @@ class Agent:
         self.worker_name = self.identity.name
         self.incarnation = self.identity.incarnation
         self.closed = False
+        self.ending = threading.Lock()  # of `shutdown`
+        self.has_ended = False
         self.pool = WorkerPool(
             max_threads=options.max_worker_threads,
             prepare=_torch_state.adopt_num_threads,
@@ -270,7 +272,7 @@ class Agent:
         self._restore_torch()
         stopped = RpcdistError("RPC was shut down in this process while the call was in flight")
         self.caller.fail_all(stopped)
-        self.streams.fail_where(lambda peer, session: True, lambda what: stopped)
+        self.streams.fail_where(lambda peer, session: True, lambda what: RpcdistError(*stopped.args))
         self.dispatcher.cancel_all()
         if self.autograd is not None:
             self.autograd.close()

@@ -42,6 +42,7 @@ class Caller:
         self.calls = CallTable(self._wake_at)
         self.rpc_timeout_s = agent.options.rpc_timeout
         self._timer: asyncio.TimerHandle | None = None
+        self._timer_at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
 
     def __repr__(self) -> str:
         return f"<Caller {self.calls!r}>"
@@ -218,11 +219,11 @@ class Caller:
     def _arm(self, at: float) -> None:
         loop = self._agent.node.io.loop
         when = loop.time() + at - time.monotonic()
-        if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer.when() <= when:
+        if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer_at <= when:
             return
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = loop.call_at(when, self._expire)
+        self._timer, self._timer_at = loop.call_at(when, self._expire), when
 
     def _expire(self) -> None:
         self._timer = None

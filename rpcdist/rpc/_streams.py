@@ -140,11 +140,15 @@ class StreamState:
                 self._taken = 0
         return item
 
-    def failure(self) -> BaseException | None:
-        """How the stream ended; None for a regular end."""
-        if isinstance(self._failure, rpc_pb2.Failure):
-            return exception_of(self._failure, may_unpickle=self._may_unpickle)
-        return self._failure
+    def take_failure(self) -> BaseException | None:
+        """How the stream ended; None for a regular end, and from the second time on.
+
+        It is not kept: once raised, its traceback holds the stream's object, whose finalizer holds this state.
+        """
+        failure, self._failure = self._failure, None
+        if isinstance(failure, rpc_pb2.Failure):
+            return exception_of(failure, may_unpickle=self._may_unpickle)
+        return failure
 
     def cancel(self) -> None:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
@@ -178,7 +182,6 @@ class Stream(Generic[T]):
     def __init__(self, state: StreamState, timeout_s: float | None, forget: Callable[[StreamState], None]) -> None:
         self._state = state
         self._timeout_s = timeout_s
-        self._finished = False
         self._finalizer = weakref.finalize(self, forget, state)
         self._finalizer.atexit = False
 
@@ -211,10 +214,12 @@ class Stream(Generic[T]):
     def _result(self, item: object, exhausted: type[Exception]) -> T:
         if isinstance(item, Arrived):
             return item.decode()  # type: ignore[return-value]  # the caller of the stream says what T is
-        failure = None if self._finished else self._state.failure()
-        self._finished = True
+        failure = self._state.take_failure()
         if failure is not None:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it holds this frame: a cycle
         raise exhausted
 
     def close(self) -> None:

@@ -270,7 +270,10 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     Raises:
         NotInitialized: there is nothing to shut down.
         RuntimeError: somebody did not come in time, or died; the text says who. The local side is closed all the same.
+        BlockingInLoop: called on an event loop; nothing is closed.
     """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.shutdown", "await asyncio.to_thread(rpc.shutdown)")
     agent = current_agent()
     if not isinstance(agent, Agent):  # a registered backend's own
         agent.join(shutdown=True)
@@ -291,6 +294,13 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
 
 
 def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
+    with agent.ending:  # several threads may have called it; one closes, and the others wait until that is done
+        if not agent.has_ended:
+            agent.has_ended = True
+            _close_all_of(agent, finished, flush)
+
+
+def _close_all_of(agent: Agent, finished: bool, flush: bool) -> None:
     try:
         # A shutdown that failed flushes, too: the others wait for the reason.
         close_agent(agent, flush=flush, together=finished, ignore_leaks=_ignore_rref_leak or not finished)

@@ -95,6 +95,7 @@ class IoLoop:
 
         Raises:
             DeadlineExceeded: the time was over.
+            RpcdistError: the loop was closed before, or meanwhile.
             BlockingInLoop: called on an event loop's thread.
         """
         try:
@@ -115,6 +116,8 @@ class IoLoop:
             if future.done() and not future.cancelled():
                 raise
             raise DeadlineExceeded(f"an operation took longer than {timeout_s} s") from exc
+        except concurrent.futures.CancelledError as exc:
+            raise RpcdistError(f"the loop {self.name!r} was closed while an operation ran on it") from exc
         finally:
             if not future.done():
                 future.cancel()
