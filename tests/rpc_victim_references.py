@@ -105,7 +105,8 @@ def _some(count: int) -> list[Any]:
     return list(take_from_bag(random.randint(0, count))["some"])
 
 
-def _move(to: str) -> None:
+def _move(to: str) -> Any:
+    """One move; the future of a call that nobody waited for."""
     match random.randrange(8):
         case 0:
             put_into_bag(rpc.remote(to, make_value, tuple(_some(3))))
@@ -124,7 +125,8 @@ def _move(to: str) -> None:
             for rref in _some(1):
                 rref.to_here()
         case 7:
-            rpc.rpc_async(to, put_into_bag, tuple(_some(4)))
+            return rpc.rpc_async(to, put_into_bag, tuple(_some(4)))
+    return None
 
 
 def wander(names: tuple[str, ...], limit_s: float, seed: int) -> int:
@@ -133,16 +135,17 @@ def wander(names: tuple[str, ...], limit_s: float, seed: int) -> int:
     limit = time.monotonic() + limit_s
     put_into_bag(rpc.RRef(0))
     moves = 0
+    sent = []
     while time.monotonic() < limit:
         with _bag_lock:
             if not _bag:
                 _bag.append(rpc.RRef(moves))
-        _move(random.choice(names))
+        sent.append(_move(random.choice(names)))
         moves += 1
+    for future in sent:
+        if future is not None:
+            future.wait(timeout=20.0)  # a function that runs late would fill a bag again
     rpc.api._barrier(set(names))
-    with _bag_lock:
-        _bag.clear()
-    rpc.api._barrier(set(names))  # what was on its way has arrived
     with _bag_lock:
         _bag.clear()
     return moves

@@ -22,6 +22,7 @@ pytestmark = pytest.mark.multiproc
 
 LEASE_S = 3 * UNIT_S
 PROMPT_S = 3 * UNIT_S
+FULL_ONLY = pytest.mark.skipif(os.environ.get("RPCDIST_TEST_FULL") != "1", reason="runs in `make stress`")
 
 
 @pytest.fixture
@@ -208,7 +209,7 @@ def test_an_rref_after_shutdown(victims: Victims) -> None:
     world["a"].run(functions.drop)
 
 
-@pytest.mark.parametrize("limit_s", [4.0, pytest.param(20.0, marks=pytest.mark.stress)])
+@pytest.mark.parametrize("limit_s", [4.0, pytest.param(20.0, marks=[pytest.mark.stress, FULL_ONLY])])
 def test_references_that_wander_at_random_leave_nothing(victims: Victims, limit_s: float) -> None:
     names = ("a", "b", "c", "d")
     world = victims.world(*names, peer_timeout=CALM_S)
