@@ -230,7 +230,7 @@ def test_creation_that_timed_out(cluster: Cluster, arrives: bool) -> None:
 def test_remote_to_oneself(cluster: Cluster) -> None:
     rref, deliver = cluster.remote(1, 1, 5)
     assert rref.is_owner()
-    with pytest.raises(DeadlineExceeded):
+    with pytest.raises(DeadlineExceeded, match="RPC ran for more than set timeout"):
         rref.to_here(timeout=0.01)
     deliver()
     assert rref.to_here() == rref.local_value() == 5

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rpcdist.errors import RpcdistError, RRefError
+from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
 from rpcdist.rpc._rref.identifiers import Node, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
@@ -44,7 +44,14 @@ class OwnerValue:
 
     def wait(self, timeout_s: float | None) -> Any:
         """The value; blocks until it is there. [Note: kept errors]"""
-        error = self.future.exception(timeout_s)
+        try:
+            error = self.future.exception(timeout_s)
+        except DeadlineExceeded as exc:
+            # The words of a call that is late: who asked by a call hears this or those, whichever comes first.
+            raise DeadlineExceeded(
+                "RPC ran for more than set timeout and will now be marked with an error: the value of "
+                f"{self.rref!r} was not there in time"
+            ) from exc
         if error is not None:
             raise fresh_copy(error)
         return self.future.value()
