@@ -1,5 +1,5 @@
 """$ python examples/reinforcement_learning.py --observers 2
-mean reward 453 (20 at first; 2 observers, 40960 steps), batches 1.5 times as fast, picture: out/reinforcement.png
+mean reward 453 (20 at first; 2 observers, 40960 steps), batches 1.4 times as fast, picture: out/reinforcement.png
 
 The first line is the command, the second its last line of output (your digits differ a little). An agent learns to
 balance a pole on a cart (CartPole of gymnasium; every step that the pole stands is a reward of 1). The observers own
