@@ -1,4 +1,4 @@
-"""Pairs of processes that talk RPC with each other, and take orders from the benchmark through pipes."""
+"""Pairs of processes that take orders from the benchmark through pipes; those for RPC."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import socket
 import time
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
-__all__ = ["Pair", "PairFailed", "open_pair"]
+__all__ = ["Pair", "PairFailed", "open_pair", "open_rpc_pair"]
 
 ORDER_TIMEOUT_S = 180.0  # covers the start, each measurement, and the shutdown
 NAMES = ("caller", "callee")
@@ -28,33 +28,40 @@ class PairFailed(RuntimeError):
     """A process of a pair raised, died, or did not answer in time."""
 
 
+class Peer(Protocol):
+    """One process of a pair. Its public methods are the orders; `stop` is the last one."""
+
+    def start(self) -> object: ...
+    def stop(self) -> object: ...
+
+
 @dataclass(frozen=True)
 class Pair:
-    """A caller (rank 0) and a callee (rank 1) that use one RPC library.
+    """Two processes that use one library.
 
     Attributes:
-        module: the name of the library's module.
-        processes: of the caller and the callee.
+        name: of the library.
+        processes: by rank; for RPC, the caller and the callee.
         pipes: to them. An order is a tuple (name, arguments...), and each is answered.
     """
 
-    module: str
+    name: str
     processes: tuple[SpawnProcess, ...]
     pipes: tuple[Connection, ...]
 
-    def ask_caller(self, *order: object) -> Any:
-        """Gives an order to the caller, and waits for the answer."""
+    def ask_first(self, *order: object) -> Any:
+        """Gives an order to rank 0, and waits for the answer."""
         self.pipes[0].send(order)
         return self._answer(0, str(order))
 
     def ask_both(self, *order: object) -> tuple[Any, ...]:
-        """Gives the same order to caller and callee, and waits for both answers."""
+        """Gives the same order to both, and waits for both answers."""
         for pipe in self.pipes:
             pipe.send(order)
         return tuple(self._answer(rank, str(order)) for rank in range(len(self.pipes)))
 
     def _answer(self, rank: int, what: str) -> Any:
-        who = f"the {NAMES[rank]} on {self.module} (process {self.processes[rank].pid})"
+        who = f"rank {rank} of {self.name} (process {self.processes[rank].pid})"
         if not self.pipes[rank].poll(ORDER_TIMEOUT_S):
             raise PairFailed(f"{who} did not finish {what} within {ORDER_TIMEOUT_S:.0f} s")
         try:
@@ -67,25 +74,30 @@ class Pair:
 
 
 @contextlib.contextmanager
-def open_pair(module: str, *, pin: bool, profile: bool) -> Iterator[Pair]:
-    """Starts a pair, and ends its processes in any case."""
+def open_pair(name: str, make: Callable[..., Peer], *arguments: object) -> Iterator[Pair]:
+    """Starts two processes, each with the peer `make(rank, port, *arguments)`, and ends them in any case."""
     context = multiprocessing.get_context("spawn")
     port = free_port()
     processes, pipes = [], []
     try:
         for rank in range(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=live, args=(module, rank, port, theirs, pin, profile), daemon=True)
+            process = context.Process(target=live, args=(theirs, make, rank, port, *arguments), daemon=True)
             process.start()
             theirs.close()  # only the child holds it now, so its death ends our waiting
             processes.append(process)
             pipes.append(ours)
-        pair = Pair(module, tuple(processes), tuple(pipes))
+        pair = Pair(name, tuple(processes), tuple(pipes))
         pair.ask_both("start")
         yield pair
         pair.ask_both("stop")
     finally:
         end(processes)
+
+
+def open_rpc_pair(module: str, *, pin: bool, profile: bool) -> contextlib.AbstractContextManager[Pair]:
+    """A caller and a callee that use one RPC library."""
+    return open_pair(module, RpcPeer, module, pin, profile)
 
 
 def end(processes: list[SpawnProcess]) -> None:
@@ -107,32 +119,32 @@ def free_port() -> int:
 # ---- what runs in the processes of a pair
 
 
-def live(module: str, rank: int, port: int, pipe: Connection, pin: bool, profile: bool) -> None:
-    """Obeys orders until the benchmark says stop or is gone."""
+def live(pipe: Connection, make: Callable[..., Peer], *arguments: object) -> None:
+    """Obeys orders until the benchmark says stop or is gone; what an order raises is its answer."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides; when it dies, the pipe ends
-    if pin:
-        cores = sorted(os.sched_getaffinity(0))
-        os.sched_setaffinity(0, {cores[rank % len(cores)]})
-    peer = _Peer(module, rank, port, profile)
+    peer = make(*arguments)
+    name = ""
     with contextlib.suppress(EOFError):
-        while peer.running:
-            name, *arguments = pipe.recv()
+        while name != "stop":
+            name, *order = pipe.recv()
             try:
-                answer = (False, getattr(peer, name)(*arguments))
+                answer = (False, getattr(peer, name)(*order))
             except BaseException:
                 answer = (True, traceback.format_exc())
             pipe.send(answer)
 
 
-class _Peer:
-    """One process of a pair. Its public methods are the orders."""
+class RpcPeer:
+    """One process of a pair that talks RPC. See `Peer`."""
 
-    def __init__(self, module: str, rank: int, port: int, profile: bool) -> None:
+    def __init__(self, rank: int, port: int, module: str, pin: bool, profile: bool) -> None:
         self.module = module
         self.rank = rank
         self.port = port
         self.profile = profile
-        self.running = True
+        if pin:
+            cores = sorted(os.sched_getaffinity(0))
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
 
     def start(self) -> None:
         if self.profile:
@@ -173,4 +185,3 @@ class _Peer:
 
     def stop(self) -> None:
         self.rpc.shutdown()
-        self.running = False

@@ -15,7 +15,7 @@ import sys
 import rpc
 from _autograd_cases import CASES
 from _cases import Case
-from _pairs import Pair, PairFailed, open_pair
+from _pairs import Pair, PairFailed, open_rpc_pair
 from _report import RESULTS, Line, layout, write_results
 
 __all__ = ["main"]
@@ -28,8 +28,8 @@ def measure(case: Case, ours: Pair, torch: Pair, rounds: int, effort: float) -> 
     samples: list[tuple[dict[str, float], dict[str, float]]] = []
     for number in range(rounds):
         first, second = (ours, torch) if number % 2 == 0 else (torch, ours)
-        found = {pair.module: pair.ask_caller("measure", case.name, effort, MODULE) for pair in (first, second)}
-        samples.append((found[ours.module], found[torch.module]))
+        found = {pair.name: pair.ask_first("measure", case.name, effort, MODULE) for pair in (first, second)}
+        samples.append((found[ours.name], found[torch.name]))
     return [rpc.make_line(row, [(mine[row.metric], peers[row.metric]) for mine, peers in samples]) for row in case.rows]
 
 
@@ -40,7 +40,7 @@ def compare(arguments: argparse.Namespace) -> int:
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
         ours, torch = (
-            stack.enter_context(open_pair(module, pin=False, profile=False))
+            stack.enter_context(open_rpc_pair(module, pin=False, profile=False))
             for module in (arguments.ours, "torch.distributed.rpc")
         )
         for case in CASES:

@@ -16,26 +16,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import itertools
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _pairs import PairFailed, end, free_port
+from _pairs import Pair, PairFailed, open_pair
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-ORDER_TIMEOUT_S = 180.0
 LIBRARIES = ("rpcdist", "torch")
 STEP_BUDGET = 0.8
 MEMORY_BUDGET = 1.0
@@ -89,11 +84,10 @@ CASES = {
 class Peer:
     """One rank of one library. Its public methods are the orders."""
 
-    def __init__(self, library: str, rank: int, port: int) -> None:
+    def __init__(self, rank: int, port: int, library: str) -> None:
         self.library = library
         self.rank = rank
         self.port = port
-        self.running = True
 
     def start(self) -> None:
         import torch
@@ -154,7 +148,6 @@ class Peer:
 
     def stop(self) -> None:
         self.dist.destroy_process_group()
-        self.running = False
 
 
 def _memory(field: str) -> int:
@@ -164,84 +157,20 @@ def _memory(field: str) -> int:
     raise RuntimeError(f"/proc/self/status has no {field}")
 
 
-def live(library: str, rank: int, port: int, pipe: Connection) -> None:
-    """Obeys orders until the benchmark says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the benchmark decides; when it dies, the pipe ends
-    peer = Peer(library, rank, port)
-    with contextlib.suppress(EOFError):
-        while peer.running:
-            name, *arguments = pipe.recv()
-            try:
-                answer = (False, getattr(peer, name)(*arguments))
-            except BaseException:
-                answer = (True, traceback.format_exc())
-            pipe.send(answer)
-
-
-# ---- the pairs
-
-
-class Pair:
-    """Two ranks of one library."""
-
-    def __init__(self, library: str, pipes: list[Connection]) -> None:
-        self.library = library
-        self.pipes = pipes
-
-    def ask(self, *order: object) -> list[Any]:
-        """Gives both ranks an order, and waits for both answers."""
-        for pipe in self.pipes:
-            pipe.send(order)
-        return [self._answer(rank, str(order)) for rank in range(len(self.pipes))]
-
-    def _answer(self, rank: int, what: str) -> Any:
-        if not self.pipes[rank].poll(ORDER_TIMEOUT_S):
-            raise PairFailed(f"rank {rank} of {self.library} did not finish {what} in {ORDER_TIMEOUT_S:.0f} s")
-        try:
-            failed, answer = self.pipes[rank].recv()
-        except EOFError:
-            raise PairFailed(f"rank {rank} of {self.library} died during {what}") from None
-        if failed:
-            raise PairFailed(f"rank {rank} of {self.library} failed in {what}:\n{answer}")
-        return answer
-
-
-@contextlib.contextmanager
-def open_pair(library: str) -> Iterator[Pair]:
-    """Starts a pair, and ends its processes in any case."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    processes, pipes = [], []
-    try:
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=live, args=(library, rank, port, theirs), daemon=True)
-            process.start()
-            theirs.close()  # only the child holds it now, so its death ends our waiting
-            processes.append(process)
-            pipes.append(ours)
-        pair = Pair(library, pipes)
-        pair.ask("start")
-        yield pair
-        pair.ask("stop")
-    finally:
-        end(processes)
-
-
 # ---- measuring
 
 
 def measure_steps(name: str, pairs: list[Pair], rounds: int, count: int) -> list[Line]:
     """Alternates between the pairs."""
     for pair in pairs:
-        pair.ask("prepare", name)
+        pair.ask_both("prepare", name)
     steps: list[list[float]] = []
     busy: list[list[float]] = []
     alone: list[list[float]] = []
     for number in range(rounds):
         order = pairs if number % 2 == 0 else pairs[::-1]
         for sync in (True, False):
-            times = {pair.library: _slower(pair.ask("steps", count, sync)) for pair in order}
+            times = {pair.name: _slower(pair.ask_both("steps", count, sync)) for pair in order}
             (steps if sync else alone).append([times[library][0] for library in LIBRARIES])
             if sync:
                 busy.append([times[library][1] for library in LIBRARIES])
@@ -252,7 +181,7 @@ def measure_steps(name: str, pairs: list[Pair], rounds: int, count: int) -> list
     ]
 
 
-def _slower(answers: list[tuple[float, float]]) -> tuple[float, float]:
+def _slower(answers: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Of both ranks, the longer time and the longer processor time."""
     times, busy = zip(*answers, strict=True)
     return max(times), max(busy)
@@ -262,8 +191,8 @@ def measure_memory(name: str) -> Line:
     """Once: from one run to the next it differs by a hundredth."""
     peaks = []
     for library in LIBRARIES:
-        with open_pair(library) as pair:
-            peaks.append(float(max(pair.ask("memory", name))))
+        with open_pair(library, Peer, library) as pair:
+            peaks.append(float(max(pair.ask_both("memory", name))))
     return make_line(name, "peak memory", "MiB", [peaks], 2**-20, MEMORY_BUDGET)
 
 
@@ -299,7 +228,7 @@ def compare(arguments: argparse.Namespace) -> int:
     print("\n".join(about), flush=True)
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
-        pairs = [stack.enter_context(open_pair(library)) for library in LIBRARIES]
+        pairs = [stack.enter_context(open_pair(library, Peer, library)) for library in LIBRARIES]
         for name in arguments.only:
             print(f"measuring the steps of {name} ...", file=sys.stderr, flush=True)
             lines += measure_steps(name, pairs, arguments.rounds, arguments.steps)

@@ -15,22 +15,16 @@ for computing. On a machine of two cores nothing is left for the threads that co
 from __future__ import annotations
 
 import argparse
-import contextlib
-import multiprocessing
 import os
-import signal
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing.connection import Connection
-from multiprocessing.context import SpawnProcess
 from typing import TYPE_CHECKING, Any
 
-from _pairs import PairFailed, end, free_port
+from _pairs import Pair, PairFailed, open_pair
 from _report import RESULTS, layout, write_results
 from rpc import describe_machine
 
@@ -38,7 +32,6 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
 NAMES = ("worker0", "worker1")
-ORDER_TIMEOUT_S = 180.0
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2}  # and the stages of each worker
 BOUND_BUDGET = 0.85  # of the throughput that the schedule allows
 TORCH_BUDGET = 1.0  # our time / torch's time
@@ -232,75 +225,7 @@ class TorchPeer(Peer):
         dist.destroy_process_group()
 
 
-def live(kind: type[Peer], rank: int, port: int, size: Size, pipe: Connection) -> None:
-    """Obeys orders until the benchmark says stop or is gone."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    peer = kind(rank, port, size)
-    name = ""
-    with contextlib.suppress(EOFError):
-        while name != "stop":
-            name, *arguments = pipe.recv()
-            try:
-                answer = (False, getattr(peer, name)(*arguments))
-            except BaseException:
-                answer = (True, traceback.format_exc())
-            pipe.send(answer)
-
-
 # ---- the benchmark's side
-
-
-class Pair:
-    """Two processes that take orders."""
-
-    def __init__(self, what: str, pipes: Sequence[Connection]) -> None:
-        self.what = what
-        self.pipes = pipes
-
-    def both(self, *order: object) -> list[Any]:
-        """Gives an order to both, and waits for their answers."""
-        for pipe in self.pipes:
-            pipe.send(order)
-        return [self._answer(rank, order) for rank in range(len(self.pipes))]
-
-    def first(self, *order: object) -> Any:
-        self.pipes[0].send(order)
-        return self._answer(0, order)
-
-    def _answer(self, rank: int, order: object) -> Any:
-        who = f"rank {rank} of {self.what}"
-        if not self.pipes[rank].poll(ORDER_TIMEOUT_S):
-            raise PairFailed(f"{who} did not finish {order} within {ORDER_TIMEOUT_S:.0f} s")
-        try:
-            failed, answer = self.pipes[rank].recv()
-        except EOFError:
-            raise PairFailed(f"{who} died during {order}") from None
-        if failed:
-            raise PairFailed(f"{who} failed in {order}:\n{answer}")
-        return answer
-
-
-@contextlib.contextmanager
-def open_pair(kind: type[Peer], size: Size) -> Iterator[Pair]:
-    """Starts two processes, and ends them in any case."""
-    context = multiprocessing.get_context("spawn")
-    port = free_port()
-    processes: list[SpawnProcess] = []
-    pipes: list[Connection] = []
-    try:
-        for rank in range(2):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=live, args=(kind, rank, port, size, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
-        pair = Pair(kind.__name__, pipes)
-        pair.both("start")
-        yield pair
-        pair.both("stop")
-    finally:
-        end(processes)
 
 
 @dataclass
@@ -316,27 +241,27 @@ class Round:
 def measure(schedule: str, ours: Pair, torch: Pair, rounds: int, steps: int) -> list[Round]:
     """Alternates between the pairs, after steps that warm them up."""
     for pair in (ours, torch):
-        pair.both("prepare", schedule)
-    ours.first("steps", 2)
-    torch.both("steps", 2)
+        pair.ask_both("prepare", schedule)
+    ours.ask_first("steps", 2)
+    torch.ask_both("steps", 2)
     found = []
     for number in range(rounds):
         times = dict[str, float]()
         order: list[tuple[str, Callable[[], list[float]]]] = [
-            ("ours", lambda: ours.first("steps", steps)),
-            ("torch", lambda: torch.both("steps", steps)[0]),
+            ("ours", lambda: ours.ask_first("steps", steps)),
+            ("torch", lambda: torch.ask_both("steps", steps)[0]),
         ]
         for who, run in order if number % 2 == 0 else reversed(order):
             times[who] = statistics.median(run())
-        bound, bubble = ours.first("bound", stage_times(ours, schedule, steps))
+        bound, bubble = ours.ask_first("bound", stage_times(ours, schedule, steps))
         found.append(Round(times["ours"], times["torch"], bound, bubble))
-    print(f"{schedule}: last step of ours: {ours.first('timeline')}", flush=True)
+    print(f"{schedule}: last step of ours: {ours.ask_first('timeline')}", flush=True)
     return found
 
 
 def stage_times(ours: Pair, schedule: str, repeats: int) -> dict[int, tuple[float, float]]:
     """The times of every stage; both workers measure at the same time."""
-    by_worker = ours.both("stage_times", repeats)
+    by_worker = ours.ask_both("stage_times", repeats)
     return {
         rank + len(NAMES) * local: times
         for rank, of_worker in enumerate(by_worker)
@@ -398,11 +323,11 @@ def compare(arguments: argparse.Namespace, size: Size) -> int:
     about.append(f"- {size}")
     print("\n".join(about), flush=True)
     lines = []
-    with open_pair(OurPeer, size) as ours, open_pair(TorchPeer, size) as torch:
+    with open_pair("rpcdist", OurPeer, size) as ours, open_pair("torch", TorchPeer, size) as torch:
         for schedule in arguments.only or SCHEDULES:
             lines.append(make_line(schedule, measure(schedule, ours, torch, arguments.rounds, arguments.steps)))
             if arguments.draw:
-                ours.first("draw", arguments.draw)
+                ours.ask_first("draw", arguments.draw)
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:

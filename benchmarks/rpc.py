@@ -16,7 +16,7 @@ import statistics
 import sys
 
 from _cases import CASES, Case, Row
-from _pairs import Pair, PairFailed, open_pair
+from _pairs import Pair, PairFailed, open_rpc_pair
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 
 MEMORY = "memory"
@@ -35,11 +35,11 @@ def measure_case(case: Case, ours: Pair, torch: Pair, rounds: int, effort: float
     samples: list[tuple[dict[str, float], dict[str, float]]] = []
     for number in range(rounds):
         if number % 2 == 0:
-            our_sample = ours.ask_caller("measure", case.name, effort)
-            samples.append((our_sample, torch.ask_caller("measure", case.name, effort)))
+            our_sample = ours.ask_first("measure", case.name, effort)
+            samples.append((our_sample, torch.ask_first("measure", case.name, effort)))
         else:
-            torch_sample = torch.ask_caller("measure", case.name, effort)
-            samples.append((ours.ask_caller("measure", case.name, effort), torch_sample))
+            torch_sample = torch.ask_first("measure", case.name, effort)
+            samples.append((ours.ask_first("measure", case.name, effort), torch_sample))
     return [make_line(row, [(mine[row.metric], peers[row.metric]) for mine, peers in samples]) for row in case.rows]
 
 
@@ -48,9 +48,9 @@ def measure_memory(ours: Pair, torch: Pair, effort: float) -> list[Line]:
     num_calls = max(2000, round(20_000 * effort))
     growths = []
     for pair in (ours, torch):
-        pair.ask_caller("churn", num_calls)
+        pair.ask_first("churn", num_calls)
         before = pair.ask_both("resident_bytes")
-        pair.ask_caller("churn", num_calls)
+        pair.ask_first("churn", num_calls)
         after = pair.ask_both("resident_bytes")
         growths.append([(new - old) * 10_000 / num_calls for old, new in zip(before, after, strict=True)])
     pairs = zip(*growths, strict=True)
@@ -118,7 +118,7 @@ def compare(arguments: argparse.Namespace) -> int:
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
         ours, torch = (
-            stack.enter_context(open_pair(module, pin=arguments.pin, profile=False))
+            stack.enter_context(open_rpc_pair(module, pin=arguments.pin, profile=False))
             for module in (arguments.ours, "torch.distributed.rpc")
         )
         for name in arguments.only:
@@ -137,13 +137,13 @@ def compare(arguments: argparse.Namespace) -> int:
 
 def profile(arguments: argparse.Namespace) -> int:
     """Runs the cases on our pair alone, and prints what the threads of both processes did in each."""
-    with open_pair(arguments.ours, pin=arguments.pin, profile=True) as pair:
+    with open_rpc_pair(arguments.ours, pin=arguments.pin, profile=True) as pair:
         for name in arguments.only:
             if name == MEMORY:
                 continue
-            pair.ask_caller("measure", name, 0.1)
+            pair.ask_first("measure", name, 0.1)
             pair.ask_both("profile_reset")
-            pair.ask_caller("measure", name, 0.3 if arguments.quick else 1.0)
+            pair.ask_first("measure", name, 0.3 if arguments.quick else 1.0)
             for who, report in zip(("caller", "callee"), pair.ask_both("profile_report"), strict=True):
                 print(f"\n======== {name}: {who}\n{report}", flush=True)
     return 0
