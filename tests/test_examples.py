@@ -9,99 +9,33 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from socket import socket
-from typing import IO
 
-import psutil
 import pytest
+from example_runs import (
+    EXAMPLES,
+    LIMIT_S,
+    ROOT,
+    STOP_LIMIT_S,
+    assert_no_process_left,
+    free_port,
+    last_line,
+    read_until,
+    run,
+    session_members,
+    start,
+)
+from example_runs import explanation_of as explanation_of
 
-ROOT = Path(__file__).parents[1]
-EXAMPLES = ROOT / "examples"
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
-# A machine with more work than cores is slower by about this factor; the limits grow with it.
-SLOWDOWN = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-LIMIT_S = min(100.0, 40.0 * SLOWDOWN)  # of a whole run, most of which is importing torch in every process
-STOP_LIMIT_S = 3.0 * SLOWDOWN  # between Ctrl-C and the end
 SHORT = ("--epochs", "8")
 SHORT_ACCURACY = 90.0  # what 8 epochs reach with room to spare; a full run reaches 97
 
 
-def environment() -> dict[str, str]:
-    """Ours, without what a launcher may have left there."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in launcher}
-
-
-def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a session of its own; kills the session when that takes too long."""
-    with start(*command, cwd=cwd) as process:
-        out, errors = process.communicate(timeout=LIMIT_S)
-        assert_no_process_left(process.pid)
-    return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, errors)
-
-
-@contextmanager
-def start(*command: str | Path, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment(),
-        cwd=cwd,
-    )
-    try:
-        yield process
-    finally:
-        for member in session_members(process.pid):
-            member.kill()
-        process.communicate()
-
-
-def session_members(session: int) -> list[psutil.Process]:
-    """The living processes of a session: children stay in it also when their parent is gone."""
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
-
-
-def assert_no_process_left(session: int, limit_s: float = STOP_LIMIT_S) -> None:
-    _, alive = psutil.wait_procs(session_members(session), timeout=limit_s)
-    assert not alive, f"still running: {alive}"
-
-
-def read_until(stream: IO[str], text: str) -> str:
-    """Lines up to the first that contains `text`."""
-    lines = []
-    for line in stream:
-        lines.append(line)
-        if text in line:
-            return "".join(lines)
-    raise AssertionError(f"the output ended without {text!r}:\n{''.join(lines)}")
-
-
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def last_accuracy(result: subprocess.CompletedProcess[str]) -> float:
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = re.fullmatch(r"test accuracy (\d+\.\d) % \(.*\), picture: .*", result.stdout.splitlines()[-1])
-    assert found, result.stdout
-    return float(found[1])
+    return float(last_line(result, r"test accuracy (\d+\.\d) % \(.*\), picture: .*")[1])
 
 
 @pytest.mark.multiproc
@@ -157,16 +91,7 @@ def test_bounded_staleness(staleness: int | None, free: list[str], monkeypatch: 
 
 @pytest.mark.multiproc
 def test_parameter_server_runs_under_torchrun(tmp_path: Path) -> None:
-    torchrun = (
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "3",
-        "--master-port",
-        str(free_port()),
-    )
-    result = run(*torchrun, PARAMETER_SERVER, "--mode", "sync", *SHORT, cwd=tmp_path)
+    result = run(*torchrun(3), PARAMETER_SERVER, "--mode", "sync", *SHORT, cwd=tmp_path)
     assert last_accuracy(result) >= SHORT_ACCURACY
     assert (tmp_path / "out" / "parameter_server.png").exists()
 
@@ -225,34 +150,18 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_explained(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], message: str, explanation_of: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", [str(PARAMETER_SERVER), *arguments])
-    parameter_server = importlib.import_module("parameter_server")
-    with pytest.raises(SystemExit) as caught:
-        parameter_server.main()
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in explanation_of("parameter_server", *arguments)
 
 
-def test_a_port_in_use_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_port_in_use_is_explained(explanation_of: Callable[..., str]) -> None:
     with socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        test_bad_arguments_are_explained(
-            ("--port", str(port)), f"--port {port}: Address already in use", tmp_path, monkeypatch, capsys
-        )
+        said = explanation_of("parameter_server", "--port", str(port))
+    assert f"--port {port}: Address already in use" in said
 
 
 @pytest.mark.multiproc

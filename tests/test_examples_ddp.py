@@ -2,31 +2,23 @@
 
 from __future__ import annotations
 
-import importlib
 import re
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from test_examples import EXAMPLES, free_port, run
+from example_runs import (
+    EXAMPLES,
+    last_line,
+    run,
+    torchrun,
+)
+from example_runs import explanation_of as explanation_of
 
 DDP = EXAMPLES / "ddp.py"
 COLLECTIVES = EXAMPLES / "collectives.py"
-
-
-def torchrun(processes: int) -> tuple[str, ...]:
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()))
-    return (sys.executable, *command)
-
-
-def last_line(result: subprocess.CompletedProcess[str], pattern: str) -> re.Match[str]:
-    """The last line of a run that went well, which has this form."""
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = re.fullmatch(pattern, result.stdout.splitlines()[-1])
-    assert found, result.stdout
-    return found
 
 
 @pytest.mark.multiproc
@@ -79,22 +71,6 @@ def test_collectives_are_shown_and_averaging_learns(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_explained(
-    script: Path,
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    script: Path, arguments: tuple[str, ...], message: str, explanation_of: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", [str(script), *arguments])
-    monkeypatch.delitem(sys.modules, script.stem, raising=False)
-    module = importlib.import_module(script.stem)
-    with pytest.raises(SystemExit) as caught:
-        module.main()
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
-    monkeypatch.delitem(sys.modules, script.stem)
+    assert message in explanation_of(script.stem, *arguments)

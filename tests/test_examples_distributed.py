@@ -2,41 +2,29 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_examples import (
+from example_runs import (
     EXAMPLES,
     STOP_LIMIT_S,
     assert_no_process_left,
-    free_port,
+    last_line,
     read_until,
     run,
     session_members,
     start,
+    torchrun,
 )
+from example_runs import explanation_of as explanation_of
 
 PNG = b"\x89PNG"
-
-
-def torchrun(processes: int) -> tuple[str, ...]:
-    command = ("-m", "torch.distributed.run", "--nproc-per-node", str(processes), "--master-port", str(free_port()))
-    return (sys.executable, *command)
-
-
-def last_line(result: subprocess.CompletedProcess[str], pattern: str) -> re.Match[str]:
-    """The last line of a run that went well, which has this form."""
-    assert result.returncode == 0, result.stdout + result.stderr
-    found = re.fullmatch(pattern, result.stdout.splitlines()[-1])
-    assert found, result.stdout
-    return found
 
 
 @pytest.mark.multiproc
@@ -128,22 +116,9 @@ def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     ],
 )
 def test_bad_arguments_are_explained(
-    example: str,
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    example: str, arguments: tuple[str, ...], message: str, explanation_of: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", [example, *arguments])
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(example).main()
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in explanation_of(example, *arguments)
 
 
 @pytest.mark.parametrize(
@@ -156,19 +131,6 @@ def test_bad_arguments_are_explained(
     ],
 )
 def test_too_few_processes_are_explained(
-    example: str,
-    world_size: int,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    example: str, world_size: int, message: str, explanation_of: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", str(world_size))
-    monkeypatch.setattr(sys, "argv", [example])
-    with pytest.raises(SystemExit) as caught:
-        importlib.import_module(example).main()
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in explanation_of(example, RANK="0", WORLD_SIZE=str(world_size))

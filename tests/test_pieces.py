@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from session_pairs import Bytes, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
@@ -27,24 +28,6 @@ from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
 from rpcdist.transport._outgoing import Outgoing
 
 MIB = 1 << 20
-
-
-class Bytes:
-    """A large buffer of the sender."""
-
-    def __init__(self, data: bytes) -> None:
-        self.view = memoryview(data)
-
-
-def call(id: int, body: bytes = b"") -> rpc_pb2.Message:
-    message = rpc_pb2.Message()
-    message.call.id = id
-    message.call.function_pickle = body
-    return message
-
-
-def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Message:
-    return rpc_pb2.Message(transfer=transfer, large=sizes, wrapped=wrapped)
 
 
 def piece(transfer: int, buffer: int, offset: int, data: bytes) -> Piece:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from test_examples import EXAMPLES, ROOT, free_port, run
+from example_runs import (
+    EXAMPLES,
+    ROOT,
+    run,
+    torchrun,
+)
+from example_runs import explanation_of as explanation_of
 
 PIPELINE = EXAMPLES / "pipeline_parallel.py"
 SHORT = ("--steps", "40", "--width", "32", "--length", "32", "--batch-size", "16")
@@ -29,10 +35,7 @@ def test_it_learns(tmp_path: Path) -> None:
 
 @pytest.mark.multiproc
 def test_it_runs_under_torchrun_and_fails_above_max_loss(tmp_path: Path) -> None:
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()))
-    result = run(
-        sys.executable, *torchrun, PIPELINE, "--schedule", "interleaved", "--max-loss", "1", *SHORT, cwd=tmp_path
-    )
+    result = run(*torchrun(2), PIPELINE, "--schedule", "interleaved", "--max-loss", "1", *SHORT, cwd=tmp_path)
     assert result.returncode == 1
     assert re.search(r"^validation loss \d\.\d\d is above --max-loss 1$", result.stderr, re.MULTILINE)
     assert (tmp_path / "out" / "pipeline.png").exists()
@@ -49,22 +52,9 @@ def test_it_runs_under_torchrun_and_fails_above_max_loss(tmp_path: Path) -> None
     ],
 )
 def test_bad_arguments_are_explained(
-    arguments: tuple[str, ...],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...], message: str, explanation_of: Callable[..., str]
 ) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    monkeypatch.chdir(tmp_path)
-    for name in ("RANK", "WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(sys, "argv", [str(PIPELINE), *arguments])
-    pipeline = importlib.import_module("pipeline_parallel")
-    with pytest.raises(SystemExit) as caught:
-        pipeline.main()
-    assert caught.value.code == 2
-    assert message in capsys.readouterr().err
+    assert message in explanation_of("pipeline_parallel", *arguments)
 
 
 @pytest.mark.multiproc
