@@ -26,6 +26,7 @@ from example_runs import (
     run,
     session_members,
     start,
+    torchrun,
 )
 from example_runs import explanation_of as explanation_of
 
