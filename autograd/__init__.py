@@ -9,7 +9,10 @@ if __name__ != "rpcdist.autograd":
         "off sys.path (run your script from another folder, or install the project with `pip install -e .`)"
     )
 
-from rpcdist.autograd._api import (  # noqa: F401  # torch has the private ones here, and programs use them
+from rpcdist.autograd._autograd_errors import AutogradError, BackwardError, ContextNotFound
+from rpcdist.autograd._draw import draw
+from rpcdist.autograd._engine_runs import Captured, is_in_backward, queue_callback
+from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private ones here, and programs use them
     Mode,
     _current_context,
     _get_debug_info,
@@ -25,9 +28,6 @@ from rpcdist.autograd._api import (  # noqa: F401  # torch has the private ones 
     get_gradients,
     is_available,
 )
-from rpcdist.autograd._draw import draw
-from rpcdist.autograd._errors import AutogradError, BackwardError, ContextNotFound
-from rpcdist.autograd._runs import Captured, is_in_backward, queue_callback
 from rpcdist.autograd._worker import AutogradWorker
 from rpcdist.rpc import _autograd_hooks
 

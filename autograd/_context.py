@@ -15,9 +15,9 @@ import torch
 from torch.autograd.graph import Node
 
 from rpcdist._proto import value_pb2
-from rpcdist.autograd._errors import AutogradError, ContextNotFound
-from rpcdist.autograd._functions import RecordedRecv, RecordedSend, attach
+from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable
+from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
 
 if TYPE_CHECKING:
     from rpcdist.autograd._passes import BackwardPass

@@ -18,9 +18,12 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context
-from rpcdist.autograd._errors import BackwardError
-from rpcdist.autograd._events import (
+from rpcdist.autograd._engine_runs import GroupRun
+from rpcdist.autograd._graph_analysis import Analysis, analyse
+from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend
+from rpcdist.autograd._pass_events import (
     Action,
     Event,
     Finished,
@@ -33,15 +36,12 @@ from rpcdist.autograd._events import (
     Started,
     Verdicts,
 )
-from rpcdist.autograd._functions import Gradients, RecordedRecv, RecordedSend
-from rpcdist.autograd._graphs import Analysis, analyse
-from rpcdist.autograd._runs import GroupRun
 from rpcdist.autograd._verdicts import PassState
-from rpcdist.autograd._wire import encode_verdicts
+from rpcdist.autograd._wire_format import encode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._failures import text_of, traceback_of
-from rpcdist.rpc._pool import blocking
+from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._values.failures import text_of, traceback_of
 
 if TYPE_CHECKING:
     from rpcdist.autograd._worker import AutogradWorker

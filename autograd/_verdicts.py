@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from rpcdist.autograd._events import (
+from rpcdist.autograd._pass_events import (
     Action,
     ChildDone,
     Decided,

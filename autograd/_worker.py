@@ -17,17 +17,17 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._errors import AutogradError, BackwardError
-from rpcdist.autograd._events import ChildDone, Decided, PeerBegan
-from rpcdist.autograd._functions import Gradients
+from rpcdist.autograd._message_nodes import Gradients
+from rpcdist.autograd._pass_events import ChildDone, Decided, PeerBegan
 from rpcdist.autograd._passes import BackwardPass
-from rpcdist.autograd._wire import decode_verdicts
+from rpcdist.autograd._wire_format import decode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._failures import text_of
 from rpcdist.rpc._values import ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values.failures import text_of
 from rpcdist.rpc.future import Future
 from rpcdist.transport import Session
 
@@ -297,7 +297,7 @@ class AutogradWorker:
 
 
 class _Delivery:
-    """Hears when a message of a pass could not be sent (`rpcdist.rpc._peer.Sender`)."""
+    """Hears when a message of a pass could not be sent (`rpcdist.rpc._peers.peer.Sender`)."""
 
     __slots__ = ("_owner", "_to", "_worker")
 

@@ -17,67 +17,67 @@ from rpcdist.collectives.rendezvous import register_rendezvous_handler, rendezvo
 from rpcdist.errors import DistBackendError, DistError, DistNetworkError, DistStoreError, QueueEmptyError, StoreTimeout
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._backend import Backend as BackendBase
-    from rpcdist.collectives._backend import GroupContext as GroupContext
-    from rpcdist.collectives._coalesced import all_gather_coalesced as all_gather_coalesced
-    from rpcdist.collectives._coalesced import all_reduce_coalesced as all_reduce_coalesced
-    from rpcdist.collectives._functions import all_gather as all_gather
-    from rpcdist.collectives._functions import all_gather_into_tensor as all_gather_into_tensor
-    from rpcdist.collectives._functions import all_gather_single as all_gather_single
-    from rpcdist.collectives._functions import all_reduce as all_reduce
-    from rpcdist.collectives._functions import all_to_all as all_to_all
-    from rpcdist.collectives._functions import all_to_all_single as all_to_all_single
-    from rpcdist.collectives._functions import barrier as barrier
-    from rpcdist.collectives._functions import broadcast as broadcast
-    from rpcdist.collectives._functions import gather as gather
-    from rpcdist.collectives._functions import monitored_barrier as monitored_barrier
-    from rpcdist.collectives._functions import reduce as reduce
-    from rpcdist.collectives._functions import reduce_scatter as reduce_scatter
-    from rpcdist.collectives._functions import reduce_scatter_single as reduce_scatter_single
-    from rpcdist.collectives._functions import reduce_scatter_tensor as reduce_scatter_tensor
-    from rpcdist.collectives._functions import scatter as scatter
-    from rpcdist.collectives._groups import GroupMember as GroupMember
-    from rpcdist.collectives._groups import get_backend as get_backend
-    from rpcdist.collectives._groups import get_backend_config as get_backend_config
-    from rpcdist.collectives._groups import get_global_rank as get_global_rank
-    from rpcdist.collectives._groups import get_group_rank as get_group_rank
-    from rpcdist.collectives._groups import get_pg_count as get_pg_count
-    from rpcdist.collectives._groups import get_process_group_ranks as get_process_group_ranks
-    from rpcdist.collectives._groups import get_rank as get_rank
-    from rpcdist.collectives._groups import get_world_size as get_world_size
-    from rpcdist.collectives._groups import group as group
-    from rpcdist.collectives._groups import is_initialized as is_initialized
-    from rpcdist.collectives._init import close_stores as close_stores
-    from rpcdist.collectives._init import destroy_process_group as destroy_process_group
-    from rpcdist.collectives._init import get_node_local_rank as get_node_local_rank
-    from rpcdist.collectives._init import init_process_group as init_process_group
-    from rpcdist.collectives._new_groups import new_group as new_group
-    from rpcdist.collectives._new_groups import new_subgroups as new_subgroups
-    from rpcdist.collectives._new_groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
-    from rpcdist.collectives._objects import all_gather_object as all_gather_object
-    from rpcdist.collectives._objects import broadcast_object_list as broadcast_object_list
-    from rpcdist.collectives._objects import gather_object as gather_object
-    from rpcdist.collectives._objects import recv_object_list as recv_object_list
-    from rpcdist.collectives._objects import scatter_object_list as scatter_object_list
-    from rpcdist.collectives._objects import send_object_list as send_object_list
-    from rpcdist.collectives._operation import ReduceOp as ReduceOp
-    from rpcdist.collectives._point_functions import P2POp as P2POp
-    from rpcdist.collectives._point_functions import batch_isend_irecv as batch_isend_irecv
-    from rpcdist.collectives._point_functions import irecv as irecv
-    from rpcdist.collectives._point_functions import isend as isend
-    from rpcdist.collectives._point_functions import recv as recv
-    from rpcdist.collectives._point_functions import send as send
-    from rpcdist.collectives._reduce_ops import make_premul_sum as _make_nccl_premul_sum
-    from rpcdist.collectives._reduce_ops import reduce_op as reduce_op
-    from rpcdist.collectives._reduce_ops import supports_complex as supports_complex
-    from rpcdist.collectives._split_groups import shrink_group as shrink_group
-    from rpcdist.collectives._split_groups import split_group as split_group
-    from rpcdist.collectives._store._base import Store as Store
-    from rpcdist.collectives._store._file import FileStore as FileStore
-    from rpcdist.collectives._store._hash import HashStore as HashStore
-    from rpcdist.collectives._store._prefix import PrefixStore as PrefixStore
-    from rpcdist.collectives._store._tcp import TCPStore as TCPStore
-    from rpcdist.collectives._store._torch import TorchStoreAdapter as TorchStoreAdapter
+    from rpcdist.collectives._api.coalesced import all_gather_coalesced as all_gather_coalesced
+    from rpcdist.collectives._api.coalesced import all_reduce_coalesced as all_reduce_coalesced
+    from rpcdist.collectives._api.default_group import close_stores as close_stores
+    from rpcdist.collectives._api.default_group import destroy_process_group as destroy_process_group
+    from rpcdist.collectives._api.default_group import get_node_local_rank as get_node_local_rank
+    from rpcdist.collectives._api.default_group import init_process_group as init_process_group
+    from rpcdist.collectives._api.messages import P2POp as P2POp
+    from rpcdist.collectives._api.messages import batch_isend_irecv as batch_isend_irecv
+    from rpcdist.collectives._api.messages import irecv as irecv
+    from rpcdist.collectives._api.messages import isend as isend
+    from rpcdist.collectives._api.messages import recv as recv
+    from rpcdist.collectives._api.messages import send as send
+    from rpcdist.collectives._api.new_groups import new_group as new_group
+    from rpcdist.collectives._api.new_groups import new_subgroups as new_subgroups
+    from rpcdist.collectives._api.new_groups import new_subgroups_by_enumeration as new_subgroups_by_enumeration
+    from rpcdist.collectives._api.objects import all_gather_object as all_gather_object
+    from rpcdist.collectives._api.objects import broadcast_object_list as broadcast_object_list
+    from rpcdist.collectives._api.objects import gather_object as gather_object
+    from rpcdist.collectives._api.objects import recv_object_list as recv_object_list
+    from rpcdist.collectives._api.objects import scatter_object_list as scatter_object_list
+    from rpcdist.collectives._api.objects import send_object_list as send_object_list
+    from rpcdist.collectives._api.operations import all_gather as all_gather
+    from rpcdist.collectives._api.operations import all_gather_into_tensor as all_gather_into_tensor
+    from rpcdist.collectives._api.operations import all_gather_single as all_gather_single
+    from rpcdist.collectives._api.operations import all_reduce as all_reduce
+    from rpcdist.collectives._api.operations import all_to_all as all_to_all
+    from rpcdist.collectives._api.operations import all_to_all_single as all_to_all_single
+    from rpcdist.collectives._api.operations import barrier as barrier
+    from rpcdist.collectives._api.operations import broadcast as broadcast
+    from rpcdist.collectives._api.operations import gather as gather
+    from rpcdist.collectives._api.operations import monitored_barrier as monitored_barrier
+    from rpcdist.collectives._api.operations import reduce as reduce
+    from rpcdist.collectives._api.operations import reduce_scatter as reduce_scatter
+    from rpcdist.collectives._api.operations import reduce_scatter_single as reduce_scatter_single
+    from rpcdist.collectives._api.operations import reduce_scatter_tensor as reduce_scatter_tensor
+    from rpcdist.collectives._api.operations import scatter as scatter
+    from rpcdist.collectives._api.split_groups import shrink_group as shrink_group
+    from rpcdist.collectives._api.split_groups import split_group as split_group
+    from rpcdist.collectives._group.backend_contract import Backend as BackendBase
+    from rpcdist.collectives._group.backend_contract import GroupContext as GroupContext
+    from rpcdist.collectives._group.registry import GroupMember as GroupMember
+    from rpcdist.collectives._group.registry import get_backend as get_backend
+    from rpcdist.collectives._group.registry import get_backend_config as get_backend_config
+    from rpcdist.collectives._group.registry import get_global_rank as get_global_rank
+    from rpcdist.collectives._group.registry import get_group_rank as get_group_rank
+    from rpcdist.collectives._group.registry import get_pg_count as get_pg_count
+    from rpcdist.collectives._group.registry import get_process_group_ranks as get_process_group_ranks
+    from rpcdist.collectives._group.registry import get_rank as get_rank
+    from rpcdist.collectives._group.registry import get_world_size as get_world_size
+    from rpcdist.collectives._group.registry import group as group
+    from rpcdist.collectives._group.registry import is_initialized as is_initialized
+    from rpcdist.collectives._operations.operation import ReduceOp as ReduceOp
+    from rpcdist.collectives._operations.reduce_ops import make_premul_sum as _make_nccl_premul_sum
+    from rpcdist.collectives._operations.reduce_ops import reduce_op as reduce_op
+    from rpcdist.collectives._operations.reduce_ops import supports_complex as supports_complex
+    from rpcdist.collectives._stores.base import Store as Store
+    from rpcdist.collectives._stores.file_store import FileStore as FileStore
+    from rpcdist.collectives._stores.hash_store import HashStore as HashStore
+    from rpcdist.collectives._stores.prefix_store import PrefixStore as PrefixStore
+    from rpcdist.collectives._stores.tcp_store import TCPStore as TCPStore
+    from rpcdist.collectives._stores.torch_store import TorchStoreAdapter as TorchStoreAdapter
     from rpcdist.collectives.backends import Backend as Backend
     from rpcdist.collectives.backends import BackendConfig as BackendConfig
     from rpcdist.collectives.backends import get_default_backend_for_device as get_default_backend_for_device
@@ -217,32 +217,32 @@ __all__ = [
 
 # Module to names: imported on first use.
 _MODULES = {
-    "_backend": "BackendBase GroupContext",
-    "_coalesced": "all_gather_coalesced all_reduce_coalesced",
-    "_functions": (
+    "_group.backend_contract": "BackendBase GroupContext",
+    "_api.coalesced": "all_gather_coalesced all_reduce_coalesced",
+    "_api.operations": (
         "all_gather all_gather_into_tensor all_gather_single all_reduce all_to_all all_to_all_single "
         "barrier broadcast gather monitored_barrier reduce reduce_scatter reduce_scatter_single "
         "reduce_scatter_tensor scatter"
     ),
-    "_groups": (
+    "_group.registry": (
         "GroupMember get_backend get_backend_config get_global_rank get_group_rank get_pg_count "
         "get_process_group_ranks get_rank get_world_size group is_initialized"
     ),
-    "_init": "close_stores destroy_process_group get_node_local_rank init_process_group",
-    "_new_groups": "new_group new_subgroups new_subgroups_by_enumeration",
-    "_objects": (
+    "_api.default_group": "close_stores destroy_process_group get_node_local_rank init_process_group",
+    "_api.new_groups": "new_group new_subgroups new_subgroups_by_enumeration",
+    "_api.objects": (
         "all_gather_object broadcast_object_list gather_object recv_object_list scatter_object_list send_object_list"
     ),
-    "_operation": "ReduceOp",
-    "_point_functions": "P2POp batch_isend_irecv irecv isend recv send",
-    "_reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
-    "_split_groups": "shrink_group split_group",
-    "_store._base": "Store",
-    "_store._file": "FileStore",
-    "_store._hash": "HashStore",
-    "_store._prefix": "PrefixStore",
-    "_store._tcp": "TCPStore",
-    "_store._torch": "TorchStoreAdapter",
+    "_operations.operation": "ReduceOp",
+    "_api.messages": "P2POp batch_isend_irecv irecv isend recv send",
+    "_operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
+    "_api.split_groups": "shrink_group split_group",
+    "_stores.base": "Store",
+    "_stores.file_store": "FileStore",
+    "_stores.hash_store": "HashStore",
+    "_stores.prefix_store": "PrefixStore",
+    "_stores.tcp_store": "TCPStore",
+    "_stores.torch_store": "TorchStoreAdapter",
     "backends": (
         "Backend BackendConfig get_default_backend_for_device is_available is_backend_available "
         "is_gloo_available is_mpi_available is_nccl_available is_torchelastic_launched is_ucc_available "

@@ -11,8 +11,8 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from rpcdist.collectives import _backend
-from rpcdist.collectives._backend import GroupContext
+from rpcdist.collectives._group import backend_contract
+from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.errors import ConfigError
 
 __all__ = [
@@ -32,7 +32,7 @@ __all__ = [
     "make_backend",
 ]
 
-BackendFactory = Callable[..., _backend.Backend]
+BackendFactory = Callable[..., backend_contract.Backend]
 
 
 class _Plugin(NamedTuple):
@@ -140,7 +140,7 @@ class BackendConfig:
         return self.device_backend_map
 
 
-def make_backend(name: Backend | str, context: GroupContext) -> _backend.Backend:
+def make_backend(name: Backend | str, context: GroupContext) -> backend_contract.Backend:
     """Constructs a backend; blocks until all ranks of the group can be reached.
 
     Raises:
@@ -198,7 +198,7 @@ def is_nccl_available() -> bool:
     """Whether there are a CUDA device, a CuPy that is new enough, and an NCCL that it can load."""
     if not torch.cuda.is_available():
         return False
-    from rpcdist.collectives._nccl_library import nccl_is_usable
+    from rpcdist.collectives._nccl.nccl_library import nccl_is_usable
 
     return nccl_is_usable()
 

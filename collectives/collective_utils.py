@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar, cast, overload
 
-from rpcdist.collectives import _objects
+from rpcdist.collectives._api import objects
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, DistBackendError
 
@@ -85,7 +85,7 @@ def broadcast(
         outcomes = [_outcome(data_or_fn, stage_name) if success else _Outcome(stage_name, failed=True)]
     if pg is not None:
         received: list[object] = list(outcomes)
-        _objects.broadcast_object_list(received, group=pg, group_src=rank)
+        objects.broadcast_object_list(received, group=pg, group_src=rank)
         outcomes = [cast(_Outcome, received[0])]
     _raise_failures({rank: outcomes[0]})
     return cast(T, pickle.loads(outcomes[0].data))
@@ -118,7 +118,7 @@ def all_gather(
     outcomes: list[object] = [mine]
     if pg is not None:
         outcomes = [None] * pg.size()
-        _objects.all_gather_object(outcomes, mine, pg)
+        objects.all_gather_object(outcomes, mine, pg)
     found = [cast(_Outcome, each) for each in outcomes]
     _raise_failures(dict(enumerate(found)))
     stages = {outcome.stage for outcome in found}

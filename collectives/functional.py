@@ -16,10 +16,10 @@ from typing import Any, cast
 import torch
 from torch.autograd import Function
 
-from rpcdist.collectives import _functions
-from rpcdist.collectives._groups import Group, group_or_default
-from rpcdist.collectives._operation import ReduceOp
-from rpcdist.collectives._reduce_ops import canonical_op
+from rpcdist.collectives._api import operations
+from rpcdist.collectives._group.registry import Group, group_or_default
+from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives._operations.reduce_ops import canonical_op
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
@@ -143,7 +143,7 @@ class _Broadcast(Function):
     def forward(ctx: Context, group: ProcessGroup, root: int, tensor: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.root = group, root
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        _functions.broadcast(copy, group=group, group_src=root)
+        operations.broadcast(copy, group=group, group_src=root)
         return copy
 
     @staticmethod
@@ -159,7 +159,7 @@ class _Reduce(Function):
     def forward(ctx: Context, group: ProcessGroup, root: int, op: object, tensor: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.root, ctx.op = group, root, op
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        _functions.reduce(copy, op=op, group=group, group_dst=root)
+        operations.reduce(copy, op=op, group=group, group_dst=root)
         return copy
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Gather(Function):
     def forward(ctx: Context, group: ProcessGroup, root: int, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group, ctx.root = group, root
         outputs = _zeros_like_all(tensor, group)
-        _functions.gather(tensor, outputs if group.rank() == root else None, group=group, group_dst=root)
+        operations.gather(tensor, outputs if group.rank() == root else None, group=group, group_dst=root)
         return tuple(outputs)
 
     @staticmethod
@@ -189,7 +189,7 @@ class _Scatter(Function):
             raise ConfigError(f"scatter wants {group.size()} tensors of one shape on every rank, one for each of them")
         output = torch.empty_like(tensors[0], memory_format=torch.contiguous_format)
         given = list(tensors) if group.rank() == root else None
-        _functions.scatter(output, given, group=group, group_src=root)
+        operations.scatter(output, given, group=group, group_src=root)
         return output
 
     @staticmethod
@@ -202,7 +202,7 @@ class _AllReduce(Function):
     def forward(ctx: Context, group: ProcessGroup, op: object, tensor: torch.Tensor) -> torch.Tensor:
         ctx.group, ctx.op = group, op
         copy = tensor.clone(memory_format=torch.contiguous_format)
-        _functions.all_reduce(copy, op, group)
+        operations.all_reduce(copy, op, group)
         return copy
 
     @staticmethod
@@ -216,7 +216,7 @@ class _ReduceScatter(Function):
         ctx: Context, group: ProcessGroup, op: object, output: torch.Tensor, *tensors: torch.Tensor
     ) -> torch.Tensor:
         ctx.group, ctx.op = group, op
-        _functions.reduce_scatter(output, list(tensors), op, group)
+        operations.reduce_scatter(output, list(tensors), op, group)
         return output
 
     @staticmethod
@@ -229,7 +229,7 @@ class _AllGather(Function):
     def forward(ctx: Context, group: ProcessGroup, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         outputs = _zeros_like_all(tensor, group)
-        _functions.all_gather(outputs, tensor, group)
+        operations.all_gather(outputs, tensor, group)
         return tuple(outputs)
 
     @staticmethod
@@ -245,7 +245,7 @@ class _AllToAll(Function):
     ) -> tuple[torch.Tensor, ...]:
         ctx.group = group
         ctx.shapes = [tensor.shape for tensor in tensors]
-        _functions.all_to_all(list(outputs), list(tensors), group)
+        operations.all_to_all(list(outputs), list(tensors), group)
         return tuple(outputs)
 
     @staticmethod
@@ -266,7 +266,7 @@ class _AllToAllSingle(Function):
     ) -> torch.Tensor:
         ctx.group, ctx.shape = group, tensor.shape
         ctx.splits = input_splits, output_splits  # the other way round
-        _functions.all_to_all_single(output, tensor, output_splits, input_splits, group)
+        operations.all_to_all_single(output, tensor, output_splits, input_splits, group)
         return output
 
     @staticmethod

@@ -10,14 +10,14 @@ import logging
 import zlib
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rpcdist.collectives._at_exit import close_at_exit
-from rpcdist.collectives._backend import GroupContext
-from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
-from rpcdist.collectives._mpi_library import Pause, load_mpi
-from rpcdist.collectives._mpi_messages import MpiMessages
-from rpcdist.collectives._mpi_plane import MpiPlane, abandon
-from rpcdist.collectives._topology import exchange
-from rpcdist.collectives._watched import GroupWatch
+from rpcdist.collectives._group.at_exit import close_at_exit
+from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
+from rpcdist.collectives._group.topology import exchange
+from rpcdist.collectives._group.watched_backend import GroupWatch
+from rpcdist.collectives._mpi.mpi_library import Pause, load_mpi
+from rpcdist.collectives._mpi.mpi_messages import MpiMessages
+from rpcdist.collectives._mpi.mpi_transport import MpiPlane, abandon
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, ConfigError
 

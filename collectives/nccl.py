@@ -15,17 +15,17 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import torch
 
-from rpcdist.collectives._at_exit import close_at_exit
-from rpcdist.collectives._backend import Backend, GroupContext
-from rpcdist.collectives._engine import Reporter
-from rpcdist.collectives._failure import FailureKind, GroupFailure
-from rpcdist.collectives._nccl_calls import NcclCalls
-from rpcdist.collectives._nccl_library import Communicator, CudaRuntime, Runtime, Stream
-from rpcdist.collectives._nccl_watchdog import NcclWatchdog
-from rpcdist.collectives._nccl_work import NcclWork
-from rpcdist.collectives._operation import Kind, Operation, describe_fingerprint
-from rpcdist.collectives._topology import exchange
-from rpcdist.collectives._watched import GroupWatch
+from rpcdist.collectives._group.at_exit import close_at_exit
+from rpcdist.collectives._group.backend_contract import Backend, GroupContext
+from rpcdist.collectives._group.engine import Reporter
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.topology import exchange
+from rpcdist.collectives._group.watched_backend import GroupWatch
+from rpcdist.collectives._nccl.communicator_calls import NcclCalls
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, Runtime, Stream
+from rpcdist.collectives._nccl.nccl_work import NcclWork
+from rpcdist.collectives._nccl.watchdog import NcclWatchdog
+from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.flight_recorder import MessageLog, Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline

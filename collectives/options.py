@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._operation import ReduceOp
+from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.errors import ConfigError
 
 __all__ = [

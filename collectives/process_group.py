@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from rpcdist.collectives import _backend, _lowering
-from rpcdist.collectives._lowercase import LowerCaseOperations
-from rpcdist.collectives._lowering import Lowered, Place
-from rpcdist.collectives._sparse import all_reduce_sparse
+from rpcdist.collectives._api.group_methods import LowerCaseOperations
+from rpcdist.collectives._group import backend_contract
+from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.lowering import Lowered, Place
+from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError, RpcdistError
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._store._base import Store
+    from rpcdist.collectives._stores.base import Store
 
 __all__ = ["Carrier", "ProcessGroup"]
 
@@ -35,7 +36,7 @@ class Carrier:
 
     __slots__ = ("backend", "group", "place")
 
-    def __init__(self, group: ProcessGroup, backend: _backend.Backend, place: Place) -> None:
+    def __init__(self, group: ProcessGroup, backend: backend_contract.Backend, place: Place) -> None:
         self.group = group
         self.backend = backend
         self.place = place
@@ -60,7 +61,7 @@ class Carrier:
         """The one operation that sparse tensors have as well."""
         if tensor.is_sparse:
             return all_reduce_sparse(self, tensor, op, async_op, timeout_s)
-        return self.submit(_lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
+        return self.submit(lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
 
 
 class ProcessGroup(LowerCaseOperations):
@@ -89,7 +90,7 @@ class ProcessGroup(LowerCaseOperations):
         rank: int,
         ranks: tuple[int, ...],
         store: Store,
-        backends: Mapping[str, _backend.Backend],
+        backends: Mapping[str, backend_contract.Backend],
         *,
         backend_name: str = "tcp",
         names: Mapping[str, str] | None = None,
@@ -218,7 +219,7 @@ class ProcessGroup(LowerCaseOperations):
             return "cpu"
         return next(iter(self._backends))
 
-    def backend(self, device: torch.device | str) -> _backend.Backend:
+    def backend(self, device: torch.device | str) -> backend_contract.Backend:
         """The backend for a device."""
         return self.carrier(torch.device(device).type).backend
 
@@ -235,7 +236,7 @@ class ProcessGroup(LowerCaseOperations):
 
     # ------------------------------------------------------------ the end
 
-    def _distinct_backends(self) -> list[_backend.Backend]:
+    def _distinct_backends(self) -> list[backend_contract.Backend]:
         return list({id(backend): backend for backend in self._backends.values()}.values())
 
     def abort(self) -> None:
@@ -277,6 +278,6 @@ class ProcessGroup(LowerCaseOperations):
         Returns:
             None on a rank that is not among them.
         """
-        from rpcdist.collectives._split_groups import split_off
+        from rpcdist.collectives._api.split_groups import split_off
 
         return split_off(self, ranks, timeout=timeout, options=opts, name=group_name, description=group_desc)

@@ -14,7 +14,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._store._base import Store, Timeout
+    from rpcdist.collectives._stores.base import Store, Timeout
 
 __all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
 
@@ -114,7 +114,7 @@ def create_store(
         ConnectFailed: nobody answered at the address within `timeout`.
         DistNetworkError: rank 0's port is in use.
     """
-    from rpcdist.collectives._store._tcp import TCPStore
+    from rpcdist.collectives._stores.tcp_store import TCPStore
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
@@ -140,8 +140,8 @@ def uses_agent_store() -> bool:
 def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Store:
     import torch.distributed as torch_distributed
 
-    from rpcdist.collectives._store._base import seconds
-    from rpcdist.collectives._store._torch import TorchStoreAdapter
+    from rpcdist.collectives._stores.base import seconds
+    from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
     timeout_s = seconds(timeout)
     # torch's constructor cannot be interrupted while it tries to connect, so it is called when somebody listens there.
@@ -223,8 +223,8 @@ def _tcp_handler(
 
 
 def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
-    from rpcdist.collectives._store._base import DEFAULT_TIMEOUT
-    from rpcdist.collectives._store._file import FileStore
+    from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT
+    from rpcdist.collectives._stores.file_store import FileStore
 
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):

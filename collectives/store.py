@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from rpcdist.collectives._store._base import Store
-from rpcdist.collectives._store._file import FileStore
-from rpcdist.collectives._store._hash import HashStore
-from rpcdist.collectives._store._prefix import PrefixStore
-from rpcdist.collectives._store._tcp import TCPStore
-from rpcdist.collectives._store._torch import TorchStoreAdapter
+from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.file_store import FileStore
+from rpcdist.collectives._stores.hash_store import HashStore
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.tcp_store import TCPStore
+from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
 __all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "TorchStoreAdapter"]

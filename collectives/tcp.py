@@ -8,19 +8,19 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rpcdist.collectives._at_exit import close_at_exit
-from rpcdist.collectives._backend import GroupContext
-from rpcdist.collectives._beginning import Beginning
-from rpcdist.collectives._engine_backend import EngineBackend, GroupEngine, Messages
-from rpcdist.collectives._hybrid import Hosts, HybridPlane
-from rpcdist.collectives._local_process import LocalProcess, acquire_local_process, bind_host
-from rpcdist.collectives._plane import Plane
-from rpcdist.collectives._point.mailboxes import Mailboxes
-from rpcdist.collectives._shared import SharedMemoryPlane, segment_size, unsupported_here
-from rpcdist.collectives._sockets.plane import SocketPlane
-from rpcdist.collectives._solo import SoloPlane
-from rpcdist.collectives._topology import Meeting, find_hosts, meet, share_memory, watch_sockets
-from rpcdist.collectives._watch import Watch
+from rpcdist.collectives._group.at_exit import close_at_exit
+from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
+from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
+from rpcdist.collectives._group.setup_watch import Beginning
+from rpcdist.collectives._group.topology import Meeting, find_hosts, meet, share_memory, watch_sockets
+from rpcdist.collectives._group.watch import Watch
+from rpcdist.collectives._transports.base import Plane
+from rpcdist.collectives._transports.hierarchical import Hosts, HybridPlane
+from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
+from rpcdist.collectives._transports.shm import SharedMemoryPlane, segment_size, unsupported_here
+from rpcdist.collectives._transports.single import SoloPlane
+from rpcdist.collectives._transports.sockets.socket_transport import SocketPlane
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 from rpcdist.transport.sockets import SocketHub

@@ -18,15 +18,15 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._new_groups import open_group
-from rpcdist.collectives._store._torch import TorchStoreAdapter
+from rpcdist.collectives._api.new_groups import open_group
+from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._lowercase import TensorLists, Tensors
+    from rpcdist.collectives._api.group_methods import TensorLists, Tensors
 
 __all__ = ["NAME", "TorchProcessGroup", "TorchWork", "register"]
 

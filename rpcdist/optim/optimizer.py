@@ -8,9 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from rpcdist.autograd._api import _is_valid_context
+from rpcdist.autograd._interface import _is_valid_context
 from rpcdist.errors import RpcdistError
-from rpcdist.optim._groups import (
+from rpcdist.optim._optimizer_owner import LocalOptimizer, call_local_optimizer, new_local_optimizer
+from rpcdist.optim._owners import OwnerCall, ask_owners, ask_owners_async
+from rpcdist.optim._param_groups import (
     Group,
     Shard,
     changed_options,
@@ -20,8 +22,6 @@ from rpcdist.optim._groups import (
     place,
     scatter_state,
 )
-from rpcdist.optim._owner import LocalOptimizer, call_local_optimizer, new_local_optimizer
-from rpcdist.optim._owners import OwnerCall, ask_owners, ask_owners_async
 from rpcdist.rpc import Future, RRef
 
 __all__ = ["DistributedOptimizer"]

@@ -17,11 +17,10 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._arguments import choose_sync, member_group, refuse_unsupported
 from rpcdist.parallel._ddp._buckets import BucketCaps
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
-from rpcdist.parallel._ddp._errors import DataParallelError
 from rpcdist.parallel._ddp._finite import CheckFinite
-from rpcdist.parallel._ddp._graphs import find_tensors, reached_leaves, watch_outputs
 from rpcdist.parallel._ddp._hooks import (
     BufferHook,
     BufferHookLocation,
@@ -31,11 +30,12 @@ from rpcdist.parallel._ddp._hooks import (
 )
 from rpcdist.parallel._ddp._joining import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging import logging_data
-from rpcdist.parallel._ddp._options import ReducerOptions
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
+from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._reduction import CommHook
 from rpcdist.parallel._ddp._sources import in_distributed_context
+from rpcdist.parallel._ddp._used_parameters import find_tensors, reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
 

@@ -17,10 +17,10 @@ from rpcdist.ids import check_worker_name
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
+from rpcdist.rpc._calling.result_streams import Stream
+from rpcdist.rpc._calling.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc._current import agent_or_none
 from rpcdist.rpc._start import node_options
-from rpcdist.rpc._streams import Stream
-from rpcdist.rpc._waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
     _all_gather,
     _barrier,

@@ -18,24 +18,24 @@ import torch
 from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc import _torch_state
-from rpcdist.rpc._arrived import Arrived, OutgoingRRefs
 from rpcdist.rpc._autograd_hooks import AutogradHooks, CallContext, make_hooks
-from rpcdist.rpc._caller import Caller
-from rpcdist.rpc._completers import Job
-from rpcdist.rpc._connections import Connections
-from rpcdist.rpc._dispatch import Dispatcher, describe_job
-from rpcdist.rpc._gather import Gatherings, Leader
-from rpcdist.rpc._gil import GilWait
-from rpcdist.rpc._loopback import Loopback
-from rpcdist.rpc._members import Directory
-from rpcdist.rpc._pool import WorkerPool
+from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._calling.reply_sinks import Job
+from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._calling.waiting import replace_torch_functions
+from rpcdist.rpc._executors import torch_state
+from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._membership.directory import Directory
+from rpcdist.rpc._membership.gatherings import Gatherings, Leader
+from rpcdist.rpc._peers.connections import Connections
+from rpcdist.rpc._peers.loopback import Loopback
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._streams import StreamTable
-from rpcdist.rpc._user_loop import UserLoop
+from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, encode_into
-from rpcdist.rpc._waiting import replace_torch_functions
+from rpcdist.rpc._values.arrived import Arrived, OutgoingRRefs
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef
@@ -44,8 +44,8 @@ from rpcdist.transport import Node, Session
 
 if TYPE_CHECKING:
     from rpcdist.collectives import Store
-    from rpcdist.rpc._coordinator import Coordinator
-    from rpcdist.rpc._interrupt import InterruptWatch
+    from rpcdist.rpc._calling.interrupt import InterruptWatch
+    from rpcdist.rpc._membership.coordinator import Coordinator
 
 __all__ = ["ROLE", "Agent", "AnySession"]
 
@@ -83,8 +83,8 @@ class Agent:
         self.has_ended = False
         self.pool = WorkerPool(
             max_threads=options.max_worker_threads,
-            prepare=_torch_state.adopt_num_threads,
-            cleanup=_torch_state.reset,
+            prepare=torch_state.adopt_num_threads,
+            cleanup=torch_state.reset,
             on_exhausted=self._on_exhausted,
             describe=describe_job,
         )

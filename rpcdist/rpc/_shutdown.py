@@ -13,7 +13,7 @@ import time
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._gather import all_gather
+from rpcdist.rpc._membership.gatherings import all_gather
 
 __all__ = ["close_agent", "join"]
 

@@ -13,13 +13,13 @@ from rpcdist.collectives import Store
 from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent
-from rpcdist.rpc._coordinator import Coordinator, ProbingService, serve_membership
-from rpcdist.rpc._interrupt import InterruptWatch
-from rpcdist.rpc._members import Directory, Member
-from rpcdist.rpc._membership import members_of
+from rpcdist.rpc._calling.interrupt import InterruptWatch
+from rpcdist.rpc._membership.coordinator import Coordinator, ProbingService, serve_membership
+from rpcdist.rpc._membership.directory import Directory, Member
+from rpcdist.rpc._membership.service import members_of
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport import Node, NodeOptions, acquire_node
-from rpcdist.transport.interfaces import is_loopback, pick_bind_host, split_address, warn_if_plaintext
+from rpcdist.transport.addresses import is_loopback, pick_bind_host, split_address, warn_if_plaintext
 
 __all__ = ["node_options", "start_agent"]
 

@@ -14,11 +14,11 @@ import torch
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._caller import Destination
+from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import agent_or_none, current_agent, set_current_agent
-from rpcdist.rpc._gather import all_gather
+from rpcdist.rpc._membership.gatherings import all_gather
 from rpcdist.rpc._shutdown import close_agent, join
-from rpcdist.rpc._streams import Stream
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.internal import _internal_rpc_pickler
@@ -207,7 +207,7 @@ def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
 
 
 def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, T]:
-    """Exchanges one object per worker; see `rpcdist.rpc._gather.all_gather`."""
+    """Exchanges one object per worker; see `rpcdist.rpc._membership.gatherings.all_gather`."""
     agent = current_agent()
     return all_gather(agent, obj, worker_names, agent.caller.timeout_of(timeout))
 

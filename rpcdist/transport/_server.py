@@ -20,10 +20,10 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._grpc import SERVER_OPTIONS, ServerStream, refuse
-from rpcdist.transport._local_lane import LocalStream, accept_local, listen_local, local_lanes_allowed
+from rpcdist.transport._grpc_channel import SERVER_OPTIONS, ServerStream, refuse
+from rpcdist.transport._local_channel import LocalStream, accept_local, listen_local, local_lanes_allowed
+from rpcdist.transport.addresses import join_address
 from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
-from rpcdist.transport.interfaces import join_address
 from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
 from rpcdist.transport.session import NullHandler, Session, expect_handshake
 

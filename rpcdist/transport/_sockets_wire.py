@@ -24,8 +24,8 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
-from rpcdist.transport.interfaces import join_address, split_address
 
 __all__ = [
     "MAX_PURPOSE_BYTES",

@@ -40,7 +40,7 @@ from typing import Final
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.session_keys import (
+from rpcdist.transport.keys import (
     PROOF_BYTES,
     SESSION_ID_BYTES,
     ReplayWindow,

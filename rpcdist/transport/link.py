@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConnectFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._grpc import CHANNEL_OPTIONS, ClientStream, mapped_errors
-from rpcdist.transport._local_lane import LocalStream, connect_local
+from rpcdist.transport._grpc_channel import CHANNEL_OPTIONS, ClientStream, mapped_errors
+from rpcdist.transport._local_channel import LocalStream, connect_local
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys, request_proof
 from rpcdist.transport.session import NullHandler, Session, SessionHandler, expect_handshake
 

@@ -18,7 +18,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._frames import PIECE_WINDOW_BYTES, Piece, PieceHead, parse
 from rpcdist.transport._incoming import Delivery, Incoming, ReceiveBuffer, heap_buffer
-from rpcdist.transport._loop import IoLoop
+from rpcdist.transport._io_loop import IoLoop
 from rpcdist.transport._outgoing import LargeBuffer, Outgoing
 
 __all__ = [

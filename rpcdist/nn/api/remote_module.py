@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import NotInitialized, RpcdistError, SerializationError
-from rpcdist.nn import _owner
+from rpcdist.nn import _module_owner
 from rpcdist.nn._refused import RefusesLocalMethods, refuse
 from rpcdist.nn._remote_device import parse_remote_device
 from rpcdist.rpc import Future, RRef
@@ -37,12 +37,16 @@ def _forward_async(
     module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any
 ) -> Future[Any]:
     """Calls the module at its owner; returns a future of the result."""
-    return rpc.rpc_async(module_rref.owner(), _owner.forward, args=(module_rref, device, has_device_map, args, kwargs))
+    return rpc.rpc_async(
+        module_rref.owner(), _module_owner.forward, args=(module_rref, device, has_device_map, args, kwargs)
+    )
 
 
 def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Calls the module at its owner, and waits for the result."""
-    return rpc.rpc_sync(module_rref.owner(), _owner.forward, args=(module_rref, device, has_device_map, args, kwargs))
+    return rpc.rpc_sync(
+        module_rref.owner(), _module_owner.forward, args=(module_rref, device, has_device_map, args, kwargs)
+    )
 
 
 def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[Any, ...]]:
@@ -84,7 +88,7 @@ class _RemoteModule(RefusesLocalMethods):
         self._find_worker(remote_device)
         scripted = _module_interface_cls is not None
         creation = (module_cls, args or (), kwargs or {}, self.device, scripted)
-        self._refer_to(rpc.remote(self.on, _owner.create, args=creation))
+        self._refer_to(rpc.remote(self.on, _module_owner.create, args=creation))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -143,7 +147,7 @@ class _RemoteModule(RefusesLocalMethods):
 
     def train(self, mode: bool = True) -> _RemoteModule:
         """Sets the module, at its owner, to training mode or to evaluation mode."""
-        self._ask(_owner.train, mode)
+        self._ask(_module_owner.train, mode)
         self.training = mode
         return self
 
@@ -153,12 +157,12 @@ class _RemoteModule(RefusesLocalMethods):
 
     def requires_grad_(self, requires_grad: bool = True) -> _RemoteModule:
         """Says whether the parameters want gradients."""
-        self._ask(_owner.requires_grad_, requires_grad)
+        self._ask(_module_owner.requires_grad_, requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> _RemoteModule:
         """Moves the module to another device of its owner, or to another dtype, as `torch.nn.Module.to` does."""
-        self.device = self._ask(_owner.move, self.device, args, kwargs)
+        self.device = self._ask(_module_owner.move, self.device, args, kwargs)
         self._install_methods()
         return self
 
@@ -170,14 +174,14 @@ class _RemoteModule(RefusesLocalMethods):
         Args:
             recurse: those of submodules, too.
         """
-        parameters: list[RRef[nn.Parameter]] = self._ask(_owner.parameter_rrefs, recurse)
+        parameters: list[RRef[nn.Parameter]] = self._ask(_module_owner.parameter_rrefs, recurse)
         return parameters
 
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
         """The names of the parameters, with references to them."""
-        return iter(self._ask(_owner.named_parameter_rrefs, prefix, recurse, remove_duplicate))
+        return iter(self._ask(_module_owner.named_parameter_rrefs, prefix, recurse, remove_duplicate))
 
     def parameters(self, recurse: bool = True) -> NoReturn:
         """Not supported: parameters are elsewhere. Raises ValueError."""
@@ -211,7 +215,7 @@ class _RemoteModule(RefusesLocalMethods):
             prefix: before the names.
             keep_vars: accepted for `torch.nn.Module`'s sake; what comes from elsewhere is a copy.
         """
-        state: Any = self._ask(_owner.state_dict)
+        state: Any = self._ask(_module_owner.state_dict)
         versions = getattr(state, "_metadata", {})
         if destination is None:
             if not prefix:
@@ -225,7 +229,7 @@ class _RemoteModule(RefusesLocalMethods):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state into the module at its owner. Returns, and raises, what `torch.nn.Module` does."""
-        return self._ask(_owner.load_state_dict, state_dict, strict, assign)
+        return self._ask(_module_owner.load_state_dict, state_dict, strict, assign)
 
     def _load_from_state_dict(
         self,
@@ -241,7 +245,7 @@ class _RemoteModule(RefusesLocalMethods):
         mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         try:
-            problems = self._ask(_owner.load_state_dict, mine, False, assign)
+            problems = self._ask(_module_owner.load_state_dict, mine, False, assign)
         except RuntimeError as exc:
             if isinstance(exc, RpcdistError):
                 raise

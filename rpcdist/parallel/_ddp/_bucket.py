@@ -17,7 +17,7 @@ from typing import Final
 import torch
 from torch import nn
 
-from rpcdist.parallel._ddp._layout import as_run, is_private, view_like
+from rpcdist.parallel._ddp._gradient_layout import as_run, is_private, view_like
 from rpcdist.parallel._ddp._parameters import Named
 
 __all__ = ["OWN_BYTES", "DenseBucket", "Member"]

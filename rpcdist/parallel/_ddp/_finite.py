@@ -18,7 +18,7 @@ import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.parallel._ddp._errors import NonFiniteGradients, list_names
+from rpcdist.parallel._ddp._ddp_errors import NonFiniteGradients, list_names
 
 __all__ = ["CheckFinite", "FiniteCheck"]
 

@@ -14,7 +14,7 @@ from typing import Final
 
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import RpcdistError
-from rpcdist.parallel._ddp._errors import list_names
+from rpcdist.parallel._ddp._ddp_errors import list_names
 
 __all__ = ["Notice", "Notices"]
 

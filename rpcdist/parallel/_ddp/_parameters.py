@@ -12,7 +12,7 @@ from torch import nn
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.parallel._ddp._errors import ModelsDiffer
+from rpcdist.parallel._ddp._ddp_errors import ModelsDiffer
 
 __all__ = ["Named", "broadcast_tensors", "named_buffers", "trainable", "verify"]
 

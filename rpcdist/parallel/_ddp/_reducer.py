@@ -27,14 +27,14 @@ from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import CollectiveError, ConfigError
 from rpcdist.parallel._ddp._bucket import DenseBucket, Member
 from rpcdist.parallel._ddp._buckets import GradientFacts, initial_buckets, rebuilt_buckets
-from rpcdist.parallel._ddp._errors import DataParallelError, UnusedParameters
+from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters
 from rpcdist.parallel._ddp._finite import FiniteCheck
 from rpcdist.parallel._ddp._notices import Notices
-from rpcdist.parallel._ddp._options import ReducerOptions
 from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._reduction import BucketWait, CommHook, GradBucket, reduce_runs
 from rpcdist.parallel._ddp._sources import DistributedPass, GradientSource, NoPass, OrdinaryPass, in_distributed_pass
-from rpcdist.parallel._ddp._sparse import SparseBucket
+from rpcdist.parallel._ddp._sparse_gradients import SparseBucket
 
 __all__ = ["Bucket", "Reducer"]
 

@@ -13,8 +13,8 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError, ConfigError
 from rpcdist.parallel._ddp._bucket import DenseBucket
-from rpcdist.parallel._ddp._errors import explained, list_names
-from rpcdist.parallel._ddp._layout import view_like
+from rpcdist.parallel._ddp._ddp_errors import explained, list_names
+from rpcdist.parallel._ddp._gradient_layout import view_like
 from rpcdist.parallel._ddp._notices import Notices
 
 __all__ = ["BucketWait", "CommHook", "GradBucket", "reduce_runs"]

@@ -18,10 +18,10 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
-from rpcdist.parallel.pipeline._errors import PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._mailbox import Mailbox
 from rpcdist.parallel.pipeline._microbatches import as_tuple
 from rpcdist.parallel.pipeline._orders import Order, Plan, Report, clock_s
+from rpcdist.parallel.pipeline._pipeline_errors import PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.parallel.pipeline._stage import Stage
 

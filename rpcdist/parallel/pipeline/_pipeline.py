@@ -17,14 +17,14 @@ from torch import Tensor
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
-from rpcdist.parallel.pipeline._errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._microbatches import merge
 from rpcdist.parallel.pipeline._optimizers import PipelineOptimizer
 from rpcdist.parallel.pipeline._orders import LossFunction, Order, Plan, Report, StageSource, clock_s
+from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
-from rpcdist.parallel.pipeline._runner import Runner
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, format_grid
+from rpcdist.parallel.pipeline._stage_runner import Runner
 from rpcdist.parallel.pipeline._timeline import Timeline
 
 __all__ = ["Pipeline", "StepResult"]

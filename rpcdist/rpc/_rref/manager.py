@@ -22,9 +22,9 @@ from rpcdist.rpc._rref.host import RRefHost, Token
 from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
+from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
-from rpcdist.rpc._rref.wire import decode_message, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 

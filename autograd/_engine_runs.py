@@ -1,0 +1,205 @@
+"""Runs groups of a worker's graph with torch's engine, in one call.
+
+[Note: gates]
+    Usually all gradients that the group is run from are there. Where the graph of a worker leads out to another worker
+    and back in (A->B->A, through shared nodes), some will come only after others have been sent. For these, the
+    tensors of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the
+    run, lets the gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread,
+    so it must be the last choice: the engine takes ready nodes by sequence number, order nodes get 0, and all others
+    more than that. A gradient never depends on one of a smaller stamp, so what is waited for always comes, or the pass
+    fails.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from rpcdist.autograd._gradients import size_bytes
+from rpcdist.autograd._graph_analysis import Analysis, Leaf
+from rpcdist.autograd._message_nodes import (
+    GateOrder,
+    Gradients,
+    RecordedRecv,
+    RecordedSend,
+    current_run,
+    set_current_run,
+    token_edge,
+)
+from rpcdist.autograd._pass_events import Run
+
+if TYPE_CHECKING:
+    from rpcdist.autograd._passes import BackwardPass
+
+__all__ = ["Captured", "GroupRun", "is_in_backward", "queue_callback"]
+
+Captured = dict[torch.Tensor, torch.Tensor]
+
+_engine = cast(Any, torch.autograd.Variable._execution_engine)
+
+MAX_HELD_BYTES = 32 << 10
+MAX_HELD_S = 0.001
+
+
+class GroupRun:
+    """One call of the engine.
+
+    Args:
+        owner: the pass.
+        analysis: the worker's graph.
+        run: what to run.
+    """
+
+    def __init__(self, owner: BackwardPass, analysis: Analysis, run: Run) -> None:
+        self._owner = owner
+        self._analysis = analysis
+        self._run = run
+        self._unanswered = dict.fromkeys(run.recvs)
+        self._lock = threading.Lock()
+        self._held: list[tuple[RecordedRecv, Gradients]] = []
+        self._held_since = 0.0
+        self.callbacks: list[Callable[[Captured], object]] = []
+
+    def __repr__(self) -> str:
+        return f"<run of groups {self._run.groups} [{len(self._run.pending)} gates]>"
+
+    def execute(self, retain_graph: bool) -> None:
+        """Runs, collects the gradients of leaves, and answers every recv. Blocks only if there are gates."""
+        edges, gradients = self._starts()
+        if edges:
+            captured = self._call(edges, gradients, retain_graph)
+            self._answer_held()
+            for callback in self.callbacks:
+                callback(captured)
+            self._owner.context.gradients.add(captured.items())
+        rest = [self._analysis.recvs[id] for id in self._unanswered]
+        self._owner.answer([(recv, [None] * recv.count) for recv in rest])
+
+    def _call(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool) -> Captured:
+        leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
+        wanted = [leaf.edge for leaf in leaves]
+        if self._run.recvs:
+            wanted.append(token_edge())
+        if not wanted:
+            return {}
+        outer = set_current_run(self)
+        try:
+            # What `torch.autograd.grad` calls after checks that the engine makes once more.
+            results = _engine.run_backward(
+                tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
+            )
+        finally:
+            set_current_run(outer)
+        return _by_leaf(leaves, results)
+
+    def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
+        """What the engine starts from."""
+        edges: list[GradientEdge] = []
+        gradients: list[torch.Tensor] = []
+        used = self._run.used
+        for root in range(self._analysis.local.num_roots):
+            if used >> root & 1:
+                edges.append(self._analysis.edges[root])
+                gradients.append(self._owner.root_gradients[root])
+        facts = {send.id: send for send in self._analysis.local.sends}
+        for id in self._run.arrived:
+            first = facts[id].first
+            for bit, gradient in enumerate(self._owner.gradient(id), first):
+                if gradient is not None and used >> bit & 1:
+                    edges.append(self._analysis.edges[bit])
+                    gradients.append(gradient)
+        if self._run.pending:
+            edges.append(self._gates())
+            gradients.append(torch.zeros(()))
+        return edges, gradients
+
+    def _gates(self) -> GradientEdge:
+        """The chain of order nodes; see [Note: gates]."""
+        chain = torch.zeros((), requires_grad=True)
+        orders: list[Any] = []  # torch's stubs lack `_set_sequence_nr`
+        with torch.enable_grad():
+            for id in reversed(self._run.pending):
+                send = self._analysis.sends[id]
+                chain = GateOrder.apply(send, chain, send.gate)  # type: ignore[no-untyped-call]
+                orders.append(chain.grad_fn)
+                self._raise_sequence(send.node)
+        for order in orders:
+            order._set_sequence_nr(0)
+        for node, mask in self._analysis.inner.items():
+            if mask & self._run.used:
+                self._raise_sequence(node)
+        return get_gradient_edge(chain)
+
+    @staticmethod
+    def _raise_sequence(node: Any) -> None:
+        if node._sequence_nr() == 0:
+            node._set_sequence_nr(1)
+
+    # ------------------------------------------------------------ called by nodes (`RunInProgress`)
+
+    def wait_for(self, send: RecordedSend) -> Gradients:
+        return self._owner.wait_for_gradient(send)
+
+    def gradient_of(self, send: RecordedSend) -> Gradients:
+        return self._owner.gradient(send.id)
+
+    def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        with self._lock:
+            is_wanted = recv.id in self._unanswered
+            self._unanswered.pop(recv.id, None)
+        if is_wanted:
+            self._hold(recv, gradients)
+
+    # ------------------------------------------------------------ answers
+
+    def _hold(self, recv: RecordedRecv, gradients: Gradients) -> None:
+        """Sends a gradient at once, or, if it is small, together with what follows within a moment.
+
+        A recv's gradient is usually among the last things that an engine call computes, so what it meets on its way is
+        the message that this worker is done. Never where gates wait inside the call for what others do with it.
+        """
+        now = time.monotonic()
+        with self._lock:
+            self._held_since = self._held_since if self._held else now
+            self._held.append((recv, gradients))
+        held_bytes = sum(size_bytes(gradient) for gradient in gradients if gradient is not None)
+        if self._run.pending or held_bytes > MAX_HELD_BYTES or now - self._held_since > MAX_HELD_S:
+            self._answer_held()
+
+    def _answer_held(self) -> None:
+        with self._lock:
+            held, self._held = self._held, []
+        self._owner.answer(held)
+
+
+def _by_leaf(leaves: Sequence[Leaf], results: Sequence[torch.Tensor | None]) -> Captured:
+    pairs = zip((leaf.tensor for leaf in leaves), results, strict=False)  # the token's comes last
+    return {leaf: gradient for leaf, gradient in pairs if gradient is not None}
+
+
+def queue_callback(callback: Callable[[Captured], object]) -> None:
+    """Has a function called when the engine call that runs on this thread has ended, before its gradients are kept.
+
+    For hooks of parameters that start work on a gradient and want to put in the result when it is there, as a reducer
+    of DistributedDataParallel does. Call it inside a tensor hook.
+
+    Args:
+        callback: gets the gradients that the call returned, by leaf; it may replace them in the dict.
+
+    Raises:
+        RuntimeError: no distributed backward runs on this thread.
+    """
+    run = current_run()
+    if not isinstance(run, GroupRun):
+        raise RuntimeError("queue_callback is for hooks that run in a distributed backward pass")
+    run.callbacks.append(callback)
+
+
+def is_in_backward() -> bool:
+    """Whether a distributed backward pass runs on this thread, and not an ordinary one. For tensor hooks."""
+    return current_run() is not None

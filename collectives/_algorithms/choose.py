@@ -1,0 +1,109 @@
+"""Which plan serves an operation best."""
+
+from __future__ import annotations
+
+from enum import Enum
+from functools import lru_cache
+from typing import Final
+
+from rpcdist.collectives._algorithms import direct, ring, tree
+from rpcdist.collectives._algorithms.steps import Plan
+from rpcdist.collectives._operations.operation import Kind
+
+__all__ = ["CHAIN_PIECE_BYTES", "Algorithm", "choose", "plan_for"]
+
+_DOUBLING_LIMIT_BYTES: Final = 32 << 10
+_DOUBLING_LIMIT_OF_PAIR_BYTES: Final = 128 << 10
+_TREE_LIMIT_BYTES: Final = 128 << 10
+_DIRECT_LIMIT_BYTES: Final = 16 << 10
+_DIRECT_LIMIT_RANKS: Final = 16
+CHAIN_PIECE_BYTES: Final = 512 << 10
+_PART_MULTIPLE: Final = 16
+"""Parts of a ring start at multiples of this many elements, so that they lie well in memory."""
+
+
+class Algorithm(Enum):
+    """The plans that there are."""
+
+    RING = "ring"
+    DOUBLING = "recursive doubling"
+    TREE = "binomial tree"
+    CHAIN = "chain"
+    DIRECT = "direct"
+    DISSEMINATION = "dissemination"
+
+
+def choose(kind: Kind, size: int, size_bytes: int) -> Algorithm:
+    """The algorithm for an operation; every rank comes to the same from the same arguments.
+
+    Args:
+        kind: of the operation.
+        size: number of ranks.
+        size_bytes: `Operation.size_bytes`.
+    """
+    if kind is Kind.ALL_REDUCE:
+        limit = _DOUBLING_LIMIT_OF_PAIR_BYTES if size <= 2 else _DOUBLING_LIMIT_BYTES
+        return Algorithm.DOUBLING if size_bytes <= limit else Algorithm.RING
+    if kind in (Kind.BROADCAST, Kind.REDUCE):
+        return Algorithm.TREE if size <= 2 or size_bytes <= _TREE_LIMIT_BYTES else Algorithm.CHAIN
+    if kind is Kind.ALL_GATHER:
+        small = size_bytes <= _DIRECT_LIMIT_BYTES and size <= _DIRECT_LIMIT_RANKS
+        return Algorithm.DIRECT if small else Algorithm.RING
+    if kind is Kind.REDUCE_SCATTER:
+        return Algorithm.RING
+    return Algorithm.DISSEMINATION if kind is Kind.BARRIER else Algorithm.DIRECT
+
+
+@lru_cache(maxsize=512)
+def plan_for(
+    kind: Kind,
+    rank: int,
+    size: int,
+    root: int,
+    counts: tuple[int, ...],
+    element_bytes: int,
+    received: tuple[int, ...] = (),
+) -> Plan:
+    """The plan of one rank.
+
+    Args:
+        kind: of the operation.
+        rank: whose plan.
+        size: number of ranks.
+        root: for the kinds that have one.
+        counts: elements of the tensor, or of each chunk (of ALL_TO_ALL: that this rank sends).
+        element_bytes: size of an element.
+        received: for ALL_TO_ALL, the elements of each chunk that arrives.
+    """
+    size_bytes = element_bytes * (counts[0] if kind is Kind.ALL_GATHER else sum(counts))
+    algorithm = choose(kind, size, size_bytes)
+    piece = max(1, CHAIN_PIECE_BYTES // max(1, element_bytes))
+    match kind, algorithm:
+        case Kind.ALL_REDUCE, Algorithm.DOUBLING:
+            return tree.doubling_all_reduce(rank, size, counts[0])
+        case Kind.ALL_REDUCE, _:
+            return ring.ring_all_reduce(rank, size, counts[0], _PART_MULTIPLE)
+        case Kind.BROADCAST, Algorithm.TREE:
+            return tree.tree_broadcast(rank, size, root, counts[0])
+        case Kind.BROADCAST, _:
+            return tree.chain_broadcast(rank, size, root, counts[0], piece)
+        case Kind.REDUCE, Algorithm.TREE:
+            return tree.tree_reduce(rank, size, root, counts[0])
+        case Kind.REDUCE, _:
+            return tree.chain_reduce(rank, size, root, counts[0], piece)
+        case Kind.ALL_GATHER, Algorithm.DIRECT:
+            return direct.direct_all_gather(rank, size, counts)
+        case Kind.ALL_GATHER, _:
+            return ring.ring_all_gather(rank, size, counts)
+        case Kind.REDUCE_SCATTER, _:
+            return ring.ring_reduce_scatter(rank, size, counts)
+        case Kind.GATHER, _:
+            return direct.gather(rank, size, root, counts)
+        case Kind.SCATTER, _:
+            return direct.scatter(rank, size, root, counts)
+        case Kind.ALL_TO_ALL, _:
+            return direct.pairwise_all_to_all(rank, size, counts, received)
+        case Kind.BARRIER, _:
+            return tree.barrier(rank, size)
+        case _:
+            raise ValueError(f"there is no plan for {kind.title}")

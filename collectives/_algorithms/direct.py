@@ -1,0 +1,58 @@
+"""Plans in which data goes from its source to its destination without a stop between."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rpcdist.collectives._algorithms.steps import Plan, Receive, Region, Round, Send, chain, merge
+from rpcdist.collectives._algorithms.tree import barrier
+
+__all__ = ["direct_all_gather", "gather", "pairwise_all_to_all", "scatter"]
+
+
+def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
+    """Everybody sends to everybody in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
+    others = [(rank + distance) % size for distance in range(1, size)]
+    sends = tuple(Send(peer, Region(rank, 0, counts[rank])) for peer in others)
+    receives = tuple(Receive(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
+    return (Round(sends, receives),) if size > 1 else ()
+
+
+def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
+    """All send to the root at once. Buffer i is rank i's chunk; elsewhere there is only the own one."""
+    if rank == root:
+        others = [peer for peer in range(size) if peer != root]
+        moves = Round((), tuple(Receive(peer, Region(peer, 0, counts[peer])) for peer in others))
+    else:
+        moves = Round((Send(root, Region(rank, 0, counts[rank])),))
+    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+
+
+def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
+    """The root sends to all at once. Buffers as in `gather`."""
+    if rank == root:
+        others = [peer for peer in range(size) if peer != root]
+        moves = Round(tuple(Send(peer, Region(peer, 0, counts[peer])) for peer in others))
+    else:
+        moves = Round((), (Receive(root, Region(rank, 0, counts[rank])),))
+    return merge((moves,), barrier(rank, size)) if size > 1 else ()
+
+
+def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
+    """In round k, each rank sends to the one k + 1 ahead.
+
+    A barrier follows: only the receiver can see that the length of a chunk is not what it expects, and nobody must
+    return before all have seen that theirs are right.
+
+    Args:
+        rank: whose plan.
+        size: number of ranks.
+        sent: elements for each rank. Buffers 0 to size - 1 are these chunks.
+        received: elements from each rank. Buffers size to 2 * size - 1 are these chunks.
+    """
+    rounds = []
+    for distance in range(1, size):
+        ahead, behind = (rank + distance) % size, (rank - distance) % size
+        send = Send(ahead, Region(ahead, 0, sent[ahead]))
+        rounds.append(Round((send,), (Receive(behind, Region(size + behind, 0, received[behind])),)))
+    return chain(tuple(rounds), barrier(rank, size))

@@ -1,0 +1,170 @@
+"""Plans with few rounds, for small tensors: barrier, recursive doubling, binomial trees; and chains for large ones.
+
+Recursive doubling and binomial trees as in R. Thakur, R. Rabenseifner and W. Gropp, "Optimization of collective
+communication operations in MPICH" (2005); the barrier is D. Hensgen, R. Finkel and U. Manber's (1988).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rpcdist.collectives._algorithms.steps import NOTHING, Plan, Receive, Region, Round, Send, merge
+
+__all__ = [
+    "barrier",
+    "chain_broadcast",
+    "chain_reduce",
+    "doubling_all_reduce",
+    "greeting",
+    "tree_broadcast",
+    "tree_reduce",
+]
+
+
+def barrier(rank: int, size: int) -> Plan:
+    """In round k, a rank tells the one 2^k ahead that it has heard of the 2^k ranks behind it."""
+    rounds = []
+    distance = 1
+    while distance < size:
+        rounds.append(Round((Send((rank + distance) % size, NOTHING),), (Receive((rank - distance) % size, NOTHING),)))
+        distance *= 2
+    return tuple(rounds)
+
+
+def greeting(rank: int, size: int) -> Plan:
+    """The barrier's first round: everybody greets the next rank."""
+    return barrier(rank, size)[:1]
+
+
+def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
+    """Pairs exchange everything, then pairs of pairs, and so on; buffer 0 is the tensor, in place.
+
+    Where the size is no power of two, the ranks above one first give their values to partners below, and get the result
+    at the end.
+    """
+    whole = Region(0, 0, count)
+    power = 1 << (size.bit_length() - 1)
+    extra = size - power
+    rounds = []
+    if extra:
+        rounds.append(_fold(rank, power, extra, whole))
+    distance = 1
+    while distance < power:
+        peer = rank ^ distance
+        if rank < power:
+            rounds.append(Round((Send(peer, whole),), (Receive(peer, whole, operand=whole, late=True),)))
+        else:
+            rounds.append(Round())
+        distance *= 2
+    if rank < power and rounds:
+        rounds[-1] = replace(rounds[-1], final=whole)
+    if extra:
+        rounds.append(_unfold(rank, power, extra, whole))
+    return merge(tuple(rounds), greeting(rank, size))
+
+
+def _fold(rank: int, power: int, extra: int, whole: Region) -> Round:
+    if rank >= power:
+        return Round((Send(rank - power, whole),))
+    return Round((), (Receive(rank + power, whole, operand=whole),)) if rank < extra else Round()
+
+
+def _unfold(rank: int, power: int, extra: int, whole: Region) -> Round:
+    if rank >= power:
+        return Round((), (Receive(rank - power, whole),))
+    return Round((Send(rank + power, whole),)) if rank < extra else Round()
+
+
+def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
+    """In round k, the first 2^k ranks from the root on send to the next 2^k. Buffer 0 is the tensor."""
+    whole = Region(0, 0, count)
+    place = (rank - root) % size
+    rounds = []
+    distance = 1
+    while distance < size:
+        peer_ahead, peer_behind = (rank + distance) % size, (rank - distance) % size
+        sends = (Send(peer_ahead, whole),) if place < distance and place + distance < size else ()
+        receives = (Receive(peer_behind, whole),) if distance <= place < 2 * distance else ()
+        rounds.append(Round(sends, receives))
+        distance *= 2
+    return merge(tuple(rounds), barrier(rank, size))
+
+
+def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
+    """The broadcast's tree the other way round.
+
+    Buffer 0 is this rank's tensor; buffer 1 is where it reduces: at the root the same tensor, elsewhere scratch space.
+    """
+    place = (rank - root) % size
+    mine = Region(0, 0, count)
+    reduced = Region(1, 0, count)
+    rounds = []
+    distance = 1 << max(0, (size - 1).bit_length() - 1)
+    while distance >= 1 and size > 1:
+        sends: tuple[Send, ...] = ()
+        receives: tuple[Receive, ...] = ()
+        if distance <= place < 2 * distance:
+            sends = (Send((rank - distance) % size, mine),)
+        elif place < distance and place + distance < size:
+            receives = (Receive((rank + distance) % size, reduced, operand=mine),)
+            mine = reduced
+        rounds.append(Round(sends, receives))
+        distance //= 2
+    if rank == root and rounds:
+        rounds[-1] = replace(rounds[-1], final=reduced)
+    return merge(tuple(rounds), barrier(rank, size))
+
+
+def chain_broadcast(rank: int, size: int, root: int, count: int, piece: int) -> Plan:
+    """Pieces go from the root along the ring, one behind the other: each rank sends and receives everything once.
+
+    Args:
+        rank: whose plan.
+        size: number of ranks.
+        root: where the data is.
+        count: elements of the tensor, which is buffer 0.
+        piece: elements of a piece.
+    """
+    place = (rank - root) % size
+    pieces = [Region(0, start, min(start + piece, count)) for start in range(0, max(count, 1), piece)]
+    rounds = []
+    for number in range(len(pieces) + size - 2):
+        leaving, coming = number - place, number - place + 1
+        sends = (Send((rank + 1) % size, pieces[leaving]),) if place < size - 1 and 0 <= leaving < len(pieces) else ()
+        receives = (Receive((rank - 1) % size, pieces[coming]),) if place and 0 <= coming < len(pieces) else ()
+        rounds.append(Round(sends, receives))
+    return merge(tuple(rounds), barrier(rank, size))
+
+
+def chain_reduce(rank: int, size: int, root: int, count: int, piece: int) -> Plan:
+    """Pieces go along the ring to the root, and every rank adds its own.
+
+    Buffer 0 is this rank's tensor. Buffer 1 is where it reduces: at the root the same tensor; elsewhere scratch space
+    of two pieces, which are used in turn. Other arguments as in `chain_broadcast`.
+    """
+    place = (rank - root - 1) % size  # the first in the chain is the one behind the root
+    starts = range(0, max(count, 1), piece)
+    rounds = []
+    for number in range(len(starts) + size - 2):
+        leaving, coming = number - place, number - place + 1
+        sends: tuple[Send, ...] = ()
+        receives: tuple[Receive, ...] = ()
+        final = None
+        if place < size - 1 and 0 <= leaving < len(starts):
+            sends = (Send((rank + 1) % size, _piece(leaving, starts, count, 0 if place == 0 else 2)),)
+        if place and 0 <= coming < len(starts):
+            target = _piece(coming, starts, count, 2 if place < size - 1 else 1)
+            receives = (Receive((rank - 1) % size, target, operand=_piece(coming, starts, count, 0)),)
+            final = target if place == size - 1 else None
+        rounds.append(Round(sends, receives, final))
+    return merge(tuple(rounds), barrier(rank, size))
+
+
+def _piece(index: int, starts: range, count: int, where: int) -> Region:
+    """Piece `index` in the tensor (0), in the root's result (1), or in its half of the scratch space (2)."""
+    start = starts[index]
+    stop = min(start + starts.step, count)
+    if where < 2:
+        return Region(where, start, stop)
+    base = index % 2 * starts.step
+    return Region(1, base, base + stop - start)

@@ -1,0 +1,265 @@
+"""`init_process_group` and `destroy_process_group`: how the default group comes and goes.
+
+[Note: the store stays] The store that `init_process_group` opens stays open in this process after
+`destroy_process_group`, and the next initialisation with the same address uses it again: other ranks may still be
+reading it, and while the rank that serves it closed it and served another at the same port, they would talk to the
+wrong one. It closes when another address is initialised, by `close_stores`, and at exit.
+"""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import torch
+import torch.distributed as torch_distributed
+
+from rpcdist.collectives._api.new_groups import default_timeout, open_group
+from rpcdist.collectives._group.bootstrap import join_generation
+from rpcdist.collectives._group.registry import NON_GROUP_MEMBER, Group, current_world, default_group
+from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
+from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
+from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.collectives.rendezvous import rendezvous
+from rpcdist.errors import ConfigError, DistStoreError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+__all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
+
+DEFAULT_NAME = "0"  # torch's; the names of other groups go on from here
+
+
+def init_process_group(
+    backend: str | None = None,
+    init_method: str | None = None,
+    timeout: timedelta | None = None,
+    world_size: int = -1,
+    rank: int = -1,
+    store: Store | torch_distributed.Store | None = None,
+    group_name: str = "",
+    pg_options: object | None = None,
+    device_id: torch.device | int | None = None,
+    _ranks: Sequence[int] | None = None,
+) -> None:
+    """Makes the default group, of all processes of the job; blocks until all of them have come.
+
+    Without arguments it reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE, as `torchrun` sets them. `init_rpc` may
+    use the same host and port.
+
+    Args:
+        backend: "tcp" (also "gloo"), "nccl", "mpi", a registered one, or by device type, e.g. "cpu:tcp,cuda:nccl". By
+            default that of `device_id`'s type, or else "cpu:tcp,cuda:nccl" where there is a GPU with CuPy, or "tcp".
+        init_method: `env://` (the default), `tcp://host:port` or `file:///path`; see `rendezvous`. With the backend
+            "mpi" and neither RANK nor WORLD_SIZE in the environment, the default is to ask MPI.
+        timeout: limit of making the group, and of each operation; 30 minutes by default, 10 for `nccl` alone.
+        world_size: number of processes; needed with `store`.
+        rank: of this process; needed with `store`.
+        store: where the ranks find each other, instead of `init_method`; this package's or torch's.
+        group_name: accepted for scripts written for torch, without effect.
+        pg_options: for the backend.
+        device_id: the one device that this process works on.
+        _ranks: accepted for scripts written for torch, without effect.
+
+    Raises:
+        ConfigError: there is a default group already, or an argument is wrong or missing.
+        StoreTimeout: naming the ranks that did not come in time.
+        ConnectFailed: the coordinator did not answer in time.
+        CollectiveMismatch: another rank passed another backend or world size.
+    """
+    world = current_world()
+    if world.default is not None:
+        raise ConfigError("trying to initialize the default process group twice!")
+    _check_place(init_method, store, rank, world_size)
+    device = _device(device_id)
+    name = Backend(_backend_name(backend, device))
+    config = BackendConfig(name)
+    timeout = default_timeout(name) if timeout is None else check_timeout(timeout)
+    shared, rank, world_size = _meet(name, init_method, store, rank, world_size, timeout)
+    timeout_s = timeout.total_seconds()
+    described = f"the default group of {world_size} ranks with backend {config}"
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    base = PrefixStore(f"default_pg/{attempt}", shared)
+    own = join_generation(base, rank, world_size, timeout_s, described)
+    made = open_group(
+        DEFAULT_NAME,
+        rank,
+        tuple(range(world_size)),
+        PrefixStore(f"group/{DEFAULT_NAME}", own),
+        backend=name,
+        timeout=timeout,
+        options=pg_options,
+        device=device,
+        description="default_pg",
+    )
+    world.default, world.store, world.num_created = made, own, 1
+    world.groups[DEFAULT_NAME] = made
+
+
+def destroy_process_group(group: Group = None) -> None:
+    """Waits for the group's operations, up to its timeout, and frees it; without a group, all groups.
+
+    Raises:
+        ConfigError: this process has no such group.
+    """
+    if group == NON_GROUP_MEMBER:
+        return
+    world = current_world()
+    target = default_group() if group is None else group
+    if not isinstance(target, ProcessGroup) or world.groups.get(target.group_name) is not target:
+        raise ConfigError("Invalid process group specified")
+    if target is not world.default:
+        del world.groups[target.group_name]
+        target.shutdown()
+        return
+    try:
+        for each in reversed(list(world.groups.values())):
+            each.shutdown()
+    finally:
+        world.clear()
+
+
+def get_node_local_rank(fallback_rank: int | None = None) -> int:
+    """This process's rank among those of its machine, from LOCAL_RANK; `fallback_rank` when that is not set.
+
+    Raises:
+        ConfigError: neither is there.
+    """
+    local = os.environ.get("LOCAL_RANK")
+    if local is not None:
+        return int(local)
+    if fallback_rank is not None:
+        return int(fallback_rank)
+    raise ConfigError(
+        "LOCAL_RANK is not in the environment. Consider passing fallback_rank to allow `get_node_local_rank` to work, "
+        "assuming you are not running in a multi-device context and want the code to run locally instead."
+    )
+
+
+# ---------------------------------------------------------------- arguments
+
+
+def _check_place(
+    init_method: str | None, store: Store | torch_distributed.Store | None, rank: int, world_size: int
+) -> None:
+    check_whole_number(rank, "rank")
+    check_whole_number(world_size, "world_size")
+    if store is None:
+        return
+    if init_method is not None:
+        raise ConfigError("Cannot specify both init_method and store.")
+    if not isinstance(store, Store | torch_distributed.Store):
+        raise TypeError(f"`store` is a store of this package or of torch, not {store!r}")
+    if world_size <= 0:
+        raise ConfigError("world_size must be positive if using store")
+    if not 0 <= rank < world_size:
+        raise ConfigError(f"rank must be non-negative and below the world size if using store; it is {rank}")
+
+
+def _device(device_id: torch.device | int | None) -> torch.device | None:
+    if device_id is None:
+        return None
+    if isinstance(device_id, int):
+        if not torch.cuda.is_available():
+            raise ConfigError("device_id is an int, but there is no CUDA device here; leave it out, or pass a device")
+        device_id = torch.device("cuda", device_id)
+    if device_id.type == "cpu":
+        return None
+    if device_id.index is None:
+        raise ConfigError(f"Please use a device_id with index, not {device_id}.")
+    if device_id.type != "cuda" or not torch.cuda.is_available():
+        raise ConfigError(f"device_id {device_id} does not match the accelerators of this machine")
+    if device_id.index >= torch.cuda.device_count():
+        raise ConfigError(f"device_id {device_id} is out of range: there are {torch.cuda.device_count()} devices")
+    return device_id
+
+
+def _backend_name(backend: str | None, device: torch.device | None) -> str:
+    if backend is not None and str(backend) != Backend.UNDEFINED:
+        return backend
+    if device is not None and device.type in Backend.default_device_backend_map:
+        return Backend.default_device_backend_map[device.type]
+    return default_backend()
+
+
+# ---------------------------------------------------------------- the store
+
+
+def _meet(
+    name: str,
+    init_method: str | None,
+    store: Store | torch_distributed.Store | None,
+    rank: int,
+    world_size: int,
+    timeout: timedelta,
+) -> tuple[Store, int, int]:
+    """Where all ranks meet, this one's rank, and how many there are."""
+    if store is not None:
+        return (store if isinstance(store, Store) else TorchStoreAdapter(store)), rank, world_size
+    if name == Backend.MPI and init_method is None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
+        return _kept.meet("mpi", -1, -1, timeout)
+    return _kept.meet(init_method or "env://", rank, world_size, timeout)
+
+
+class _KeptStore:
+    """The store that was opened last; see [Note: the store stays]."""
+
+    def __init__(self) -> None:
+        self._key: tuple[object, ...] = ()
+        self._found: tuple[Store, int, int] | None = None
+
+    def meet(self, url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
+        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if url.startswith("env://") else ()
+        key = (url, rank, world_size, *(os.environ.get(name) for name in names))
+        if self._found is None or key != self._key:
+            self._replace(url, rank, world_size, timeout)
+            self._key = key
+        assert self._found is not None
+        self._found[0].set_timeout(timeout)
+        return self._found
+
+    def _replace(self, url: str, rank: int, world_size: int, timeout: timedelta) -> None:
+        """First the new one, which may share the server of the old; if that cannot be, the old one goes first."""
+        old = self._found
+        try:
+            self._found = self._open(url, rank, world_size, timeout)
+        except DistStoreError:
+            if old is None:
+                raise
+            self.close()
+            self._found = self._open(url, rank, world_size, timeout)
+        else:
+            if old is not None:
+                old[0].close()
+
+    @staticmethod
+    def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
+        if url == "mpi":
+            from rpcdist.collectives._mpi.mpi_world import meet_through_mpi
+
+            return meet_through_mpi(timeout)
+        return next(rendezvous(url, rank, world_size, timeout=timeout))
+
+    def close(self) -> None:
+        if self._found is not None:
+            found, self._found, self._key = self._found, None, ()
+            found[0].close()
+
+
+_kept = _KeptStore()
+
+
+def close_stores() -> None:
+    """Closes the store that `init_process_group` opened, once the default group is destroyed; idempotent, bounded.
+
+    Raises:
+        ConfigError: there still is a default group.
+    """
+    if current_world().default is not None:
+        raise ConfigError("the default process group still uses the store; call destroy_process_group first")
+    _kept.close()

@@ -1,0 +1,302 @@
+"""The methods of `ProcessGroup` with torch's lower-case names: they take ranks in the group and return Work.
+
+Options may be this package's or torch's own; where torch has an overload that takes a reduce operation or a root
+directly, so has this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import TYPE_CHECKING, TypeVar
+
+import torch
+
+from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.checks import check_tensor, check_timeout
+from rpcdist.collectives._operations.dense import Copies
+from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives.options import (
+    AllgatherOptions,
+    AllreduceCoalescedOptions,
+    AllreduceOptions,
+    AllToAllOptions,
+    BarrierOptions,
+    BroadcastOptions,
+    GatherOptions,
+    OperationOptions,
+    ReduceOptions,
+    ReduceScatterOptions,
+    ScatterOptions,
+)
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcdist.collectives.process_group import Carrier
+
+__all__ = ["LowerCaseOperations", "receive_tensor", "send_tensor"]
+
+Given = TypeVar("Given", bound=OperationOptions)
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
+
+
+class LowerCaseOperations:
+    """Mixed into `ProcessGroup`."""
+
+    def carrier(self, device_type: str) -> Carrier:
+        raise NotImplementedError  # pragma: no cover  (the group's)
+
+    @property
+    def object_device(self) -> str:
+        raise NotImplementedError  # pragma: no cover
+
+    def _carrier_of(self, tensor: torch.Tensor) -> Carrier:
+        return self.carrier(tensor.device.type)
+
+    # ------------------------------------------------------------ one tensor
+
+    def allreduce(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> Work:
+        """`opts`: AllreduceOptions, or a ReduceOp."""
+        tensor = _one(tensors)
+        given = _options(AllreduceOptions, opts, "reduceOp", timeout)
+        return self._carrier_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
+
+    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
+        """All tensors have one dtype; they are reduced in one operation."""
+        given = _options(AllreduceCoalescedOptions, opts, "reduceOp")
+        carrier = self._carrier_of(tensors[0])
+        return _submit(carrier, lowering.all_reduce_coalesced(carrier.place, list(tensors), given.reduceOp), given)
+
+    def reduce(
+        self, tensors: Tensors, opts: object = None, op: object = ReduceOp.SUM, timeout: timedelta | None = None
+    ) -> Work:
+        """`opts`: ReduceOptions, or the root's rank."""
+        tensor = _one(tensors)
+        given = _options(ReduceOptions, opts, "rootRank", timeout, reduceOp=op)
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.reduce(carrier.place, tensor, given.rootRank, given.reduceOp), given)
+
+    def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> Work:
+        """`opts`: BroadcastOptions, or the root's rank."""
+        tensor = _one(tensors)
+        given = _options(BroadcastOptions, opts, "rootRank", timeout)
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.broadcast(carrier.place, tensor, given.rootRank), given)
+
+    # ------------------------------------------------------------ gathering
+
+    def allgather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None) -> Work:
+        """One list of outputs (in a list, or itself) and one input (in a list, or itself)."""
+        tensor, outputs = _one(input_tensors), _list(output_tensors)
+        given = _options(AllgatherOptions, opts)
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.all_gather(carrier.place, outputs, tensor), given)
+
+    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
+        """The inputs of all ranks in one tensor."""
+        given = _options(AllgatherOptions, opts)
+        carrier = self._carrier_of(input)
+        return _submit(carrier, lowering.all_gather_single(carrier.place, output, input), given)
+
+    _allgather_base = all_gather_single
+
+    def gather(
+        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
+    ) -> Work:
+        """`opts`: GatherOptions, or the root's rank; `output_tensors` is empty everywhere else."""
+        tensor, outputs = _one(input_tensors), _list(output_tensors)
+        given = _options(GatherOptions, opts, "rootRank", timeout)
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.gather(carrier.place, outputs, tensor, given.rootRank), given)
+
+    def scatter(
+        self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, timeout: timedelta | None = None
+    ) -> Work:
+        """`opts`: ScatterOptions, or the root's rank; `input_tensors` is empty everywhere else."""
+        tensor, inputs = _one(output_tensors), _list(input_tensors)
+        given = _options(ScatterOptions, opts, "rootRank", timeout)
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.scatter(carrier.place, tensor, inputs, given.rootRank), given)
+
+    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None) -> Work:
+        """`opts`: ReduceScatterOptions, or a ReduceOp."""
+        tensor, inputs = _one(output_tensors), _list(input_tensors)
+        given = _options(ReduceScatterOptions, opts, "reduceOp")
+        carrier = self._carrier_of(tensor)
+        return _submit(carrier, lowering.reduce_scatter(carrier.place, tensor, inputs, given.reduceOp), given)
+
+    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
+        """One chunk of the input for each rank."""
+        given = _options(ReduceScatterOptions, opts, "reduceOp")
+        carrier = self._carrier_of(output)
+        return _submit(carrier, lowering.reduce_scatter_single(carrier.place, output, input, given.reduceOp), given)
+
+    _reduce_scatter_base = reduce_scatter_single
+
+    # ------------------------------------------------------------ several at once
+
+    def allgather_coalesced(
+        self, output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`output_lists[i]` are rank i's inputs."""
+        by_tensor = [list(outputs) for outputs in zip(*output_lists, strict=True)]
+        return _last(
+            self.allgather(outputs, tensor, opts) for outputs, tensor in zip(by_tensor, input_list, strict=True)
+        )
+
+    def all_gather_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`all_gather_single` of each."""
+        return _last(self.all_gather_single(*each, opts) for each in zip(outputs, inputs, strict=True))
+
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+
+    def reduce_scatter_single_coalesced(
+        self, outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """`reduce_scatter_single` of each."""
+        return _last(self.reduce_scatter_single(*each, opts) for each in zip(outputs, inputs, strict=True))
+
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+
+    # ------------------------------------------------------------ all to all
+
+    def alltoall(
+        self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: object = None
+    ) -> Work:
+        """One tensor from and one for each rank."""
+        given = _options(AllToAllOptions, opts)
+        carrier = self._carrier_of(input_tensors[0])
+        return _submit(carrier, lowering.all_to_all(carrier.place, list(output_tensors), list(input_tensors)), given)
+
+    def all_to_all_single(
+        self,
+        output: torch.Tensor,
+        input: torch.Tensor,
+        output_split_sizes: Sequence[int] = (),
+        input_split_sizes: Sequence[int] = (),
+        opts: object = None,
+    ) -> Work:
+        """Parts of one tensor, cut along its first dimension."""
+        given = _options(AllToAllOptions, opts)
+        carrier = self._carrier_of(input)
+        lowered = lowering.all_to_all_single(carrier.place, output, input, output_split_sizes, input_split_sizes)
+        return _submit(carrier, lowered, given)
+
+    alltoall_base = all_to_all_single
+
+    # ------------------------------------------------------------ point to point, barriers
+
+    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
+        """To a rank of the group; done when the tensor may be changed again."""
+        return send_tensor(self._carrier_of(_one(tensors)), _one(tensors), dst_rank, tag)
+
+    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
+        """From a rank of the group."""
+        return receive_tensor(self._carrier_of(_one(tensors)), _one(tensors), src_rank, tag)
+
+    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
+        """From whichever rank sends first."""
+        return receive_tensor(self._carrier_of(_one(tensors)), _one(tensors), None, tag)
+
+    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
+        """Done when all ranks have come."""
+        given = _options(BarrierOptions, opts, timeout=timeout)
+        device = getattr(given, "device", None)
+        carrier = self.carrier(self.object_device if device is None else device.type)
+        return _submit(carrier, lowering.barrier(), given)
+
+    def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
+        """Waits for all ranks; its error names those that did not come, all of them in either case."""
+        given = _options(BarrierOptions, None, timeout=timeout)
+        self.carrier(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
+
+
+def send_tensor(carrier: Carrier, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+    """Starts to send."""
+    _check_peer(carrier, peer, tag, "destination")
+    dense = Copies(carrier.place.staged, moves_only=True).read(tensor)
+    return carrier.backend.send(dense, peer, tag, asynchronous=True, timeout_s=carrier.group.changed_timeout_s)
+
+
+def receive_tensor(carrier: Carrier, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+    """Starts to receive."""
+    _check_peer(carrier, peer, tag, "source")
+    copies = Copies(carrier.place.staged, moves_only=True)
+    dense = copies.write(tensor)
+    return carrier.backend.recv(
+        dense, peer, tag, asynchronous=True, timeout_s=carrier.group.changed_timeout_s, finish=copies.finish()
+    )
+
+
+def _check_peer(carrier: Carrier, peer: int | None, tag: int, name: str) -> None:
+    if not isinstance(tag, int):
+        raise TypeError(f"`tag` is a whole number, not {tag!r}")
+    if not 0 <= tag < 2**31:
+        raise ConfigError(f"Tag must be nonnegative and below 2**31, not {tag}")
+    if peer is None:
+        return
+    rank, size, _ = carrier.place
+    if not 0 <= peer < size:
+        raise ConfigError(f"Invalid {name} rank {peer}: the group's ranks are 0 to {size - 1}")
+    if peer == rank:
+        raise ConfigError(
+            f"Invalid {name} rank: {name} rank should not be the same as the rank of the current process."
+        )
+
+
+def _last(works: Iterable[Work]) -> Work:
+    """Of several in the order of their calls: done when all are, and failed when one has."""
+    found = list(works)
+    return found[-1] if found else Work.finished("nothing")
+
+
+def _submit(carrier: Carrier, lowered: lowering.Lowered, given: OperationOptions) -> Work:
+    return carrier.submit(lowered, given.asyncOp, given.timeout_s)
+
+
+def _options(
+    kind: type[Given], opts: object, direct: str = "", timeout: timedelta | None = None, **rest: object
+) -> Given:
+    """Options from options of ours or torch's, from the one value `direct` alone, or from nothing."""
+    made = kind()
+    for name, value in rest.items():
+        setattr(made, name, value)
+    if isinstance(opts, kind):
+        made = opts
+    elif hasattr(opts, "timeout"):
+        for name in vars(made):
+            if hasattr(opts, name):
+                setattr(made, name, getattr(opts, name))
+    elif opts is not None:
+        if not direct:
+            raise TypeError(f"expected {kind.__name__}, not {opts!r}")
+        setattr(made, direct, opts)
+    if timeout is not None:
+        made = replace(made, timeout=check_timeout(timeout))
+    return made
+
+
+def _one(tensors: Tensors) -> torch.Tensor:
+    """The tensor, given as itself or in a list of one: lists are left from calls on several GPUs, which are gone."""
+    if isinstance(tensors, torch.Tensor):
+        return tensors
+    if len(tensors) != 1:
+        raise ConfigError(f"expected one tensor in the list, not {len(tensors)}")
+    check_tensor(tensors[0], "tensors[0]")
+    return tensors[0]
+
+
+def _list(tensors: TensorLists) -> list[torch.Tensor]:
+    """The list of tensors, given as itself or in another list."""
+    if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
+        return list(tensors[0])
+    found = [each for each in tensors if isinstance(each, torch.Tensor)]
+    if len(found) != len(tensors):
+        raise ConfigError("expected one list of tensors")
+    return found

@@ -1,0 +1,169 @@
+"""Messages between two ranks: `send`, `recv` and their asynchronous and batched forms."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from rpcdist.collectives._api.group_methods import receive_tensor, send_tensor
+from rpcdist.collectives._group.registry import Group, get_rank, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._operations.checks import check_tensor
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+__all__ = ["P2POp", "batch_isend_irecv", "irecv", "isend", "recv", "send"]
+
+
+def isend(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Starts to send a tensor; it must not be changed until the returned Work is done.
+
+    Args:
+        tensor: any; one that is not contiguous is copied.
+        dst: the receiver's rank in the world.
+        group: the default group by default.
+        tag: matched with that of the receive.
+        group_dst: the receiver's rank in the group, instead of `dst`.
+    """
+    check_tensor(tensor, "tensor")
+    found = member_group(group, "isend")
+    if found is None:
+        return None
+    peer = resolve_group_rank(found, dst, group_dst)
+    return send_tensor(found.carrier(tensor.device.type), tensor, peer, tag)
+
+
+def irecv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> Work | None:
+    """Starts to receive into a tensor; it must not be used until the returned Work is done.
+
+    Args:
+        tensor: of the size and dtype that are sent.
+        src: the sender's rank in the world; without it and `group_src`, from whichever rank sends first.
+        group: the default group by default.
+        tag: matched with that of the send.
+        group_src: the sender's rank in the group, instead of `src`.
+    """
+    check_tensor(tensor, "tensor")
+    found = member_group(group, "irecv")
+    if found is None:
+        return None
+    anyone = src is None and group_src is None
+    peer = None if anyone else resolve_group_rank(found, src, group_src)
+    return receive_tensor(found.carrier(tensor.device.type), tensor, peer, tag)
+
+
+def send(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_dst: int | None = None,
+) -> None:
+    """Sends a tensor, and returns when it may be changed again; the arguments are those of `isend`."""
+    work = isend(tensor, dst, group, tag, group_dst)
+    if work is not None:
+        work.wait()
+
+
+def recv(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    tag: int = 0,
+    group_src: int | None = None,
+) -> int:
+    """Receives into a tensor; the arguments are those of `irecv`.
+
+    Returns:
+        The sender's rank in the world; -1 on a rank that is not in the group.
+    """
+    work = irecv(tensor, src, group, tag, group_src)
+    if work is None:
+        return -1
+    work.wait()
+    found = group_or_default(group)
+    if src is not None:
+        return src
+    return found.world_rank(work.source_rank() if group_src is None else group_src)
+
+
+class P2POp:
+    """One send or receive of a batch.
+
+    Args:
+        op: `isend` or `irecv`.
+        tensor: what is sent, or where it is received.
+        peer: the other's rank in the world.
+        group: the default group by default.
+        tag: matched between send and receive.
+        group_peer: the other's rank in the group, instead of `peer`.
+    """
+
+    def __init__(
+        self,
+        op: Callable[..., Work | None],
+        tensor: torch.Tensor,
+        peer: int | None = None,
+        group: ProcessGroup | None = None,
+        tag: int = 0,
+        group_peer: int | None = None,
+    ) -> None:
+        if op not in (isend, irecv):
+            raise ConfigError("Invalid ``op``. Expected ``op`` to be ``isend`` or ``irecv`` of rpcdist.collectives.")
+        check_tensor(tensor, "tensor")
+        self.op = op
+        self.tensor = tensor
+        self.group = group_or_default(group)
+        self.group_peer = resolve_group_rank(self.group, peer, group_peer)
+        self.peer = self.group.world_rank(self.group_peer)
+        self.tag = tag
+
+    def __repr__(self) -> str:
+        me, name = get_rank(self.group), self.op.__name__
+        source, target = (me, self.group_peer) if self.op is isend else (self.group_peer, me)
+        return (
+            f"P2POp({name} pg={self.group.group_name}, group_src={source}, group_dst={target}, "
+            f"{self.tensor.shape}, {self.tensor.dtype})"
+        )
+
+
+def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
+    """Starts several sends and receives of one group together, in whatever order the ranks list them.
+
+    Returns:
+        One Work for each.
+    """
+    if not isinstance(p2p_op_list, list) or not all(isinstance(each, P2POp) for each in p2p_op_list):
+        raise ConfigError("Invalid ``p2p_op_list``. Each op is expected to be of type ``P2POp``.")
+    if not p2p_op_list:
+        raise ConfigError("Invalid ``p2p_op_list``. It is empty.")
+    found = p2p_op_list[0].group
+    if not all(each.group is found for each in p2p_op_list):
+        raise ConfigError("All ops need to use the same group.")
+    backends = {id(each): each for each in (found.backend(op.tensor.device) for op in p2p_op_list)}.values()
+    for backend in backends:
+        backend.start_batch()
+    try:
+        return [_start(each) for each in p2p_op_list]
+    finally:
+        for backend in backends:
+            backend.end_batch()
+
+
+def _start(one: P2POp) -> Work:
+    carrier = one.group.carrier(one.tensor.device.type)
+    start = send_tensor if one.op is isend else receive_tensor
+    return start(carrier, one.tensor, one.group_peer, one.tag)

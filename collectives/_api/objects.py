@@ -1,0 +1,265 @@
+"""Collectives of Python objects: pickled, moved as bytes, and unpickled on the caller's thread.
+
+Unpickling runs code that the sender chooses. The other ranks have proven the job token before a group exists, so this
+is for peers that may run anything here anyhow; do not hand out the token to others. Objects of RPC (RRefs) do not
+travel here.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Sequence
+
+import torch
+
+from rpcdist.collectives._api import messages, operations
+from rpcdist.collectives._api.messages import P2POp, batch_isend_irecv, irecv, isend
+from rpcdist.collectives._group.registry import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError
+
+__all__ = [
+    "all_gather_object",
+    "broadcast_object_list",
+    "gather_object",
+    "recv_object_list",
+    "scatter_object_list",
+    "send_object_list",
+]
+
+Device = torch.device | str
+
+
+def all_gather_object(object_list: list[object], obj: object, group: Group = None) -> None:
+    """Puts the object of rank i into `object_list[i]`, which has at least as many places as the group has ranks."""
+    found = member_group(group, "all_gather_object")
+    if found is None:
+        return
+    _check_places(object_list, found, "object_list")
+    data = _pickled(obj, found.object_device)
+    sizes = _gather_sizes(data, found)
+    parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes)))
+    operations.all_gather(parts, _padded(data, max(sizes)), group=found)
+    object_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def gather_object(
+    obj: object,
+    object_gather_list: list[object] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    group_dst: int | None = None,
+) -> None:
+    """Puts the object of rank i into `object_gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
+    found = member_group(group, "gather_object")
+    if found is None:
+        return
+    root = _root(found, dst, group_dst)
+    is_root = found.rank() == root
+    if is_root and not object_gather_list:
+        raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
+    if object_gather_list and not is_root:
+        raise ConfigError("Argument ``gather_list`` must NOT be specified on non-destination ranks.")
+    data = _pickled(obj, found.object_device)
+    if is_root and object_gather_list:
+        _check_places(object_gather_list, found, "object_gather_list")
+    sizes = _gather_sizes(data, found)
+    parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes))) if is_root else None
+    operations.gather(_padded(data, max(sizes)), parts, group=found, group_dst=root)
+    if parts is not None and object_gather_list is not None:
+        object_gather_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
+
+
+def broadcast_object_list(
+    object_list: list[object],
+    src: int | None = None,
+    group: Group = None,
+    device: Device | None = None,
+    group_src: int | None = None,
+) -> None:
+    """Replaces the objects in the list by those of rank `src` (0 by default); all lists have the same length.
+
+    Args:
+        object_list: changed in place.
+        src: rank in the world.
+        group: the default group by default.
+        device: where the bytes travel; the CPU where the group has a backend for it.
+        group_src: rank in the group, instead of `src`.
+    """
+    found = member_group(group, "broadcast_object_list")
+    if found is None:
+        return
+    root = _root(found, src, group_src)
+    if not object_list:
+        raise ConfigError("object_list is empty; it needs at least one place, and as many on all ranks")
+    where = found.object_device if device is None else device
+    if found.rank() == root:
+        sizes, data = _join(object_list, where)
+        operations.broadcast(sizes, group=found, group_src=root)
+        operations.broadcast(data, group=found, group_src=root)
+        return
+    sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
+    operations.broadcast(sizes, group=found, group_src=root)
+    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
+    operations.broadcast(data, group=found, group_src=root)
+    object_list[:] = _parted(sizes, data)
+
+
+def scatter_object_list(
+    scatter_object_output_list: list[object],
+    scatter_object_input_list: Sequence[object] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    group_src: int | None = None,
+) -> None:
+    """Puts `scatter_object_input_list[i]` of rank `src` (0 by default) into the first place of rank i's output list."""
+    found = member_group(group, "scatter_object_list")
+    if found is None:
+        return
+    root = _root(found, src, group_src)
+    if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
+        raise ConfigError("Expected argument scatter_object_output_list to be a list of size at least 1.")
+    where = found.object_device
+    # The size of this rank's object, and that of the largest.
+    mine = torch.empty(2, dtype=torch.int64, device=where)
+    if found.rank() != root:
+        operations.scatter(mine, group=found, group_src=root)
+        data = torch.empty(int(mine[1]), dtype=torch.uint8, device=where)
+        operations.scatter(data, group=found, group_src=root)
+    else:
+        if scatter_object_input_list is None:
+            raise ConfigError("source rank must provide non-None scatter_object_input_list")
+        if len(scatter_object_input_list) != found.size():
+            raise ConfigError(
+                f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {found.size()} ranks"
+            )
+        parts = [_pickled(each, where) for each in scatter_object_input_list]
+        largest = max(part.numel() for part in parts)
+        operations.scatter(
+            mine, [mine.new_tensor([part.numel(), largest]) for part in parts], group=found, group_src=root
+        )
+        data = torch.empty(largest, dtype=torch.uint8, device=where)
+        operations.scatter(data, [_padded(part, largest) for part in parts], group=found, group_src=root)
+    scatter_object_output_list[0] = _unpickled(data[: int(mine[0])])
+
+
+def send_object_list(
+    object_list: list[object],
+    dst: int | None = None,
+    group: Group = None,
+    device: Device | None = None,
+    group_dst: int | None = None,
+    use_batch: bool = False,
+) -> None:
+    """Sends objects to one rank, which calls `recv_object_list` with a list of the same length and `use_batch`.
+
+    Args:
+        object_list: at least one.
+        dst: rank in the world.
+        group: the default group by default.
+        device: where the bytes travel; the CPU where the group has a backend for it.
+        group_dst: rank in the group, instead of `dst`.
+        use_batch: send through `batch_isend_irecv`, for backends that connect differently then.
+    """
+    found = member_group(group, "send_object_list")
+    if found is None:
+        return
+    peer = resolve_group_rank(found, dst, group_dst)
+    if not object_list:
+        raise ConfigError("object_list is empty; it needs at least one object")
+    for tensor in _join(object_list, found.object_device if device is None else device):
+        if use_batch:
+            batch_isend_irecv([P2POp(isend, tensor, group=found, group_peer=peer)])[0].wait()
+        else:
+            messages.send(tensor, group=found, group_dst=peer)
+
+
+def recv_object_list(
+    object_list: list[object],
+    src: int | None = None,
+    group: Group = None,
+    device: Device | None = None,
+    group_src: int | None = None,
+    use_batch: bool = False,
+) -> int:
+    """Replaces the objects in the list by those that another rank sends with `send_object_list`.
+
+    Args:
+        object_list: of the sender's length; changed in place.
+        src: rank in the world; without it and `group_src`, whichever rank sends first.
+        group: the default group by default.
+        device: where the bytes travel; the CPU where the group has a backend for it.
+        group_src: rank in the group, instead of `src`.
+        use_batch: as the sender says.
+
+    Returns:
+        The sender's rank in the world; -1 on a rank that is not in the group.
+    """
+    found = member_group(group, "recv_object_list")
+    if found is None:
+        return -1
+    where = found.object_device if device is None else device
+    peer = None if src is None and group_src is None else resolve_group_rank(found, src, group_src)
+    if use_batch and peer is None:
+        raise ConfigError("with use_batch the sender has to be named: pass src or group_src")
+    sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
+    sender = _receive(sizes, found, peer, use_batch)
+    data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
+    _receive(data, found, sender, use_batch)
+    object_list[:] = _parted(sizes, data)
+    return found.world_rank(sender)
+
+
+def _receive(tensor: torch.Tensor, found: ProcessGroup, peer: int | None, use_batch: bool) -> int:
+    if use_batch:
+        batch_isend_irecv([P2POp(irecv, tensor, group=found, group_peer=peer)])[0].wait()
+        assert peer is not None
+        return peer
+    return found.group_rank(messages.recv(tensor, group=found, group_src=peer))
+
+
+# ---------------------------------------------------------------- bytes
+
+
+def _pickled(value: object, device: Device) -> torch.Tensor:
+    """At least one byte: no pickle is empty."""
+    return torch.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8).to(device)
+
+
+def _unpickled(data: torch.Tensor) -> object:
+    return pickle.loads(data.cpu().contiguous().numpy().data)
+
+
+def _padded(data: torch.Tensor, size: int) -> torch.Tensor:
+    if data.numel() == size:
+        return data
+    padded = data.new_zeros(size)
+    padded[: data.numel()] = data
+    return padded
+
+
+def _join(values: Sequence[object], device: Device) -> tuple[torch.Tensor, torch.Tensor]:
+    parts = [_pickled(each, device) for each in values]
+    sizes = torch.tensor([part.numel() for part in parts], dtype=torch.int64, device=device)
+    return sizes, parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _parted(sizes: torch.Tensor, data: torch.Tensor) -> list[object]:
+    return [_unpickled(part) for part in data.split(sizes.tolist())]
+
+
+def _gather_sizes(data: torch.Tensor, found: ProcessGroup) -> list[int]:
+    sizes = torch.empty(found.size(), dtype=torch.int64, device=data.device)
+    operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=found)
+    return [int(size) for size in sizes.tolist()]
+
+
+def _root(found: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+    if world_rank is None and group_rank is None:
+        world_rank = 0
+    return resolve_group_rank(group_or_default(found), world_rank, group_rank)
+
+
+def _check_places(places: list[object], found: ProcessGroup, name: str) -> None:
+    if len(places) < found.size():
+        raise ConfigError(f"{name} has {len(places)} places for the objects of {found.size()} ranks")

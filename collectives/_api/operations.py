@@ -1,0 +1,341 @@
+"""The collective operations, with the names, defaults and in-place semantics of torch.distributed.
+
+All ranks of the group call the same functions in the same order. Ranks (`src`, `dst`) are those in the world, and
+`group_src` and `group_dst` those in the group; give one of the two. With `async_op` a function returns `Work` at once,
+and the tensors must not be touched until it is done; else it returns None when this rank's part is done. On a rank that
+is not in the group (`GroupMember.NON_GROUP_MEMBER`) every function warns and does nothing.
+
+Tensors may be contiguous or not, empty, or without dimensions. Every function raises TypeError or ConfigError (a
+ValueError) for wrong arguments before anything is sent, and CollectiveError when the operation fails:
+CollectiveMismatch, CollectiveTimeout, RankLost or GroupAborted. After one of those the group is of no more use.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+
+from rpcdist.collectives._group.registry import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.checks import check_same_dtype, check_tensor, check_tensor_list, check_timeout
+from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives.process_group import Carrier, ProcessGroup
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+__all__ = [
+    "all_gather",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "all_reduce",
+    "all_to_all",
+    "all_to_all_single",
+    "barrier",
+    "broadcast",
+    "gather",
+    "monitored_barrier",
+    "reduce",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "reduce_scatter_tensor",
+    "scatter",
+]
+
+
+def all_reduce(
+    tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Replaces the tensor, on every rank, by the reduction of all ranks' tensors; all ranks get the same bits.
+
+    It may be a sparse (COO) tensor, with SUM: the ranks' entries may be in different places, and the sum is coalesced.
+    """
+    check_tensor(tensor, "tensor")
+    found = member_group(group, "all_reduce")
+    if found is None:
+        return None
+    work = found.carrier(tensor.device.type).all_reduce(tensor, op, async_op)
+    return work if async_op else None
+
+
+def reduce(
+    tensor: torch.Tensor,
+    dst: int | None = None,
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Replaces the tensor on rank `dst` by the reduction of all ranks' tensors; the others keep theirs."""
+    check_tensor(tensor, "tensor")
+    found = member_group(group, "reduce")
+    if found is None:
+        return None
+    root = resolve_group_rank(found, dst, group_dst)
+    carrier = found.carrier(tensor.device.type)
+    return carrier.run(lowering.reduce(carrier.place, tensor, root, op), async_op)
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Replaces the tensor on every rank by that of rank `src`."""
+    check_tensor(tensor, "tensor")
+    found = member_group(group, "broadcast")
+    if found is None:
+        return None
+    root = resolve_group_rank(found, src, group_src)
+    carrier = found.carrier(tensor.device.type)
+    return carrier.run(lowering.broadcast(carrier.place, tensor, root), async_op)
+
+
+def all_gather(
+    tensor_list: list[torch.Tensor], tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Puts the tensor of rank i into `tensor_list[i]`; all have the same number of elements."""
+    check_tensor_list(tensor_list, "tensor_list")
+    check_tensor(tensor, "tensor")
+    check_same_dtype([*tensor_list, tensor])
+    found = member_group(group, "all_gather")
+    if found is None:
+        return None
+    carrier = _carrier(found, tensor, *tensor_list)
+    return carrier.run(lowering.all_gather(carrier.place, tensor_list, tensor), async_op)
+
+
+def all_gather_single(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Puts the tensors of all ranks into one, concatenated or stacked: (size * n, ...) or (size, n, ...).
+
+    Nothing is copied when both are contiguous; `input_tensor` may be this rank's own part of `output_tensor`.
+    """
+    check_tensor(input_tensor, "input_tensor")
+    check_tensor(output_tensor, "output_tensor")
+    found = member_group(group, "all_gather_single")
+    if found is None:
+        return None
+    carrier = _carrier(found, input_tensor, output_tensor)
+    return carrier.run(lowering.all_gather_single(carrier.place, output_tensor, input_tensor), async_op)
+
+
+def all_gather_into_tensor(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """Another name of `all_gather_single`."""
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def gather(
+    tensor: torch.Tensor,
+    gather_list: list[torch.Tensor] | None = None,
+    dst: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_dst: int | None = None,
+) -> Work | None:
+    """Puts the tensor of rank i into `gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
+    check_tensor(tensor, "tensor")
+    outputs = gather_list or []
+    check_tensor_list(outputs, "gather_list")
+    check_same_dtype([tensor, *outputs])
+    found = member_group(group, "gather")
+    if found is None:
+        return None
+    root = _root(found, dst, group_dst)
+    _check_list_at(found.rank() == root, outputs, "gather_list", "destination")
+    carrier = _carrier(found, tensor, *outputs)
+    return carrier.run(lowering.gather(carrier.place, outputs, tensor, root), async_op)
+
+
+def scatter(
+    tensor: torch.Tensor,
+    scatter_list: list[torch.Tensor] | None = None,
+    src: int | None = None,
+    group: Group = None,
+    async_op: bool = False,
+    group_src: int | None = None,
+) -> Work | None:
+    """Puts `scatter_list[i]` of rank `src` (0 by default) into the tensor of rank i; the others pass no list."""
+    check_tensor(tensor, "tensor")
+    inputs = scatter_list or []
+    check_tensor_list(inputs, "scatter_list")
+    check_same_dtype([tensor, *inputs])
+    found = member_group(group, "scatter")
+    if found is None:
+        return None
+    root = _root(found, src, group_src)
+    _check_list_at(found.rank() == root, inputs, "scatter_list", "source")
+    carrier = _carrier(found, tensor, *inputs)
+    return carrier.run(lowering.scatter(carrier.place, tensor, inputs, root), async_op)
+
+
+def reduce_scatter(
+    output: torch.Tensor,
+    input_list: list[torch.Tensor],
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Puts the reduction of all ranks' `input_list[i]` into the output of rank i."""
+    check_tensor(output, "output")
+    check_tensor_list(input_list, "input_list")
+    check_same_dtype([output, *input_list])
+    found = member_group(group, "reduce_scatter")
+    if found is None:
+        return None
+    carrier = _carrier(found, output, *input_list)
+    return carrier.run(lowering.reduce_scatter(carrier.place, output, input_list, op), async_op)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """The same with the chunks of all ranks in one tensor, concatenated or stacked.
+
+    Nothing is copied when both are contiguous; `output` may be this rank's own part of `input`.
+    """
+    check_tensor(output, "output")
+    check_tensor(input, "input")
+    found = member_group(group, "reduce_scatter_single")
+    if found is None:
+        return None
+    carrier = _carrier(found, output, input)
+    return carrier.run(lowering.reduce_scatter_single(carrier.place, output, input, op), async_op)
+
+
+def reduce_scatter_tensor(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Another name of `reduce_scatter_single`."""
+    return reduce_scatter_single(output, input, op, group, async_op)
+
+
+def all_to_all(
+    output_tensor_list: list[torch.Tensor],
+    input_tensor_list: list[torch.Tensor],
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """Puts `input_tensor_list[j]` of rank i into `output_tensor_list[i]` of rank j; lengths may differ."""
+    check_tensor_list(output_tensor_list, "output_tensor_list")
+    check_tensor_list(input_tensor_list, "input_tensor_list")
+    check_same_dtype([*output_tensor_list, *input_tensor_list])
+    found = member_group(group, "all_to_all")
+    if found is None:
+        return None
+    if not input_tensor_list:
+        raise ConfigError("all_to_all: `input_tensor_list` is empty; give one tensor for each rank")
+    carrier = _carrier(found, *input_tensor_list, *output_tensor_list)
+    return carrier.run(lowering.all_to_all(carrier.place, output_tensor_list, input_tensor_list), async_op)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """The same with the parts of all ranks in one tensor, cut along its first dimension.
+
+    Args:
+        output: parts from all ranks, one after the other.
+        input: parts for all ranks.
+        output_split_sizes: lengths of the parts from each rank; equal by default.
+        input_split_sizes: lengths of the parts for each rank; equal by default.
+    """
+    check_tensor(output, "output")
+    check_tensor(input, "input")
+    check_same_dtype([output, input])
+    found = member_group(group, "all_to_all_single")
+    if found is None:
+        return None
+    carrier = _carrier(found, input, output)
+    lowered = lowering.all_to_all_single(
+        carrier.place, output, input, output_split_sizes or (), input_split_sizes or ()
+    )
+    return carrier.run(lowered, async_op)
+
+
+def barrier(
+    group: Group = None,
+    async_op: bool = False,
+    device_ids: Sequence[int] | None = None,
+    timeout: timedelta | None = None,
+) -> Work | None:
+    """Waits until all ranks of the group have called it.
+
+    Args:
+        group: the default group by default.
+        async_op: return `Work` instead of waiting.
+        device_ids: accepted for scripts written for torch; the group's own device is used.
+        timeout: the group's by default.
+    """
+    found = member_group(group, "barrier")
+    if found is None:
+        return None
+    timeout_s = None if timeout is None else check_timeout(timeout).total_seconds()
+    bound = found.bound_device_id
+    carrier = found.carrier(found.object_device if bound is None else bound.type)
+    return carrier.run(lowering.barrier(), async_op, timeout_s)
+
+
+def monitored_barrier(
+    group: Group = None, timeout: timedelta | float | None = None, wait_all_ranks: bool = False
+) -> None:
+    """Like `barrier`; its error names the ranks that did not come, all of them in either case.
+
+    Raises:
+        ConfigError: the group has no backend for the CPU.
+    """
+    found = member_group(group, "monitored_barrier")
+    if found is None:
+        return
+    if "cpu" not in found.device_types:
+        raise ConfigError("monitored_barrier is only implemented for groups that have a backend for the CPU.")
+    if isinstance(timeout, float):
+        warnings.warn(
+            f"Please specify timeout arg as a timedelta. Converting current value of {timeout} assuming it represents "
+            "seconds",
+            stacklevel=2,
+        )
+        timeout = timedelta(seconds=timeout)
+    found.monitored_barrier(None if timeout is None else check_timeout(timeout), wait_all_ranks)
+
+
+def _carrier(found: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> Carrier:
+    device = first.device
+    for tensor in rest:
+        if tensor.device != device:
+            raise ConfigError(f"all tensors have to be on one device; found {device} and {tensor.device}")
+    return found.carrier(device.type)
+
+
+def _root(found: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+    """As in torch: rank 0 of the world unless the caller says otherwise."""
+    if world_rank is None and group_rank is None:
+        world_rank = 0
+    return resolve_group_rank(group_or_default(found), world_rank, group_rank)
+
+
+def _check_list_at(is_root: bool, tensors: list[torch.Tensor], name: str, root: str) -> None:
+    if is_root and not tensors:
+        raise ConfigError(f"Argument ``{name}`` must be specified on {root} rank.")
+    if tensors and not is_root:
+        raise ConfigError(f"Argument ``{name}`` must NOT be specified on non-{root} ranks.")

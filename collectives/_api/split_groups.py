@@ -1,0 +1,234 @@
+"""Parts of a group: `split_group`, and `shrink_group`, which goes on without ranks that died."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING, Final
+
+from rpcdist.collectives._api.new_groups import MakeBackend, default_timeout, hashed_name, make_group, open_group
+from rpcdist.collectives._group.backend_contract import Backend as BackendBase
+from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.bootstrap import arrive
+from rpcdist.collectives._group.registry import World, current_world, group_or_default
+from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rpcdist.collectives.nccl import NcclBackend
+
+__all__ = ["shrink_group", "split_group", "split_off"]
+
+SHRINK_DEFAULT: Final = 0
+SHRINK_ABORT: Final = 1
+
+
+def split_group(
+    parent_pg: ProcessGroup | None = None,
+    split_ranks: Sequence[Sequence[int]] | None = None,
+    timeout: timedelta | None = None,
+    pg_options: object | None = None,
+    group_desc: str | None = None,
+    backend: str | None = None,
+) -> ProcessGroup | None:
+    """Cuts a group into groups that have no rank in common; all ranks of the parent call it, and no others.
+
+    Where the parent has an `nccl` backend that the new groups have as well, they share its connections and memory
+    (`ncclCommSplit`): then every rank takes part, also one that will be in no group, and waits until the others come.
+
+    Args:
+        parent_pg: the default group by default.
+        split_ranks: for each new group, ranks in the parent.
+        timeout, pg_options, group_desc: as in `new_group`; `pg_options` are the parent's by default.
+        backend: some of the parent's backends, e.g. "cpu:tcp"; all by default.
+
+    Returns:
+        This rank's group; None when it is in none of them.
+    """
+    parent = group_or_default(parent_pg)
+    nccl = _nccl_backend(parent, parent.name() if backend is None else backend)
+    if not split_ranks:
+        raise ConfigError("split_ranks cannot be None or empty")
+    if backend is not None:
+        _check_subset(backend, parent)
+    make = make_backend if nccl is None else _by_splitting(nccl)
+    mine: Sequence[int] = ()
+    for part in split_ranks:
+        _check_split(part, parent)
+        if parent.rank() in part:
+            mine = mine or part
+    if not mine:
+        if nccl is not None:
+            nccl.split(None)
+        return None
+    return split_off(
+        parent, mine, timeout=timeout, options=pg_options, description=group_desc, backend=backend, make=make
+    )
+
+
+def _nccl_backend(parent: ProcessGroup, wanted: str) -> NcclBackend | None:
+    """The parent's, if the new groups are to have one."""
+    from rpcdist.collectives.nccl import NcclBackend
+
+    if Backend.NCCL not in BackendConfig(wanted).device_backend_map.values():
+        return None
+    found = (parent.backend(device_type) for device_type in parent.device_types)
+    return next((each for each in found if isinstance(each, NcclBackend)), None)
+
+
+def _by_splitting(nccl: NcclBackend) -> MakeBackend:
+    def make(name: Backend | str, context: GroupContext) -> BackendBase:
+        made = nccl.split(context) if name == Backend.NCCL else make_backend(name, context)
+        assert made is not None, "a split with a context makes a backend"
+        return made
+
+    return make
+
+
+def split_off(
+    parent: ProcessGroup,
+    ranks: Sequence[int],
+    *,
+    timeout: timedelta | None = None,
+    options: object | None = None,
+    name: str | None = None,
+    description: str | None = None,
+    backend: str | None = None,
+    make: MakeBackend = make_backend,
+) -> ProcessGroup | None:
+    """A group of some ranks of `parent`, made by those alone; None on the others."""
+    _check_split(ranks, parent)
+    if parent.rank() not in ranks:
+        return None
+    world = current_world()
+    members = tuple(parent.world_rank(rank) for rank in sorted(ranks))
+    backend = parent.name() if backend is None else Backend(backend)
+    return make_group(
+        world,
+        hashed_name(world, members) if name is None else name,
+        members,
+        backend=backend,
+        timeout=default_timeout(backend) if timeout is None else check_timeout(timeout),
+        options=parent.options if options is None else options,
+        device=parent.bound_device_id,
+        description=f"{parent.group_desc}:split" if description is None else description,
+        make=make,
+    )
+
+
+def _check_split(part: Sequence[int], parent: ProcessGroup) -> None:
+    if len(part) == 0:
+        raise ConfigError("the split group cannot be empty")
+    if len(part) > parent.size():
+        raise ConfigError("the split group's size should be less or equal to the world_size set by init_process_group")
+    if len(set(part)) != len(part):
+        raise ConfigError("the split group cannot have duplicate ranks")
+    for rank in part:
+        parent.world_rank(rank)
+
+
+def _check_subset(backend: str, parent: ProcessGroup) -> None:
+    own = BackendConfig(parent.name()).device_backend_map
+    for device_type, name in BackendConfig(backend).device_backend_map.items():
+        if own.get(device_type) != name:
+            raise ConfigError(
+                f"Backend mismatch for device '{device_type}': the parent has '{own.get(device_type)}', requested "
+                f"'{name}'"
+            )
+
+
+def shrink_group(
+    ranks_to_exclude: list[int],
+    group: ProcessGroup | None = None,
+    shrink_flags: int = SHRINK_DEFAULT,
+    pg_options: object | None = None,
+) -> ProcessGroup:
+    """Makes a group of the ranks that remain, and destroys the old one; the remaining ranks call it, and no others.
+
+    This is how to go on without ranks that died: the old group's operations have failed, the new group's work.
+
+    Args:
+        ranks_to_exclude: ranks in the group.
+        group: the default group by default; then the new one takes its place, and all other groups are destroyed.
+        shrink_flags: 1 aborts what still runs, 0 waits for it first.
+        pg_options: the old group's by default.
+
+    Raises:
+        TypeError, ConfigError: wrong ranks or flags.
+        StoreTimeout: naming the ranks that did not come.
+    """
+    if not isinstance(ranks_to_exclude, list):
+        raise TypeError(f"ranks_to_exclude must be a list, but got {type(ranks_to_exclude).__name__}. Example: [1, 3]")
+    if shrink_flags not in (SHRINK_DEFAULT, SHRINK_ABORT):
+        raise ConfigError(f"Invalid shrink_flags value: {shrink_flags}. Must be 0 (default) or 1 (abort first).")
+    old = group_or_default(group)
+    members = _remaining(ranks_to_exclude, old)
+    if shrink_flags == SHRINK_ABORT:
+        old.abort()
+    options = old.options if pg_options is None else pg_options
+    world = current_world()
+    if old is world.default:
+        return _shrink_world(world, old, members, options)
+    world.groups.pop(old.group_name, None)
+    old.shutdown()
+    made = make_group(
+        world,
+        f"{old.group_name}-without-{'-'.join(map(str, ranks_to_exclude))}",
+        members,
+        backend=old.name(),
+        timeout=old.timeout,
+        options=options,
+        device=old.bound_device_id,
+        description=old.group_desc,
+    )
+    return made
+
+
+def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
+    """Ranks are numbered anew, from 0: in the default group, the rank in the group is the rank in the world."""
+    assert world.store is not None
+    store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
+    for each in reversed(list(world.groups.values())):
+        each.shutdown()
+    rank, ranks = members.index(old.rank()), tuple(range(len(members)))
+    shown = f"the default group, shrunk to ranks {list(members)}"
+    arrive(store, rank, ranks, shown, old.timeout_s, shown)
+    made = open_group(
+        old.group_name,
+        rank,
+        ranks,
+        PrefixStore("group/0", store),
+        backend=old.name(),
+        timeout=old.timeout,
+        options=options,
+        device=old.bound_device_id,
+        description=old.group_desc,
+    )
+    world.clear()
+    world.default, world.store, world.num_created = made, store, 1
+    world.groups[made.group_name] = made
+    return made
+
+
+def _remaining(excluded: list[int], old: ProcessGroup) -> tuple[int, ...]:
+    """The world ranks that remain."""
+    if not excluded:
+        raise ConfigError("ranks_to_exclude cannot be empty. Name at least one rank to exclude, e.g. [failed_rank].")
+    for rank in excluded:
+        if not isinstance(rank, int):
+            raise TypeError(f"All elements in ranks_to_exclude must be integers, not {rank!r}")
+        if not 0 <= rank < old.size():
+            raise ConfigError(f"Rank {rank} is out of bounds for group size {old.size()}.")
+    if len(set(excluded)) != len(excluded):
+        raise ConfigError(f"Duplicate rank in ranks_to_exclude: {excluded}. Each rank can only be excluded once.")
+    if len(excluded) >= old.size():
+        raise ConfigError(f"Cannot exclude all {old.size()} ranks from process group. At least one rank must remain.")
+    if old.rank() in excluded:
+        raise ConfigError(
+            f"Current rank {old.rank()} is in the exclusion list and should not call shrink_group(). Only the "
+            "remaining ranks call it; excluded ones should end."
+        )
+    return tuple(world_rank for rank, world_rank in enumerate(old.ranks) if rank not in excluded)

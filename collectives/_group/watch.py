@@ -1,0 +1,301 @@
+"""The watch of a group: tells every rank what only one of them can see.
+
+The group's rank 0 listens; every other rank keeps one connection to it, and one byte stream of small messages runs on
+it in each direction. So the death of a rank is seen by rank 0 at once and told to the others, and the death of rank 0
+is seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `PEER_SILENCE_S`).
+
+A message is four bytes of length and then JSON, an object with a `say`:
+
+    failure   kind reason ranks         the group failed; rank 0 passes it on to all
+    timeout   title sequence            an operation ran out of time at the sender; rank 0 asks around, then tells all
+    where     question                  rank 0 asks: where are you?
+    here      question sequence text    the answer
+    left      rank sequence             a rank leaves in order after that many operations; rank 0 passes it on
+
+All of it runs on the I/O loop; `report*` and `close` may be called by any thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections.abc import Coroutine
+from typing import Final, Protocol
+
+from rpcdist.collectives._group.engine import Reporter
+from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure, list_ranks
+from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.transport import Node
+
+__all__ = ["Watch", "WatchListener"]
+
+logger = logging.getLogger(__name__)
+
+MAX_MESSAGE_BYTES: Final = 64 * 1024
+ANSWER_LIMIT_S: Final = 0.7
+SEND_LIMIT_S: Final = 2.0
+PEER_SILENCE_S: Final = 10
+
+Message = dict[str, object]
+
+
+class WatchListener(Protocol):
+    """Who acts on what the watch learns. Called on the I/O loop; must not block."""
+
+    def fail(self, failure: GroupFailure) -> bool: ...
+
+    def rank_left(self, rank: int, last_sequence: int) -> None: ...
+
+    def where(self) -> tuple[int, str]: ...
+
+
+class _Connection:
+    """One peer's socket. Messages leave in order; one that cannot leave in time ends the connection."""
+
+    def __init__(self, rank: int, sock: socket.socket) -> None:
+        self.rank = rank
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._sending = asyncio.Lock()
+        sock.setblocking(False)
+        _notice_silence(sock)
+
+    async def send(self, message: Message) -> None:
+        data = json.dumps(message).encode()
+        async with self._sending, asyncio.timeout(SEND_LIMIT_S):
+            await self._loop.sock_sendall(self.sock, len(data).to_bytes(4, "big") + data)
+
+    async def receive(self) -> Message | None:
+        """The next message; None at the end of the stream. Waits as long as the peer lives."""
+        header = await self._exactly(4)
+        if header is None:
+            return None
+        size = int.from_bytes(header, "big")
+        if size > MAX_MESSAGE_BYTES:
+            raise ProtocolViolation(f"rank {self.rank} announced a watch message of {size} bytes")
+        data = await self._exactly(size)
+        try:
+            message = None if data is None else json.loads(data)
+        except ValueError as exc:
+            raise ProtocolViolation(f"rank {self.rank} sent a watch message that is not JSON") from exc
+        if message is not None and not isinstance(message, dict):
+            raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")
+        return message
+
+    async def _exactly(self, size: int) -> bytes | None:
+        data = bytearray()
+        while len(data) < size:
+            part = await self._loop.sock_recv(self.sock, size - len(data))
+            if not part:
+                return None
+            data += part
+        return bytes(data)
+
+
+class Watch(Reporter):
+    """See above; made on every rank once the connections stand.
+
+    Args:
+        node: of this process.
+        rank: of this process in the group.
+        world_ranks: of all members, for texts.
+        group: the group's name.
+        listener: the engine.
+    """
+
+    def __init__(
+        self, node: Node, rank: int, world_ranks: tuple[int, ...], group: str, listener: WatchListener
+    ) -> None:
+        self._node = node
+        self._rank = rank
+        self._world_ranks = world_ranks
+        self._group = group
+        self._listener = listener
+        self._connections: dict[int, _Connection] = {}
+        self._tasks: set[asyncio.Task[object]] = set()
+        self._gone: set[int] = set()
+        self._question = 0
+        self._answers: dict[int, tuple[int, str]] = {}
+        self._answered = asyncio.Event()
+        self._asking = False
+        self._told = False
+        self._closing = False
+
+    def start(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
+        """Takes over the connections: at rank 0 with every other rank, elsewhere with rank 0. Blocks, bounded."""
+        self._node.run(self._start(sockets), timeout_s)
+
+    async def _start(self, sockets: dict[int, socket.socket]) -> None:
+        for rank, sock in sockets.items():
+            connection = self._connections[rank] = _Connection(rank, sock)
+            self._spawn(self._listen(connection), f"with rank {rank}")
+
+    def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> None:
+        task = self._node.io.spawn(coroutine, f"rpcdist watch of group {self._group} {what}")
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # ------------------------------------------------------------ Reporter (any thread)
+
+    def report(self, failure: GroupFailure) -> None:
+        self._post({"say": "failure", **failure.to_json()})
+
+    def report_timeout(self, title: str, sequence: int, waiting_for: frozenset[int]) -> bool:
+        self._post({"say": "timeout", "title": title, "sequence": sequence})
+        return bool(self._connections)
+
+    def report_lost(self, rank: int, reason: str) -> bool:
+        return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and says so
+
+    def _post(self, message: Message) -> None:
+        try:
+            self._node.io.call_soon(self._post_here, message)
+        except RpcdistError:
+            logger.debug("the loop is closed, so group %s is not told: %s", self._group, message)
+
+    def _post_here(self, message: Message) -> None:
+        if self._closing:
+            return
+        if self._rank == 0:
+            self._handle(0, message)
+        else:
+            self._spawn(self._send_all(message), "sends")
+
+    async def _send_all(self, message: Message, skip: int = -1) -> None:
+        """Sends to every peer but `skip`; those that cannot take it are seen by their own listener."""
+        peers = [connection for rank, connection in self._connections.items() if rank != skip]
+        for result in await asyncio.gather(*(peer.send(message) for peer in peers), return_exceptions=True):
+            if isinstance(result, BaseException) and not isinstance(result, OSError | TimeoutError):
+                raise result
+
+    # ------------------------------------------------------------ I/O loop
+
+    async def _listen(self, connection: _Connection) -> None:
+        reason = "its process ended"
+        try:
+            while (message := await connection.receive()) is not None:
+                self._handle(connection.rank, message)
+        except OSError as exc:
+            reason = f"its process ended or its host cannot be reached ({exc.strerror or exc})"
+        except (ProtocolViolation, ValueError) as exc:
+            reason = str(exc)
+        finally:
+            self._connections.pop(connection.rank, None)
+            connection.sock.close()
+        if connection.rank not in self._gone and not self._closing:
+            self._lost(connection.rank, reason)
+
+    def _handle(self, sender: int, message: Message) -> None:
+        say = message.get("say")
+        if say == "failure":
+            self._failed(GroupFailure.from_json(message), sender)
+        elif say == "left":
+            self._left(_integer(message, "rank"), _integer(message, "sequence"), sender)
+        elif say == "where":
+            sequence, text = self._listener.where()
+            answer: Message = {"say": "here", "question": message.get("question"), "sequence": sequence, "text": text}
+            self._spawn(self._send_all(answer), "answers")
+        elif say == "timeout" and self._rank == 0:
+            if not self._asking:
+                self._asking = True
+                self._spawn(self._find_missing(str(message.get("title")), _integer(message, "sequence")), "asks")
+        elif say == "here" and self._rank == 0:
+            if message.get("question") == self._question:
+                self._answers[sender] = _integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]
+                self._answered.set()
+        else:
+            raise ProtocolViolation(f"rank {sender} sent a watch message that rank {self._rank} does not know: {say!r}")
+
+    def _failed(self, failure: GroupFailure, sender: int) -> None:
+        self._listener.fail(failure)
+        if self._rank == 0 and not self._told:
+            self._told = True
+            self._spawn(self._send_all({"say": "failure", **failure.to_json()}, skip=sender), "passes on")
+
+    def _left(self, rank: int, sequence: int, sender: int) -> None:
+        if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
+            raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
+        self._gone.add(rank)
+        self._listener.rank_left(rank, sequence)
+        if self._rank == 0 and rank != 0:
+            self._spawn(self._send_all({"say": "left", "rank": rank, "sequence": sequence}, skip=sender), "passes on")
+
+    def _lost(self, rank: int, reason: str) -> None:
+        world_rank = self._world_ranks[rank]
+        self._failed(GroupFailure(FailureKind.LOST, f"rank {world_rank} was lost: {reason}", (rank,)), rank)
+
+    async def _find_missing(self, title: str, sequence: int) -> None:
+        """Asks every rank where it is, and tells all of them who did not come to the operation."""
+        self._question += 1
+        self._answers = {0: self._listener.where()}
+        others = set(self._connections)
+        await self._send_all({"say": "where", "question": self._question})
+        try:
+            async with asyncio.timeout(ANSWER_LIMIT_S):
+                while not others <= self._answers.keys():
+                    self._answered.clear()
+                    await self._answered.wait()
+        except TimeoutError:
+            pass  # who does not answer is named below
+        self._failed(self._verdict(title, sequence), 0)
+
+    def _verdict(self, title: str, sequence: int) -> GroupFailure:
+        silent = [rank for rank in range(len(self._world_ranks)) if rank not in self._answers]
+        late = [rank for rank, (reached, _) in sorted(self._answers.items()) if reached < sequence]
+        details = [f"rank {self._world_ranks[rank]} {self._answers[rank][1]}" for rank in late]
+        details += [f"rank {self._world_ranks[rank]} does not answer" for rank in silent]
+        missing = tuple(sorted(late + silent))
+        if not missing:
+            details = [f"rank {self._world_ranks[rank]} {text}" for rank, (_, text) in sorted(self._answers.items())]
+            reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}"
+            return GroupFailure(FailureKind.TIMEOUT, reason)
+        names = list_ranks([self._world_ranks[rank] for rank in missing])
+        reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}"
+        return GroupFailure(FailureKind.TIMEOUT, reason, missing)
+
+    # ------------------------------------------------------------ life
+
+    def close(self, sequence: int, timeout_s: float = 3.0) -> None:
+        """Says that this rank leaves after `sequence` operations, and closes; blocks, bounded; idempotent."""
+        try:
+            self._node.run(self._close(sequence), timeout_s)
+        except (RpcdistError, OSError) as exc:
+            logger.debug("the watch of group %s closed without a farewell: %s", self._group, exc)
+
+    async def _close(self, sequence: int) -> None:
+        if self._closing:
+            return
+        if self._connections:
+            await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
+        self._closing = True
+        tasks = self._tasks - {asyncio.current_task()}
+        for connection in list(self._connections.values()):
+            connection.sock.shutdown(socket.SHUT_WR)  # what was sent arrives before the end of the stream
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=1.0)
+
+
+def _integer(message: Message, key: str) -> int:
+    value = message.get(key)
+    if type(value) is not int:
+        raise ProtocolViolation(f"a watch message has {value!r} where a number belongs ({key})")
+    return value
+
+
+def _notice_silence(sock: socket.socket) -> None:
+    """Lets the kernel end a connection whose peer is cut off, without any help of the processes."""
+    if sock.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", PEER_SILENCE_S // 4),
+        ("TCP_KEEPINTVL", PEER_SILENCE_S // 4),
+        ("TCP_KEEPCNT", 3),
+        ("TCP_USER_TIMEOUT", PEER_SILENCE_S * 1000),
+    ):
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

@@ -1,0 +1,299 @@
+"""Messages between two ranks over MPI: `send` and `recv` of the `mpi` backend.
+
+A message is announced by a small header on one communicator, under the user's tag; its elements follow on another
+one, under a number that the header names. So a receiver knows what comes before it posts memory for it, a receive from
+any source learns who sent, and two receives of one tag cannot take each other's elements.
+
+Nothing blocks inside MPI: messages under way are looked at in turn, by whoever waits for one of them, and by a thread
+of the group while asynchronous ones are under way.
+"""
+
+from __future__ import annotations
+
+import struct
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes
+from rpcdist.collectives._mpi.mpi_transport import abandon
+from rpcdist.collectives._operations.operation import DTYPES, dtype_code
+from rpcdist.collectives.work import Work
+from rpcdist.deadline import Deadline
+from rpcdist.errors import CollectiveError, ConfigError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+__all__ = ["MpiMessages"]
+
+_HEADER: Final = struct.Struct("<QIB3x")  # size in bytes, number, dtype
+_NUMBERS: Final = 1 << 15
+"""Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
+IDLE_LIMIT_S: Final = 60.0
+
+
+class _Message:
+    """One send or receive of this rank. `look` is called with the lock held, until it says that it is done."""
+
+    def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor) -> None:
+        self.work = Work(title, [tensor])
+        self.deadline = deadline
+        self.tensor = tensor
+        self.requests: list[MPI.Request] = []
+        self.memory: list[object] = [tensor]
+        self.source = -1
+
+    def look(self) -> bool:
+        raise NotImplementedError
+
+
+class _Send(_Message):
+    def __init__(
+        self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes, requests: list[MPI.Request]
+    ) -> None:
+        super().__init__(title, deadline, tensor)
+        self.memory.append(header)
+        self.requests = requests
+
+    def look(self) -> bool:
+        self.requests = [request for request in self.requests if not request.Test()]
+        return not self.requests
+
+
+class _Recv(_Message):
+    def __init__(
+        self,
+        messages: MpiMessages,
+        title: str,
+        deadline: Deadline,
+        tensor: torch.Tensor,
+        finish: Callable[[], None] | None,
+    ) -> None:
+        super().__init__(title, deadline, tensor)
+        self.header = bytearray(_HEADER.size)
+        self.memory.append(self.header)
+        self._messages = messages
+        self._finish = finish
+        self._announced = False
+
+    def look(self) -> bool:
+        if not self._announced:
+            status = self._messages.mpi.Status()
+            if not self.requests[0].Test(status):
+                return False
+            self._announced = True
+            self.source = status.Get_source()
+            self.requests = [self._messages.receive_elements(self)]
+        if not self.requests[0].Test():
+            return False
+        self.requests = []
+        if self._finish is not None:
+            self._finish()
+        return True
+
+
+class MpiMessages:
+    """The messages of one group.
+
+    Args:
+        mpi: from `load_mpi`.
+        headers: a communicator of the group's members in their order, for these messages alone.
+        elements: another one.
+        group: the group's name.
+        world_ranks: of the members, for texts.
+        report: told when a message fails in a way that ends the group; any thread.
+    """
+
+    def __init__(
+        self,
+        mpi: ModuleType,
+        headers: MPI.Intracomm,
+        elements: MPI.Intracomm,
+        group: str,
+        world_ranks: tuple[int, ...],
+        report: Callable[[GroupFailure], None],
+    ) -> None:
+        self.mpi = mpi
+        self._headers = headers
+        self._elements = elements
+        self._group = group
+        self._world_ranks = world_ranks
+        self._report = report
+        self._me = headers.Get_rank()
+        self._lock = threading.Lock()
+        self._looking = threading.Lock()  # whoever holds it looks for all
+        self._changed = threading.Condition(self._lock)
+        self._under_way: deque[_Message] = deque()
+        self._numbers = [0] * headers.Get_size()
+        self._error: GroupFailure | None = None
+        self._closing = False
+        self._poller: threading.Thread | None = None
+
+    # ------------------------------------------------------------ posting (any thread)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
+        """See `Backend.send`."""
+        title = f"send of group {self._group!r} to rank {self._world_ranks[peer]} (tag {tag})"
+        self._check(title, tag)
+        with self._lock:
+            number = self._numbers[peer]
+            self._numbers[peer] = (number + 1) % _NUMBERS
+            header = _HEADER.pack(tensor.nbytes, number, dtype_code(tensor.dtype))
+            requests = [
+                self._headers.Isend([header, self.mpi.BYTE], peer, tag),
+                self._elements.Isend(as_bytes(self.mpi, tensor), peer, number),
+            ]
+            message = _Send(title, Deadline.after(timeout_s), tensor, header, requests)
+            self._add(message, asynchronous)
+        return self._see_to(message, asynchronous)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        asynchronous: bool,
+        timeout_s: float,
+        finish: Callable[[], None] | None,
+    ) -> Work:
+        """See `Backend.recv`."""
+        whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
+        title = f"recv of group {self._group!r} from {whom} (tag {tag})"
+        self._check(title, tag)
+        message = _Recv(self, title, Deadline.after(timeout_s), tensor, finish)
+        source = self.mpi.ANY_SOURCE if peer is None else peer
+        with self._lock:
+            message.requests = [self._headers.Irecv([message.header, self.mpi.BYTE], source, tag)]
+            self._add(message, asynchronous)
+        return self._see_to(message, asynchronous)
+
+    def _check(self, title: str, tag: int) -> None:
+        if self._error is not None:
+            raise self._error.error(title)
+        largest = self._headers.Get_attr(self.mpi.TAG_UB)
+        if not 0 <= tag <= largest:
+            raise ConfigError(f"{title}: tags of this MPI go from 0 to {largest}")
+
+    def _add(self, message: _Message, asynchronous: bool) -> None:
+        self._under_way.append(message)
+        if asynchronous and self._poller is None:
+            self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
+            self._poller.start()
+        self._changed.notify_all()
+
+    def _see_to(self, message: _Message, asynchronous: bool) -> Work:
+        if asynchronous:
+            return message.work
+        pause = Pause()
+        while not message.work.is_completed():
+            self._look()
+            pause()
+        message.work.wait()
+        return message.work
+
+    def receive_elements(self, message: _Recv) -> MPI.Request:
+        """Posts memory for what a header has announced. Raises CollectiveError when that does not fit."""
+        size_bytes, number, code = _HEADER.unpack(message.header)
+        tensor, source = message.tensor, message.source
+        if size_bytes != tensor.nbytes or code != dtype_code(tensor.dtype):
+            sent = f"{size_bytes} bytes of {str(DTYPES[code]).removeprefix('torch.')}"
+            expected = f"{tensor.nbytes} bytes of {str(tensor.dtype).removeprefix('torch.')}"
+            names = self._world_ranks[source], self._world_ranks[self._me]
+            reason = f"rank {names[0]} sent {sent}, and rank {names[1]} expects {expected}"
+            raise GroupFailure(FailureKind.MISMATCH, reason, (source, self._me)).error(message.work.title)
+        return self._elements.Irecv(as_bytes(self.mpi, tensor), source, number)
+
+    # ------------------------------------------------------------ looking
+
+    def _poll(self) -> None:
+        while True:
+            with self._lock:
+                while not self._under_way:
+                    if self._closing:
+                        return
+                    self._changed.wait(IDLE_LIMIT_S)
+            pause = Pause()
+            while self._under_way:
+                self._look()
+                pause()
+
+    def _look(self) -> None:
+        """Looks at everything that is under way, in the order of posting, unless another thread does."""
+        if not self._looking.acquire(blocking=False):
+            return
+        try:
+            with self._lock:
+                done, failed = self._find_done()
+                for message in done:
+                    self._under_way.remove(message)
+                self._changed.notify_all()
+        finally:
+            self._looking.release()
+        for message in done:
+            message.work.complete(message.source)
+        if failed is not None:
+            self._fail(*failed)
+
+    def _find_done(self) -> tuple[list[_Message], tuple[_Message, Exception] | None]:
+        done = []
+        for message in self._under_way:
+            try:
+                if message.look():
+                    done.append(message)
+                elif message.deadline.expired():
+                    return done, (message, self._timed_out(message))
+            except (CollectiveError, self.mpi.Exception) as exc:
+                return done, (message, exc)
+        return done, None
+
+    def _timed_out(self, message: _Message) -> CollectiveError:
+        reason = "it was not done in time: the other side did not call its part, or is not there any more"
+        return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
+
+    def _fail(self, message: _Message, exc: Exception) -> None:
+        kind = FailureKind.ERROR
+        if isinstance(exc, ValueError):
+            kind = FailureKind.MISMATCH
+        elif isinstance(exc, TimeoutError):
+            kind = FailureKind.TIMEOUT
+        reason = exc.reason if isinstance(exc, CollectiveError) else f"MPI reported: {exc}"
+        failure = GroupFailure(kind, f"{message.work.title}: {reason}")
+        self._report(failure)
+        self.fail(failure)
+
+    # ------------------------------------------------------------ ending
+
+    def fail(self, failure: GroupFailure) -> None:
+        """The group failed: so does everything that is under way. Any thread; never waits long."""
+        with self._lock:
+            if self._error is None:
+                self._error = failure
+            messages = list(self._under_way)
+            self._under_way.clear()
+            self._changed.notify_all()
+        for message in messages:
+            abandon(message.requests, message.memory)
+            message.work.fail(failure.error(message.work.title))
+
+    def close(self, deadline: Deadline) -> bool:
+        """Waits for what is under way, then ends the thread; whether all was done within the deadline. Idempotent."""
+        pause = Pause()
+        while self._under_way and not deadline.expired():
+            self._look()
+            pause()
+        drained = not self._under_way
+        self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank"))
+        with self._lock:
+            self._closing = True
+            self._changed.notify_all()
+        if self._poller is not None:
+            self._poller.join(1.0)
+        return drained

@@ -1,0 +1,270 @@
+"""Collective operations over MPI: the plane of the `mpi` backend.
+
+Every call of MPI is a nonblocking one that is polled, so a rank that does not come is noticed (MPI has no time
+limits), and no thread ever sleeps inside MPI. Before an operation, all ranks exchange what they are about to do, on a
+communicator of its own; MPI itself would answer a mismatch with a hang, a crash or wrong numbers.
+
+What was under way when a group failed cannot be taken back: MPI may still write to its memory, which is therefore
+kept for the life of the process.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
+
+import torch
+
+from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes, as_elements, mpi_op, wire_dtype
+from rpcdist.collectives._operations import reduce_kernels
+from rpcdist.collectives._operations.adjacent import joined
+from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, ReduceOp, describe_fingerprint
+from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlaneTimeout
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from mpi4py import MPI
+
+__all__ = ["MpiPlane", "abandon"]
+
+_abandoned: Final[list[object]] = []
+
+
+def abandon(*things: object) -> None:
+    """Keeps memory that MPI may still use, for good."""
+    _abandoned.append(things)
+
+
+class MpiPlane(Plane):
+    """See above.
+
+    Args:
+        mpi: from `load_mpi`.
+        agreement: a communicator of the group's members in their order, for this plane alone.
+        data: another one.
+    """
+
+    def __init__(self, mpi: ModuleType, agreement: MPI.Intracomm, data: MPI.Intracomm) -> None:
+        self._mpi = mpi
+        self._agreement = agreement
+        self._data = data
+        self.rank = agreement.Get_rank()
+        self.size = agreement.Get_size()
+        self._splits = struct.Struct(f"<{2 * self.size}q")
+        self._view_bytes = FINGERPRINT_BYTES + self._splits.size
+        self._starts: dict[Kind, Callable[[Operation], None]] = {
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.REDUCE: self._reduce,
+            Kind.BROADCAST: self._broadcast,
+            Kind.ALL_GATHER: self._all_gather,
+            Kind.GATHER: self._gather,
+            Kind.SCATTER: self._scatter,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.ALL_TO_ALL: self._all_to_all,
+        }
+        self._control: Control | None = None
+
+    def run(self, operation: Operation, control: Control) -> None:
+        self._control = control
+        try:
+            self._agree(operation, control.fingerprint)
+            if operation.kind is not Kind.BARRIER:
+                self._starts[operation.kind](operation)
+        finally:
+            self._control = None
+
+    def close(self) -> None:
+        """The communicators belong to the backend."""
+
+    # ------------------------------------------------------------ agreeing and waiting
+
+    def _agree(self, operation: Operation, fingerprint: bytes) -> None:
+        """Compares what all ranks are about to do; when this returns, every rank has come."""
+        mine = fingerprint + self._sizes(operation)
+        views = bytearray(self._view_bytes * self.size)
+        self._wait(self._agreement.Iallgather(mine, views), mine, views)
+        pieces = [bytes(views[at : at + self._view_bytes]) for at in range(0, len(views), self._view_bytes)]
+        if any(piece[:FINGERPRINT_BYTES] != fingerprint for piece in pieces):
+            fingerprints = [piece[:FINGERPRINT_BYTES] for piece in pieces]
+            raise PlaneMismatch({rank: describe_fingerprint(view) for rank, view in enumerate(fingerprints)})
+        if operation.kind is Kind.ALL_TO_ALL:
+            self._compare_sizes([self._splits.unpack_from(piece, FINGERPRINT_BYTES) for piece in pieces])
+
+    def _sizes(self, operation: Operation) -> bytes:
+        if operation.kind is not Kind.ALL_TO_ALL:
+            return bytes(self._splits.size)
+        return self._splits.pack(*(tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)))
+
+    def _compare_sizes(self, sizes: list[tuple[int, ...]]) -> None:
+        """Every rank looks at every pair, so that all find the same."""
+        for sender in range(self.size):
+            for receiver in range(self.size):
+                sent, expected = sizes[sender][receiver], sizes[receiver][self.size + sender]
+                if sent != expected:
+                    views = {
+                        sender: f"all_to_all that sends {sent} bytes to rank {receiver}",
+                        receiver: f"all_to_all that expects {expected} bytes from rank {sender}",
+                    }
+                    raise PlaneMismatch(views)
+
+    def _wait(self, request: MPI.Request, *memory: object) -> None:
+        """Waits for one call of MPI; `memory` is what it reads and writes."""
+        control = self._control
+        assert control is not None
+        pause = Pause()
+        try:
+            while not request.Test():
+                control.check()
+                if control.deadline.expired():
+                    raise PlaneTimeout(frozenset(range(self.size)) - {self.rank})
+                pause()
+        except BaseException:
+            abandon(request, memory)
+            raise
+
+    # ------------------------------------------------------------ reductions
+
+    def _prepare(self, operation: Operation, source: torch.Tensor) -> torch.Tensor:
+        """What to give MPI to reduce, flat: the source's own memory if nothing has to be converted."""
+        source = source.reshape(-1)
+        if operation.reduce_op is ReduceOp.PREMUL_SUM:
+            scaled = torch.empty_like(source)
+            reduce_kernels.premultiply_to(operation, source, scaled)
+            source = scaled
+        wire = wire_dtype(source.dtype)
+        return source.view(wire) if wire.itemsize == source.dtype.itemsize else source.to(wire)
+
+    def _op(self, operation: Operation) -> MPI.Op:
+        dtype, op = operation.dtype, operation.reduce_op
+        assert dtype is not None and op is not None
+        reduce_kernels.reducer(op, dtype)  # refuses what makes no sense
+        result: MPI.Op = mpi_op(self._mpi, op, dtype)
+        return result
+
+    def _finish(self, operation: Operation, wire: torch.Tensor) -> None:
+        """Makes the reduction final, and writes it to the output, unless it was made there."""
+        output = operation.outputs[0].view(-1)
+        assert operation.reduce_op is not None
+        if wire.dtype.itemsize != output.dtype.itemsize:
+            reduce_kernels.finish(operation.reduce_op, wire, self.size)
+            output.copy_(wire)
+            return
+        result = wire.view(output.dtype)
+        if result.data_ptr() != output.data_ptr():
+            output.copy_(result)
+        reduce_kernels.finish(operation.reduce_op, output, self.size)
+
+    def _all_reduce(self, operation: Operation) -> None:
+        op = self._op(operation)
+        wire = self._prepare(operation, operation.inputs[0])
+        output = operation.outputs[0]
+        if wire.data_ptr() == operation.inputs[0].data_ptr() != output.data_ptr():
+            output.view(-1).copy_(operation.inputs[0].view(-1))
+            wire = output.view(-1).view(wire.dtype)
+        self._wait(self._data.Iallreduce(self._mpi.IN_PLACE, as_elements(self._mpi, wire), op), wire)
+        self._finish(operation, wire)
+
+    def _reduce(self, operation: Operation) -> None:
+        op, root = self._op(operation), operation.root
+        wire = self._prepare(operation, operation.inputs[0])
+        elements = as_elements(self._mpi, wire)
+        if self.rank != root:
+            self._wait(self._data.Ireduce(elements, None, op, root), wire)
+            return
+        result = wire.clone() if wire.data_ptr() == operation.inputs[0].data_ptr() else wire
+        if operation.inputs[0].data_ptr() == operation.outputs[0].data_ptr():
+            result = wire
+        elements = as_elements(self._mpi, result)
+        self._wait(self._data.Ireduce(self._mpi.IN_PLACE, elements, op, root), result)
+        self._finish(operation, result)
+
+    def _reduce_scatter(self, operation: Operation) -> None:
+        op = self._op(operation)
+        chunks = [self._prepare(operation, chunk) for chunk in operation.inputs]
+        wire = joined(chunks)
+        if wire is None:
+            wire = torch.cat(chunks)
+        result = torch.empty_like(chunks[self.rank])
+        counts = [chunk.numel() for chunk in chunks]
+        mine = as_elements(self._mpi, result)
+        self._wait(self._data.Ireduce_scatter(as_elements(self._mpi, wire), mine, counts, op), wire, result)
+        self._finish(operation, result)
+
+    # ------------------------------------------------------------ moves
+
+    def _broadcast(self, operation: Operation) -> None:
+        source, target = operation.inputs[0], operation.outputs[0]
+        if self.rank == operation.root and source.data_ptr() != target.data_ptr():
+            target.view(-1).copy_(source.view(-1))
+        self._wait(self._data.Ibcast(as_bytes(self._mpi, target), operation.root), target)
+
+    def _all_gather(self, operation: Operation) -> None:
+        source = operation.inputs[0]
+        target = self._target(operation.outputs)
+        if target.data_ptr() <= source.data_ptr() < target.data_ptr() + target.nbytes:  # it is out[m] itself
+            given: object = self._mpi.IN_PLACE
+        else:
+            given = as_bytes(self._mpi, source)
+        self._wait(self._data.Iallgather(given, self._chunks(target)), source, target)
+        self._deliver(target, operation.outputs)
+
+    def _gather(self, operation: Operation) -> None:
+        source, root = operation.inputs[0], operation.root
+        if self.rank != root:
+            self._wait(self._data.Igather(as_bytes(self._mpi, source), None, root), source)
+            return
+        target = self._target(operation.outputs)
+        self._wait(self._data.Igather(as_bytes(self._mpi, source), self._chunks(target), root), source, target)
+        self._deliver(target, operation.outputs)
+
+    def _scatter(self, operation: Operation) -> None:
+        target, root = operation.outputs[0], operation.root
+        mine = as_bytes(self._mpi, target)
+        if self.rank != root:
+            self._wait(self._data.Iscatter(None, mine, root), target)
+            return
+        source = _in_one_piece(operation.inputs)
+        self._wait(self._data.Iscatter(self._chunks(source), mine, root), source, target)
+
+    def _all_to_all(self, operation: Operation) -> None:
+        source = _in_one_piece(operation.inputs)
+        target = self._target(operation.outputs)
+        given = [*as_bytes(self._mpi, source)[:1], ([chunk.nbytes for chunk in operation.inputs], None), self._mpi.BYTE]
+        taken = [
+            *as_bytes(self._mpi, target)[:1],
+            ([chunk.nbytes for chunk in operation.outputs], None),
+            self._mpi.BYTE,
+        ]
+        self._wait(self._data.Ialltoallv(given, taken), source, target)
+        self._deliver(target, operation.outputs)
+
+    def _target(self, outputs: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """Memory for all outputs, one behind the other: their own if they lie so."""
+        target = joined(outputs)
+        if target is None:
+            target = outputs[0].new_empty(sum(output.numel() for output in outputs))
+        return target
+
+    def _chunks(self, tensor: torch.Tensor) -> list[object]:
+        """Memory of one equal chunk for every rank, for calls of MPI; they count the bytes of one chunk."""
+        return [
+            self._mpi.buffer.fromaddress(tensor.data_ptr(), tensor.nbytes),
+            tensor.nbytes // self.size,
+            self._mpi.BYTE,
+        ]
+
+    def _deliver(self, target: torch.Tensor, outputs: tuple[torch.Tensor, ...]) -> None:
+        """Copies what arrived to the outputs, unless it arrived there."""
+        begin = 0
+        if target.numel() and target.data_ptr() == outputs[0].data_ptr():
+            return
+        for output in outputs:
+            output.view(-1).copy_(target[begin : begin + output.numel()])
+            begin += output.numel()
+
+
+def _in_one_piece(tensors: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    source = joined(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if source is None else source

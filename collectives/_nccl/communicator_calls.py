@@ -1,0 +1,291 @@
+"""Operations as calls of an NCCL communicator. Everything here only enqueues; nothing waits for the device.
+
+Tensors are moved as bytes. They are reduced by NCCL where NCCL has the numbers and the operation, seen as other numbers
+where that gives the same bits (complex sums as sums of reals, bool as bytes); what NCCL cannot reduce at all (bitwise
+operations, 16-bit integers, complex products) is moved to where it is needed and reduced there by torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._nccl.nccl_library import Communicator, Runtime, Stream
+from rpcdist.collectives._operations import reduce_kernels
+from rpcdist.collectives._operations.adjacent import joined
+from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
+
+__all__ = ["NcclCalls", "native_form"]
+
+# These numbers are NCCL's binary interface.
+_UINT8: Final = 1
+_DATATYPES: Final = {
+    torch.int8: 0,
+    torch.uint8: _UINT8,
+    torch.int32: 2,
+    torch.uint32: 3,
+    torch.int64: 4,
+    torch.uint64: 5,
+    torch.float16: 6,
+    torch.float32: 7,
+    torch.float64: 8,
+    torch.bfloat16: 9,
+}
+_SUM, _PRODUCT, _MAX, _MIN, _AVG = range(5)
+_OPS: Final = {
+    ReduceOp.SUM: _SUM,
+    ReduceOp.AVG: _SUM,
+    ReduceOp.PREMUL_SUM: _SUM,
+    ReduceOp.PRODUCT: _PRODUCT,
+    ReduceOp.MAX: _MAX,
+    ReduceOp.MIN: _MIN,
+}
+_BOOL_OPS: Final = {
+    ReduceOp.SUM: _MAX,
+    ReduceOp.MAX: _MAX,
+    ReduceOp.BOR: _MAX,
+    ReduceOp.PRODUCT: _MIN,
+    ReduceOp.MIN: _MIN,
+    ReduceOp.BAND: _MIN,
+    ReduceOp.BXOR: _SUM,  # the last bit of a sum of bits is their exclusive or, also when the byte overflows
+}
+_REAL_OF: Final = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_AVG_SINCE: Final = 21000
+_MOST_BROADCAST_BYTES: Final = 2**31 - 2**12
+"""CuPy's `broadcast` takes a C int; other calls take a size_t."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """How NCCL reduces tensors of one dtype by one operation: as `dtype`, by `op`, and then `finish(tensor, size)`."""
+
+    dtype: torch.dtype
+    op: int
+    finish: Callable[[torch.Tensor, int], object] | None = None
+
+    def count(self, tensor: torch.Tensor) -> int:
+        return tensor.nbytes // self.dtype.itemsize
+
+
+def native_form(op: ReduceOp, dtype: torch.dtype, version: int) -> _Form | None:
+    """How NCCL of that version does it; None when it cannot.
+
+    Raises:
+        ValueError: it makes no sense, as `reduce_kernels.unsupported` says.
+    """
+    reduce_kernels.reducer(op, dtype)
+    if dtype is torch.bool:
+        return _Form(torch.uint8, _BOOL_OPS[op], _keep_last_bit if op is ReduceOp.BXOR else None)
+    numbers = _REAL_OF.get(dtype, dtype) if op in _SUMS else dtype
+    if numbers not in _DATATYPES or op not in _OPS:
+        return None
+    if op is not ReduceOp.AVG:
+        return _Form(numbers, _OPS[op])
+    if numbers.is_floating_point and version >= _AVG_SINCE:
+        return _Form(numbers, _AVG)
+    return _Form(numbers, _SUM, lambda tensor, size: reduce_kernels.finish(ReduceOp.AVG, tensor, size))
+
+
+def _keep_last_bit(tensor: torch.Tensor, size: int) -> None:
+    tensor.view(torch.uint8).bitwise_and_(1)
+
+
+class NcclCalls:
+    """Enqueues the operations of one group.
+
+    Args:
+        runtime: of the group's device.
+        communicator: of the group.
+        rank: in the group.
+        size: of the group.
+    """
+
+    def __init__(self, runtime: Runtime, communicator: Communicator, rank: int, size: int) -> None:
+        self._runtime = runtime
+        self._communicator = communicator
+        self._rank = rank
+        self._size = size
+        self._calls: dict[Kind, Callable[[Operation, int], list[torch.Tensor]]] = {
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.REDUCE: self._reduce,
+            Kind.BROADCAST: self._broadcast,
+            Kind.ALL_GATHER: self._all_gather,
+            Kind.GATHER: self._gather,
+            Kind.SCATTER: self._scatter,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.ALL_TO_ALL: self._all_to_all,
+            Kind.BARRIER: self._barrier,
+        }
+
+    def enqueue(self, operation: Operation, stream: Stream) -> list[torch.Tensor]:
+        """Call it with `stream` as torch's current one. Returns tensors that have to live until it is done."""
+        return self._calls[operation.kind](operation, stream.cuda_stream)
+
+    def send(self, tensor: torch.Tensor, peer: int, stream: Stream) -> None:
+        if tensor.nbytes:
+            self._communicator.send(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
+
+    def recv(self, tensor: torch.Tensor, peer: int, stream: Stream) -> None:
+        if tensor.nbytes:
+            self._communicator.recv(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
+
+    # ------------------------------------------------------------ reductions
+
+    def _form(self, operation: Operation) -> _Form | None:
+        dtype, op = operation.dtype, operation.reduce_op
+        assert dtype is not None and op is not None
+        return native_form(op, dtype, self._runtime.version)
+
+    def _source(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
+        if operation.reduce_op is not ReduceOp.PREMUL_SUM:
+            return tensor
+        scaled = torch.empty_like(tensor)
+        reduce_kernels.premultiply_to(operation, tensor, scaled)
+        return scaled
+
+    def _finish(self, form: _Form, tensor: torch.Tensor) -> None:
+        if form.finish is not None and tensor.numel():
+            form.finish(tensor, self._size)
+
+    def _all_reduce(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        form = self._form(operation)
+        source, target = self._source(operation, operation.inputs[0]), operation.outputs[0]
+        if not source.numel():
+            return []
+        if form is None:
+            gathered = source.new_empty(self._size * source.numel())
+            self._communicator.allGather(source.data_ptr(), gathered.data_ptr(), source.nbytes, _UINT8, stream)
+            self._combine(operation, list(gathered.chunk(self._size)), target)
+            return [source, gathered]
+        self._communicator.allReduce(
+            source.data_ptr(), target.data_ptr(), form.count(source), _DATATYPES[form.dtype], form.op, stream
+        )
+        self._finish(form, target)
+        return [source]
+
+    def _reduce(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        form, root = self._form(operation), operation.root
+        source = self._source(operation, operation.inputs[0])
+        if not source.numel():
+            return []
+        if form is None:
+            return self._reduce_at_root(operation, source, stream)
+        target = operation.outputs[0] if self._rank == root else source  # elsewhere NCCL does not write
+        datatype = _DATATYPES[form.dtype]
+        self._communicator.reduce(
+            source.data_ptr(), target.data_ptr(), form.count(source), datatype, form.op, root, stream
+        )
+        if self._rank == root:
+            self._finish(form, target)
+        return [source]
+
+    def _reduce_at_root(self, operation: Operation, source: torch.Tensor, stream: int) -> list[torch.Tensor]:
+        if self._rank != operation.root:
+            self._exchange({operation.root: source}, {}, stream)
+            return [source]
+        gathered = [torch.empty_like(source) for _ in range(self._size)]
+        self._exchange({self._rank: source}, dict(enumerate(gathered)), stream)
+        self._combine(operation, gathered, operation.outputs[0])
+        return [source, *gathered]
+
+    def _reduce_scatter(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        form, target = self._form(operation), operation.outputs[0]
+        chunks = [self._source(operation, chunk) for chunk in operation.inputs]
+        if form is None:
+            gathered = [torch.empty_like(chunks[self._rank]) for _ in range(self._size)]
+            self._exchange(dict(enumerate(chunks)), dict(enumerate(gathered)), stream)
+            self._combine(operation, gathered, target)
+            return [*chunks, *gathered]
+        whole = joined(chunks) if len({chunk.numel() for chunk in chunks}) == 1 else None
+        if whole is not None:
+            datatype = _DATATYPES[form.dtype]
+            self._communicator.reduceScatter(
+                whole.data_ptr(), target.data_ptr(), form.count(target), datatype, form.op, stream
+            )
+        else:
+            self._reduce_each(form, chunks, target, stream)
+        self._finish(form, target)
+        return chunks
+
+    def _reduce_each(self, form: _Form, chunks: list[torch.Tensor], target: torch.Tensor, stream: int) -> None:
+        """Chunks that are scattered in memory or differ in length: a reduction to every rank, all in one go."""
+        datatype = _DATATYPES[form.dtype]
+        with self._runtime.grouped():
+            for root, chunk in enumerate(chunks):
+                if chunk.numel():
+                    to = target if root == self._rank else chunk
+                    self._communicator.reduce(
+                        chunk.data_ptr(), to.data_ptr(), form.count(chunk), datatype, form.op, root, stream
+                    )
+
+    def _combine(self, operation: Operation, parts: Sequence[torch.Tensor], target: torch.Tensor) -> None:
+        """Reduces by torch what all ranks sent, in the order of the ranks."""
+        op = operation.reduce_op
+        assert op is not None
+        if not target.numel():
+            return
+        for part in parts[1:]:
+            reduce_kernels.reduce_into(op, parts[0], part)
+        reduce_kernels.finish(op, parts[0], self._size)
+        target.view(-1).copy_(parts[0].view(-1))
+
+    # ------------------------------------------------------------ moves
+
+    def _broadcast(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        source, target = operation.inputs[0], operation.outputs[0]
+        for begin in range(0, target.nbytes, _MOST_BROADCAST_BYTES):
+            count = min(_MOST_BROADCAST_BYTES, target.nbytes - begin)
+            self._communicator.broadcast(
+                source.data_ptr() + begin, target.data_ptr() + begin, count, _UINT8, operation.root, stream
+            )
+        return []
+
+    def _all_gather(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        source, outputs = operation.inputs[0], operation.outputs
+        whole = joined(outputs)
+        if not source.numel():
+            return []
+        if whole is not None:
+            self._communicator.allGather(source.data_ptr(), whole.data_ptr(), source.nbytes, _UINT8, stream)
+            return []
+        self._exchange(dict.fromkeys(range(self._size), source), dict(enumerate(outputs)), stream)
+        return []
+
+    def _gather(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        self._exchange({operation.root: operation.inputs[0]}, dict(enumerate(operation.outputs)), stream)
+        return []
+
+    def _scatter(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        self._exchange(dict(enumerate(operation.inputs)), {operation.root: operation.outputs[0]}, stream)
+        return []
+
+    def _all_to_all(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        self._exchange(dict(enumerate(operation.inputs)), dict(enumerate(operation.outputs)), stream)
+        return []
+
+    def _exchange(self, sends: dict[int, torch.Tensor], recvs: dict[int, torch.Tensor], stream: int) -> None:
+        """Sends to and receives from many ranks in one go; what this rank sends to itself is copied."""
+        me = self._rank
+        with self._runtime.grouped():
+            for peer, tensor in sends.items():
+                if peer != me and tensor.nbytes:
+                    self._communicator.send(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream)
+            for peer, tensor in recvs.items():
+                if peer != me and tensor.nbytes:
+                    self._communicator.recv(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream)
+        if me in sends and me in recvs and sends[me].data_ptr() != recvs[me].data_ptr():
+            recvs[me].view(-1).copy_(sends[me].view(-1))
+
+    def _barrier(self, operation: Operation, stream: int) -> list[torch.Tensor]:
+        token = torch.zeros(1, dtype=torch.int32, device=self._runtime.device)
+        address = token.data_ptr()
+        self._communicator.allReduce(address, address, 1, _DATATYPES[torch.int32], _SUM, stream)
+        return [token]

@@ -1,0 +1,178 @@
+"""Any tensors as dense contiguous ones for an operation, and what has to be copied back after it.
+
+[Note: no copies] A contiguous tensor is used as it is. Only what is not contiguous (or conjugated or negated lazily, or
+in the memory of a device that the backend does not reach) goes through a temporary tensor.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._operations.operation import DTYPES
+from rpcdist.errors import ConfigError
+
+__all__ = ["Copies", "is_dense", "same_kind", "separate"]
+
+_KNOWN: Final = frozenset(DTYPES)
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether its memory, from its first element on, is exactly its values in order.
+
+    Where there is one element or none, any stride passes for contiguous; but only with 1 can it be viewed as bytes.
+    """
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_conj()
+        and not tensor.is_neg()
+        and (tensor.dim() == 0 or tensor.stride(-1) == 1)
+    )
+
+
+class Copies:
+    """Collects the temporary tensors of one operation.
+
+    Args:
+        staged: whether tensors of other devices than the CPU go through its memory.
+        moves_only: whether the operation only moves bytes, so that a dtype without arithmetic will do.
+    """
+
+    __slots__ = ("_back", "_moves_only", "_staged")
+
+    def __init__(self, staged: bool = False, moves_only: bool = False) -> None:
+        self._staged = staged
+        self._moves_only = moves_only
+        self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def read(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A dense tensor of the same values, to be read only."""
+        if self._usable(tensor):
+            return self._plain(tensor)
+        return self._plain(self._copy(tensor))
+
+    def write(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A dense tensor to write to; `finish` copies from it where it is not the tensor itself."""
+        if self._usable(tensor):
+            return self._plain(tensor)
+        _check_layout(tensor)
+        temporary = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu" if self._staged else tensor.device)
+        self._back.append((tensor, temporary))
+        return self._plain(temporary)
+
+    def update(self, tensor: torch.Tensor, copy_back: bool = True) -> torch.Tensor:
+        """A dense tensor of the same values for an operation in place; `copy_back` where this rank gets the outcome."""
+        if self._usable(tensor):
+            return self._plain(tensor)
+        temporary = self._copy(tensor)
+        if copy_back:
+            self._back.append((tensor, temporary))
+        return self._plain(temporary)
+
+    def _usable(self, tensor: torch.Tensor) -> bool:
+        return is_dense(tensor) and not (self._staged and tensor.device.type != "cpu")
+
+    def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
+        _check_layout(tensor)
+        with torch.no_grad():
+            source = tensor.detach().resolve_conj().resolve_neg()
+            moved = source.cpu() if self._staged else source
+            return moved.clone(memory_format=torch.contiguous_format) if moved is source else moved.contiguous()
+
+    def _plain(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
+        if tensor.dtype not in _KNOWN:
+            if not self._moves_only or tensor.is_quantized:
+                raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
+            tensor = tensor.view(-1).view(torch.uint8)
+        return tensor
+
+    def finish(self) -> Callable[[], None] | None:
+        """What copies back, for `Backend.submit`; None when there is nothing to copy."""
+        if not self._back:
+            return None
+        pairs = self._back
+
+        def copy_back() -> None:
+            # In inference mode leaves that require grad, and inference tensors, may be written to as well.
+            with torch.inference_mode():
+                for target, temporary in pairs:
+                    _copy_into(target, temporary)
+                    if self._staged and target.is_cuda:  # another thread's stream may be the one that reads it
+                        torch.cuda.current_stream(target.device).synchronize()
+
+        return copy_back
+
+
+def _check_layout(tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided:
+        raise ConfigError(
+            f"groups carry dense tensors, and this one is {tensor.layout}; send its indices and values one by one, "
+            "or call to_dense() first"
+        )
+    if tensor.is_quantized:
+        raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}; send its int_repr()")
+
+
+def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Copies, also into an expanded tensor, several elements of which are one place in memory."""
+    for dim, stride in enumerate(target.stride()):
+        if stride == 0 and target.shape[dim] > 1:
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
+def same_kind(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+    """Makes the dtypes equal where complex tensors are mixed with such of their parts, by viewing them as real."""
+    first = tensors[0].dtype if tensors else None
+    if all(tensor.dtype is first for tensor in tensors):
+        return tensors
+    return [torch.view_as_real(tensor) if tensor.is_complex() else tensor for tensor in tensors]
+
+
+def separate(
+    inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor], mine: tuple[int, int] | None = None
+) -> tuple[torch.Tensor, ...]:
+    """Copies those inputs that share memory with an output, since outputs are written while inputs are still read.
+
+    Args:
+        inputs: dense.
+        outputs: dense.
+        mine: an input and an output (by position) that may be one and the same memory.
+
+    Raises:
+        ConfigError: outputs share memory with each other. What arrives in them may be passed on to other ranks.
+    """
+    spans = sorted((out.data_ptr(), out.data_ptr() + out.nbytes, place) for place, out in enumerate(outputs))
+    spans = [span for span in spans if span[0] < span[1]]
+    for (_, end, first), (begin, _, second) in pairwise(spans):
+        if begin < end:
+            one, other = sorted((first, second))
+            raise ConfigError(
+                f"output tensors {one} and {other} share memory; give each rank's tensor a place of its own "
+                "(not [tensor] * world_size)"
+            )
+    return tuple(
+        tensor.clone() if _overlaps(tensor, spans, mine[1] if mine and mine[0] == place else None) else tensor
+        for place, tensor in enumerate(inputs)
+    )
+
+
+def _overlaps(tensor: torch.Tensor, spans: list[tuple[int, int, int]], itself: int | None) -> bool:
+    begin = tensor.data_ptr()
+    end = begin + tensor.nbytes
+    if begin == end:
+        return False
+    at = max(0, bisect_left(spans, (begin, 0, 0)) - 1)
+    for other_begin, other_end, place in spans[at:]:
+        if other_begin >= end:
+            return False
+        if other_end > begin and not (place == itself and (other_begin, other_end) == (begin, end)):
+            return True
+    return False

@@ -1,0 +1,217 @@
+"""How tensors of several ranks become one, element by element: the arithmetic that all planes share.
+
+Every dtype is reduced in a dtype of the same bits that torch has fast kernels for (`Reducer.dtype`): torch cannot add
+unsigned integers of 16 bits and more, but their sum has the same bits as that of signed ones; a sum of complex numbers
+is a sum of twice as many real ones. Views cost nothing, so nothing is converted.
+
+The order of the operands is the order of the ranks, on every rank, so that all ranks compute the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._operations.operation import Operation, ReduceOp
+
+__all__ = ["Reducer", "finish", "premultiply", "premultiply_to", "reduce_into", "reducer", "unsupported"]
+
+Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
+
+_FLOAT8: Final = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_REAL_OF: Final = {
+    torch.complex32: torch.float16,
+    torch.complex64: torch.float32,
+    torch.complex128: torch.float64,
+}
+_SIGNED_OF: Final = {
+    torch.uint16: torch.int16,
+    torch.uint32: torch.int32,
+    torch.uint64: torch.int64,
+}
+_SUMS: Final = frozenset({ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM})
+_BITWISE: Final = frozenset({ReduceOp.BAND, ReduceOp.BOR, ReduceOp.BXOR})
+_ORDERED: Final = frozenset({ReduceOp.MIN, ReduceOp.MAX})
+
+
+@dataclass(frozen=True, slots=True)
+class Reducer:
+    """How to reduce tensors of one dtype by one operation.
+
+    Attributes:
+        dtype: view the tensors as this one before you combine them; it divides the size of an element of theirs.
+        combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
+        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when it is already.
+    """
+
+    dtype: torch.dtype
+    combine: Combine
+    finish: Callable[[torch.Tensor, int], object] | None
+
+
+def unsupported(op: ReduceOp, dtype: torch.dtype) -> str | None:
+    """Why tensors of `dtype` cannot be reduced by `op`, as a clause for an error, or None when they can."""
+    name = str(dtype).removeprefix("torch.")
+    if dtype in _FLOAT8:
+        return f"{name} tensors can be moved but not reduced; convert them to float16 or bfloat16 first"
+    if op in _BITWISE and (dtype.is_floating_point or dtype.is_complex):
+        return f"{op.name} needs integers or bool, not {name}"
+    if op in _ORDERED and dtype.is_complex:
+        return f"{op.name} needs an order, and complex numbers ({name}) have none"
+    if op is ReduceOp.AVG and dtype is torch.bool:
+        return "AVG of bool tensors is not defined; convert them to a floating-point dtype first"
+    if op is ReduceOp.PREMUL_SUM and not (dtype.is_floating_point or dtype.is_complex):
+        return f"PREMUL_SUM needs a floating-point or complex dtype, not {name}"
+    return None
+
+
+@cache
+def reducer(op: ReduceOp, dtype: torch.dtype) -> Reducer:
+    """How to reduce tensors of `dtype` by `op`.
+
+    Raises:
+        ValueError: it makes no sense, as `unsupported` says.
+    """
+    reason = unsupported(op, dtype)
+    if reason is not None:
+        raise ValueError(reason)
+    if dtype is torch.bool:
+        return Reducer(torch.uint8, _BOOL_COMBINE[op], None)
+    if op in _SUMS and dtype.is_complex:
+        dtype = _REAL_OF[dtype]
+    view = _SIGNED_OF.get(dtype, dtype)
+    combine = _COMBINE[op] if view is dtype or op not in _ORDERED else _unsigned_order(op, view)
+    return Reducer(view, combine, _divider(dtype) if op is ReduceOp.AVG else None)
+
+
+def reduce_into(op: ReduceOp, accumulator: torch.Tensor, other: torch.Tensor) -> None:
+    """accumulator = accumulator `op` other, in place; dense tensors of one dtype and number of elements."""
+    how = reducer(op, accumulator.dtype)
+    target = accumulator.view(-1).view(how.dtype)
+    how.combine(target, other.view(-1).view(how.dtype), target)
+
+
+def finish(op: ReduceOp, tensor: torch.Tensor, size: int) -> None:
+    """Makes the reduction of `size` ranks final, in place: AVG divides (integers towards zero), the rest do nothing."""
+    how = reducer(op, tensor.dtype)
+    if how.finish is not None:
+        how.finish(tensor.view(-1).view(how.dtype), size)
+
+
+def premultiply(operation: Operation, tensor: torch.Tensor) -> None:
+    """For PREMUL_SUM, multiplies by this rank's factor, in place; the other operations do nothing."""
+    premultiply_to(operation, tensor, tensor)
+
+
+def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Tensor) -> None:
+    """target = source times this rank's factor; when the operation has none, only if they are different tensors."""
+    if operation.reduce_op is ReduceOp.PREMUL_SUM:
+        torch.mul(source, _factor(operation), out=target)
+    elif source is not target:
+        target.copy_(source)
+
+
+def _factor(operation: Operation) -> float | torch.Tensor:
+    factor = operation.factor
+    if factor is None or (isinstance(factor, torch.Tensor) and factor.numel() != 1):
+        raise ValueError("PREMUL_SUM needs a factor: a number, or a tensor of one element")
+    # Without dimensions the factor does not change the dtype of the product.
+    return factor.reshape(()) if isinstance(factor, torch.Tensor) else factor
+
+
+# ------------------------------------------------------------ kernels
+
+
+def _add(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.add(a, b, out=out)
+
+
+def _multiply(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.mul(a, b, out=out)
+
+
+def _minimum(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.minimum(a, b, out=out)
+
+
+def _maximum(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.maximum(a, b, out=out)
+
+
+def _and(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.bitwise_and(a, b, out=out)
+
+
+def _or(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.bitwise_or(a, b, out=out)
+
+
+def _xor(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+    return torch.bitwise_xor(a, b, out=out)
+
+
+_COMBINE: Final[dict[ReduceOp, Combine]] = {
+    ReduceOp.SUM: _add,
+    ReduceOp.AVG: _add,
+    ReduceOp.PREMUL_SUM: _add,
+    ReduceOp.PRODUCT: _multiply,
+    ReduceOp.MIN: _minimum,
+    ReduceOp.MAX: _maximum,
+    ReduceOp.BAND: _and,
+    ReduceOp.BOR: _or,
+    ReduceOp.BXOR: _xor,
+}
+# A bool is a byte of 0 or 1.
+_BOOL_COMBINE: Final[dict[ReduceOp, Combine]] = {
+    ReduceOp.SUM: _or,
+    ReduceOp.MAX: _or,
+    ReduceOp.BOR: _or,
+    ReduceOp.PRODUCT: _and,
+    ReduceOp.MIN: _and,
+    ReduceOp.BAND: _and,
+    ReduceOp.BXOR: _xor,
+}
+
+
+def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
+    """MIN and MAX of unsigned numbers in signed ones of the same bits: flipping the top bit keeps the order."""
+    top = torch.iinfo(signed).min
+    combine = _COMBINE[op]
+
+    def flipped(a: torch.Tensor, b: torch.Tensor, out: torch.Tensor) -> object:
+        first = a ^ top
+        combine(first, b ^ top, first)
+        return torch.bitwise_xor(first, top, out=out)
+
+    return flipped
+
+
+def _divider(dtype: torch.dtype) -> Callable[[torch.Tensor, int], object]:
+    """Divides sums in place; `dtype` says what numbers they are, if the tensors come in a view of other numbers."""
+    if dtype.is_floating_point:
+        return _divide
+    return _divide_unsigned if dtype in _SIGNED_OF else _divide_towards_zero
+
+
+def _divide(tensor: torch.Tensor, size: int) -> object:
+    return torch.div(tensor, size, out=tensor)
+
+
+def _divide_towards_zero(tensor: torch.Tensor, size: int) -> object:
+    return torch.div(tensor, size, rounding_mode="trunc", out=tensor)
+
+
+def _divide_unsigned(tensor: torch.Tensor, size: int) -> object:
+    """Of unsigned numbers of up to 64 bits, held in signed ones.
+
+    Half of the number is not negative and can be divided; twice that quotient is right or 1 too small.
+    """
+    half = (tensor >> 1) & torch.iinfo(tensor.dtype).max
+    quotient = torch.div(half, size, rounding_mode="trunc") * 2
+    rest = tensor - quotient * size  # below 2 * size, as unsigned
+    top = torch.iinfo(tensor.dtype).min
+    return torch.add(quotient, ((rest ^ top) >= (size ^ top)).to(tensor.dtype), out=tensor)

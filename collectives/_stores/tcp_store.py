@@ -1,0 +1,349 @@
+"""The store that rank 0 serves and everybody else calls: the default of a job."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import threading
+import weakref
+from collections.abc import Sequence
+from typing import Final, Protocol, TypeVar
+
+from google.protobuf.message import Message
+
+from rpcdist._proto import store_pb2
+from rpcdist.collectives._stores.abandoned import abandon, clean_up
+from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout, seconds, timed_out
+from rpcdist.collectives._stores.served import ServedStore, serve_store
+from rpcdist.deadline import Deadline
+from rpcdist.errors import (
+    AuthenticationFailed,
+    ConfigError,
+    ConnectFailed,
+    DeadlineExceeded,
+    DistNetworkError,
+    DistStoreError,
+    RpcdistError,
+    StoreTimeout,
+    TransportError,
+)
+from rpcdist.transport import Link, Node, acquire_node
+from rpcdist.transport.fork import check_not_forked, in_forked_child
+
+__all__ = ["TCPStore"]
+
+Reply = TypeVar("Reply", bound=Message)
+
+GRACE_S: Final = 10.0  # what an answer may take beyond the wait that was asked for, on a busy machine
+SHORTEST_PAUSE_S: Final = 0.05  # between attempts to find a store where a process listens
+LONGEST_PAUSE_S: Final = 0.5
+NOBODY_THERE: Final = "Does rank 0 run there, and have all processes the same MASTER_ADDR and MASTER_PORT?"
+COMPLETE: Final = b"complete"
+JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
+
+
+class _Access(Protocol):
+    """How a `TCPStore` reaches its table; shared by its clones."""
+
+    address: str
+
+    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply: ...
+    def share(self) -> _Access: ...
+    def close(self) -> None: ...
+
+
+class _Local:
+    """The table is in this process: its handlers run on the I/O loop, without the network."""
+
+    def __init__(self, served: ServedStore) -> None:
+        self.address = served.address
+        self._served = served
+        self._handlers = served.service.handlers()
+
+    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
+        asked = self._served.service.call(self._handlers[method], request)
+        reply = self._served.node.run(asked, wait_s + GRACE_S)
+        assert isinstance(reply, reply_type)
+        return reply
+
+    def share(self) -> _Local:
+        host, _, port = self.address.rpartition(":")
+        return _Local(serve_store(host, int(port), share=True, timeout_s=GRACE_S))
+
+    def close(self) -> None:
+        self._served.close()
+
+
+class _Remote:
+    """The table is behind an authenticated link, which is opened anew when it broke between two calls."""
+
+    def __init__(self, address: str, timeout_s: float) -> None:
+        self.address = address
+        self._timeout_s = timeout_s
+        self._node: Node = acquire_node()
+        self._link: Link | None = None
+        self._connecting = asyncio.Lock()
+        self._num_users = 1
+        self._lock = threading.Lock()
+        try:
+            self._node.run(self._find(), timeout_s + GRACE_S)
+        except BaseException:
+            self._node.release()
+            raise
+
+    async def _find(self) -> None:
+        """Connects, and makes sure that there is a store: a process may listen before it serves one."""
+        deadline = Deadline.after(self._timeout_s)
+        pause_s = SHORTEST_PAUSE_S
+        while True:
+            try:
+                link = await self._connected(max(deadline.remaining_s(), SHORTEST_PAUSE_S))
+                await link.unary("Store", "Count", store_pb2.StorePrefix(), store_pb2.StoreNumber, GRACE_S)
+                return
+            except AuthenticationFailed:
+                raise
+            except TransportError as exc:
+                if deadline.expired():
+                    if isinstance(exc, ConnectFailed):
+                        reason = f"{exc.reason}. {NOBODY_THERE}"
+                        raise ConnectFailed(self.address, reason, self._timeout_s) from exc
+                    reason = f"a process answers there, but it serves no store ({exc})"
+                    raise ConnectFailed(self.address, reason, self._timeout_s) from exc
+            await asyncio.sleep(min(pause_s, deadline.remaining_s()))
+            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+
+    async def _connected(self, timeout_s: float) -> Link:
+        async with self._connecting:  # used on the I/O loop only
+            if self._link is None or self._link.session.closed_reason is not None:
+                self._link = await self._node.connect(self.address, role="store", timeout_s=timeout_s)
+            return self._link
+
+    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
+        async def ask() -> Reply:
+            link = await self._connected(self._timeout_s)
+            return await link.unary("Store", method, request, reply_type, wait_s + GRACE_S)
+
+        return self._node.run(ask(), wait_s + self._timeout_s + 2 * GRACE_S)
+
+    def share(self) -> _Remote:
+        with self._lock:
+            self._num_users += 1
+        return self
+
+    def close(self) -> None:
+        with self._lock:
+            self._num_users -= 1
+            if self._num_users > 0 or in_forked_child():
+                return
+        try:
+            if self._link is not None:
+                self._node.run(self._link.close(), GRACE_S)
+        except (RpcdistError, RuntimeError):  # the loop is gone, and the link with it
+            pass
+        self._node.release()
+
+
+class TCPStore(Store):
+    """A store that one process serves over gRPC on its port; the others are its clients. All prove the job token.
+
+    Args:
+        host_name: where the server is; the master binds this address.
+        port: its port; for the master 0 picks one, see `port`.
+        world_size: how many processes will use the store, the master included; None if that is not known.
+        is_master: whether this process serves it. The master reaches the table without the network.
+        timeout: limit for connecting, for waiting for the workers, and for methods that take no timeout of their own.
+        wait_for_workers: whether the master waits until `world_size` processes have connected.
+        multi_tenant: whether a store that this process serves there already is shared instead of being an error.
+        master_listen_fd: not supported.
+        use_libuv: accepted for scripts written for torch, without effect.
+
+    Raises:
+        ConnectFailed: nobody answered within `timeout` (it is tried again until then).
+        AuthenticationFailed: the tokens differ.
+        DistNetworkError: the master's port is in use.
+        StoreTimeout: not all workers came.
+    """
+
+    def __init__(  # torch's signature
+        self,
+        host_name: str,
+        port: int,
+        world_size: int | None = None,
+        is_master: bool = False,
+        timeout: Timeout = DEFAULT_TIMEOUT,
+        wait_for_workers: bool = True,
+        multi_tenant: bool = False,
+        master_listen_fd: int | None = None,
+        use_libuv: bool = True,
+    ) -> None:
+        super().__init__(timeout)
+        clean_up()
+        self._host = host_name
+        self._world_size = world_size
+        if master_listen_fd is not None:
+            raise ConfigError(
+                "master_listen_fd is not supported: gRPC opens its own socket. Pass port=0 to have one picked."
+            )
+        if not 0 <= port < 2**16:
+            raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
+        if world_size is not None and world_size < 1:
+            world_size = self._world_size = None  # torch's -1: unknown
+        self._attach(_open(host_name, port, is_master, multi_tenant, seconds(timeout)))
+        if wait_for_workers and world_size is not None:
+            try:
+                self._join(world_size, is_master)
+            except BaseException:
+                self.close()
+                raise
+
+    def _attach(self, access: _Access) -> None:
+        self._access = access
+        self._closer = weakref.finalize(self, abandon, os.getpid(), access.close)
+        self._closer.atexit = False  # at exit the transport stops by itself
+
+    def _join(self, world_size: int, is_master: bool) -> None:
+        came = self.add(JOIN_KEY, 1)
+        if not is_master:
+            # Told by everybody, whatever number it expects: who expects another one is found afterwards, by name.
+            self.queue_push(JOIN_KEY, COMPLETE if came == world_size else b"came")
+            return
+        deadline = Deadline.after(self._timeout_s)
+        told: bytes | None = b""
+        while came < world_size and told != COMPLETE:
+            told = self._queue_pop(JOIN_KEY, deadline.remaining_s())
+            came = self.add(JOIN_KEY, 0)
+            if told is None:
+                raise _timed_out_join(self._timeout_s, came, world_size, self.address)
+
+    @property
+    def host(self) -> str:
+        return self._host
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+    @property
+    def address(self) -> str:
+        return self._access.address
+
+    def clone(self) -> TCPStore:
+        """Another store object on the same connection."""
+        twin = TCPStore.__new__(TCPStore)
+        Store.__init__(twin, self._timeout_s)
+        twin._host, twin._world_size = self._host, self._world_size
+        twin._attach(self._access.share())
+        return twin
+
+    def close(self) -> None:
+        """Ends the connection, or the service when this is its last user here; idempotent, bounded."""
+        if self._closer.detach() is not None:
+            self._access.close()
+
+    # ------------------------------------------------------------ the interface
+
+    def _call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float = 0.0) -> Reply:
+        check_not_forked()
+        if not self._closer.alive:
+            raise DistStoreError(f"the store at {self.address} was closed by this process")
+        try:
+            return self._access.call(method, request, reply_type, wait_s)
+        except (AuthenticationFailed, DistStoreError):
+            raise
+        except ConnectFailed as exc:
+            if exc.waited_s is not None:  # the connection was gone before the call, and could not be opened again
+                raise
+            raise DistNetworkError(_lost(self.address, method, exc)) from exc
+        except (TransportError, DeadlineExceeded) as exc:
+            raise DistNetworkError(_lost(self.address, method, exc)) from exc
+
+    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
+        sets = [store_pb2.StoreSet(key=key, value=value) for key, value in items]
+        if len(sets) == 1:
+            self._call("Set", sets[0], store_pb2.StoreDone)
+        else:
+            self._call("MultiSet", store_pb2.StoreItems(items=sets), store_pb2.StoreDone)
+
+    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
+        if len(keys) == 1:
+            get = store_pb2.StoreGet(key=keys[0], timeout_ms=_milliseconds(timeout_s))
+            value = self._call("Get", get, store_pb2.StoreValue, timeout_s)
+            found, values, missing = value.found, [value.value], list(keys)
+        else:
+            wait = store_pb2.StoreWait(keys=keys, timeout_ms=_milliseconds(timeout_s))
+            reply = self._call("MultiGet", wait, store_pb2.StoreValues, timeout_s)
+            found, values, missing = reply.found, list(reply.values), list(reply.missing)
+        if not found:
+            raise timed_out("wait", timeout_s, missing or keys, self.address)
+        return values
+
+    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
+        request = store_pb2.StoreWait(keys=keys, timeout_ms=_milliseconds(timeout_s))
+        reply = self._call("Wait", request, store_pb2.StoreFlag, timeout_s)
+        if not reply.flag:
+            raise timed_out("wait", timeout_s, reply.missing, self.address)
+
+    def _add(self, key: str, amount: int) -> int:
+        reply = self._call("Add", store_pb2.StoreAdd(key=key, amount=amount), store_pb2.StoreNumber)
+        if reply.problem:
+            raise DistStoreError(reply.problem)
+        return reply.number
+
+    def _append(self, key: str, value: bytes) -> None:
+        self._call("Append", store_pb2.StoreSet(key=key, value=value), store_pb2.StoreDone)
+
+    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
+        request = store_pb2.StoreCompareSet(key=key, expected=expected, desired=desired)
+        return self._call("CompareSet", request, store_pb2.StoreValue).value
+
+    def _missing(self, keys: Sequence[str]) -> list[str]:
+        return list(self._call("Check", store_pb2.StoreKeys(keys=keys), store_pb2.StoreFlag).missing)
+
+    def _delete(self, key: str) -> bool:
+        return self._call("Delete", store_pb2.StoreKeys(keys=[key]), store_pb2.StoreNumber).number > 0
+
+    def _num_keys(self) -> int:
+        return self._call("Count", store_pb2.StorePrefix(), store_pb2.StoreNumber).number
+
+    def _list_keys(self, prefix: str) -> list[str]:
+        return list(self._call("List", store_pb2.StorePrefix(prefix=prefix), store_pb2.StoreKeys).keys)
+
+    def _queue_push(self, key: str, value: bytes) -> None:
+        self._call("QueuePush", store_pb2.StoreSet(key=key, value=value), store_pb2.StoreDone)
+
+    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
+        request = store_pb2.StoreGet(key=key, timeout_ms=_milliseconds(timeout_s))
+        reply = self._call("QueuePop", request, store_pb2.StoreValue, timeout_s)
+        return reply.value if reply.found else None
+
+    def _queue_len(self, key: str) -> int:
+        return self._call("QueueLength", store_pb2.StoreKeys(keys=[key]), store_pb2.StoreNumber).number
+
+
+def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> _Access:
+    if is_master:
+        return _Local(serve_store(host, port, share, max(timeout_s, GRACE_S)))
+    if port == 0:
+        raise ConfigError(f"the port of the store at {host} is not known; pass the master's (its `port` attribute).")
+    return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)
+
+
+def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) -> StoreTimeout:
+    return StoreTimeout(
+        f"Timed out after {timeout_s:g} seconds waiting for clients. {came}/{world_size} clients joined the store at "
+        f"{address}. Look at the processes that are missing, and whether all have the same MASTER_ADDR, MASTER_PORT "
+        "and WORLD_SIZE."
+    )
+
+
+def _lost(address: str, method: str, reason: Exception) -> str:
+    return (
+        f"the store at {address} was lost during {method}: {reason}. The process that serves it (rank 0) has ended, or "
+        "the network is broken; it is unknown whether the operation took place."
+    )
+
+
+def _milliseconds(timeout_s: float) -> int:
+    """Rounded up, so that a short wait does not become none."""
+    return math.ceil(timeout_s * 1000)

@@ -1,0 +1,122 @@
+"""Between a group's engine, which decides when an operation runs, and a plane, which moves its bytes.
+
+A plane carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
+calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
+plane needs no lock.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rpcdist.collectives._operations.operation import Operation
+from rpcdist.deadline import Deadline
+
+__all__ = ["Control", "PartControl", "Plane", "PlaneMismatch", "PlanePeerLost", "PlaneTimeout"]
+
+
+class PlaneMismatch(Exception):
+    """A peer's fingerprint, or the size of its message, is another than expected. The engine tells every rank.
+
+    Attributes:
+        views: rank of the group to what it runs, as `describe_fingerprint` writes it; at least two ranks.
+    """
+
+    def __init__(self, views: dict[int, str]) -> None:
+        super().__init__(views)
+        self.views = views
+
+
+class PlanePeerLost(Exception):
+    """The connection with a peer ended. The engine waits shortly for the watch to say why, and tells every rank."""
+
+    def __init__(self, rank: int, reason: str) -> None:
+        super().__init__(rank, reason)
+        self.rank = rank
+        self.reason = reason
+
+
+class PlaneTimeout(Exception):
+    """The deadline passed.
+
+    Attributes:
+        waiting_for: the ranks of which something was missing, as far as this rank can see.
+    """
+
+    def __init__(self, waiting_for: frozenset[int]) -> None:
+        super().__init__(waiting_for)
+        self.waiting_for = waiting_for
+
+
+class Control(ABC):
+    """What a plane asks while it waits. Made by the engine, one for each operation."""
+
+    deadline: Deadline
+    sequence: int
+    fingerprint: bytes
+
+    @property
+    @abstractmethod
+    def wakeup_fd(self) -> int:
+        """Becomes readable when `check` would raise; put it beside your sockets when you poll. -1: there is none."""
+
+    @abstractmethod
+    def check(self) -> None:
+        """Raises what ends the operation: the group failed or was aborted, here or on another rank. No system call.
+
+        Call it at least every 50 ms while waiting; let other Python threads run in between (`time.sleep(0)`), since
+        what it reports is found by another thread.
+        """
+
+
+class PartControl(Control):
+    """The control of a whole operation, as one of its parts sees it.
+
+    Args:
+        whole: asked for everything else.
+        sequence: the part's number, by its own count.
+        fingerprint: what the part compares.
+    """
+
+    __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
+
+    def __init__(self, whole: Control, sequence: int, fingerprint: bytes) -> None:
+        self._whole = whole
+        self.deadline = whole.deadline
+        self.fingerprint = fingerprint
+        self.sequence = sequence
+
+    @property
+    def wakeup_fd(self) -> int:
+        return self._whole.wakeup_fd
+
+    def check(self) -> None:
+        self._whole.check()
+
+
+class Plane(ABC):
+    """The medium of one group.
+
+    Attributes:
+        rank: of this process in the group.
+        size: of the group.
+    """
+
+    rank: int
+    size: int
+
+    @abstractmethod
+    def run(self, operation: Operation, control: Control) -> None:
+        """Carries out a collective operation; blocks, on the caller's thread, until this rank's part is done.
+
+        A rank returns only when no other rank can find this operation mismatched any more: a rank that only sends waits
+        until its receivers have seen its fingerprint.
+
+        Raises:
+            PlaneMismatch, PlanePeerLost, PlaneTimeout: and after each of them the plane is never used again.
+            CollectiveError: from `control.check()`.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Frees sockets and memory; idempotent; never waits; called once no operation runs."""

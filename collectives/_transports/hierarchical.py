@@ -1,0 +1,266 @@
+"""The plane of a group that spans several hosts with several ranks each: shared memory inside, sockets between.
+
+Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own plane, on the
+plane of the leaders, on the host's own plane again. ALL_TO_ALL has nothing to gain from leaders, and runs on a socket
+plane of all ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from rpcdist.collectives._operations import reduce_kernels
+from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
+from rpcdist.collectives._transports.base import Control, PartControl, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
+
+__all__ = ["Hosts", "HybridPlane"]
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """Which ranks of a group share a host.
+
+    Attributes:
+        members: for each host its ranks in rising order; hosts are ordered by their first rank.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def from_leaders(cls, leaders: Sequence[int]) -> Hosts:
+        """From each rank's leader (itself, when it leads)."""
+        members: dict[int, list[int]] = {}
+        for rank, leader in enumerate(leaders):
+            members.setdefault(leader, []).append(rank)
+        return cls(tuple(tuple(members[leader]) for leader in sorted(members)))
+
+    def index_of(self, rank: int) -> int:
+        """The number of the rank's host."""
+        return next(index for index, ranks in enumerate(self.members) if rank in ranks)
+
+    @property
+    def leaders(self) -> tuple[int, ...]:
+        return tuple(ranks[0] for ranks in self.members)
+
+
+class _Part:
+    """A plane of some ranks of the group."""
+
+    def __init__(self, plane: Plane, ranks: tuple[int, ...]) -> None:
+        self.plane = plane
+        self.ranks = ranks
+        self._count = 0
+
+    def run(self, whole: Control, operation: Operation) -> None:
+        self._count += 1
+        with self._group_ranks():
+            self.plane.run(operation, PartControl(whole, self._count, whole.fingerprint))
+
+    @contextmanager
+    def _group_ranks(self) -> Iterator[None]:
+        """What the plane reports by its own ranks, by the group's."""
+        try:
+            yield
+        except PlaneMismatch as exc:
+            raise PlaneMismatch({self.ranks[rank]: view for rank, view in exc.views.items()}) from exc
+        except PlanePeerLost as exc:
+            raise PlanePeerLost(self.ranks[exc.rank], exc.reason) from exc
+        except PlaneTimeout as exc:
+            raise PlaneTimeout(frozenset(self.ranks[rank] for rank in exc.waiting_for)) from exc
+
+
+class HybridPlane(Plane):
+    """See above.
+
+    Args:
+        rank: of this process in the group.
+        hosts: of the whole group.
+        local: the plane of this host's ranks.
+        between: the plane of the leaders; None on a rank that does not lead.
+        everyone: a socket plane of all ranks.
+    """
+
+    def __init__(self, rank: int, hosts: Hosts, local: Plane, between: Plane | None, everyone: Plane) -> None:
+        self.rank = rank
+        self.size = sum(map(len, hosts.members))
+        self._hosts = hosts
+        self._host = hosts.index_of(rank)
+        self._local = _Part(local, hosts.members[self._host])
+        self._between = None if between is None else _Part(between, hosts.leaders)
+        self._everyone = _Part(everyone, tuple(range(self.size)))
+        self._runners: dict[Kind, Callable[[Operation, Control], None]] = {
+            Kind.ALL_REDUCE: self._all_reduce,
+            Kind.REDUCE: self._reduce,
+            Kind.BROADCAST: self._broadcast,
+            Kind.ALL_GATHER: self._all_gather,
+            Kind.GATHER: self._gather,
+            Kind.SCATTER: self._scatter,
+            Kind.REDUCE_SCATTER: self._reduce_scatter,
+            Kind.ALL_TO_ALL: lambda operation, control: self._everyone.run(control, operation),
+            Kind.BARRIER: self._barrier,
+        }
+
+    def run(self, operation: Operation, control: Control) -> None:
+        self._runners[operation.kind](operation, control)
+
+    def close(self) -> None:
+        for part in (self._local, self._between, self._everyone):
+            if part is not None:
+                part.plane.close()
+
+    # ------------------------------------------------------------ parts
+
+    @property
+    def _mine(self) -> tuple[int, ...]:
+        return self._local.ranks
+
+    def _to_leader(self, control: Control, buffer: torch.Tensor, reduce_op: ReduceOp) -> None:
+        self._local.run(control, Operation(Kind.REDUCE, (buffer,), (buffer,), reduce_op, root=0))
+
+    def _on_host(self, control: Control, buffer: torch.Tensor, root: int = 0) -> None:
+        self._local.run(control, Operation(Kind.BROADCAST, (buffer,), (buffer,), root=root))
+
+    def _leaders(self, control: Control, operation: Operation) -> None:
+        if self._between is not None:
+            self._between.run(control, operation)
+
+    def _reduced(self, operation: Operation, buffer: torch.Tensor) -> ReduceOp:
+        """Prepares `buffer`; returns the operation that its parts carry out. `_finish` does what is left."""
+        assert operation.reduce_op is not None
+        reduce_kernels.premultiply(operation, buffer)
+        return ReduceOp.SUM if operation.reduce_op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else operation.reduce_op
+
+    def _finish(self, operation: Operation, buffer: torch.Tensor) -> None:
+        assert operation.reduce_op is not None
+        reduce_kernels.finish(operation.reduce_op, buffer, self.size)
+
+    # ------------------------------------------------------------ the operations
+
+    def _all_reduce(self, operation: Operation, control: Control) -> None:
+        buffer = operation.outputs[0]
+        part = self._reduced(operation, buffer)
+        self._to_leader(control, buffer, part)
+        self._leaders(control, Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), part))
+        self._on_host(control, buffer)
+        self._finish(operation, buffer)
+
+    def _reduce(self, operation: Operation, control: Control) -> None:
+        root_host = self._hosts.index_of(operation.root)
+        buffer = operation.outputs[0].clone()  # only the root's own may change
+        part = self._reduced(operation, buffer)
+        self._to_leader(control, buffer, part)
+        self._leaders(control, Operation(Kind.REDUCE, (buffer,), (buffer,), part, root=root_host))
+        if self._host == root_host:
+            self._on_host(control, buffer)
+        self._barrier(operation, control)
+        if self.rank == operation.root:
+            self._finish(operation, buffer)
+            operation.outputs[0].copy_(buffer)
+
+    def _broadcast(self, operation: Operation, control: Control) -> None:
+        buffer = operation.outputs[0]
+        root_host = self._hosts.index_of(operation.root)
+        if self._host == root_host:
+            self._on_host(control, buffer, root=self._mine.index(operation.root))
+        self._leaders(control, replace(operation, root=root_host))
+        if self._host != root_host:
+            self._on_host(control, buffer)
+        self._barrier(operation, control)
+
+    def _all_gather(self, operation: Operation, control: Control) -> None:
+        blocks, whole = self._gather_on_leader(operation.inputs[0], control)
+        for index, block in enumerate(blocks):
+            self._leaders(control, Operation(Kind.BROADCAST, (block,), (block,), root=index))
+        self._on_host(control, whole)
+        self._deal(whole, operation.outputs)
+
+    def _gather(self, operation: Operation, control: Control) -> None:
+        root_host = self._hosts.index_of(operation.root)
+        blocks, whole = self._gather_on_leader(operation.inputs[0], control)
+        nothing = whole[:0]
+        if self._host == root_host:
+            sends, arrivals = [nothing] * len(blocks), list(blocks)
+            arrivals[root_host] = nothing
+        else:
+            sends, arrivals = [nothing] * len(blocks), [nothing] * len(blocks)
+            sends[root_host] = blocks[self._host]
+        self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
+        if self._host == root_host:
+            self._on_host(control, whole)
+        self._barrier(operation, control)
+        self._deal(whole, operation.outputs)
+
+    def _scatter(self, operation: Operation, control: Control) -> None:
+        output = operation.outputs[0]
+        root_host = self._hosts.index_of(operation.root)
+        whole = output.new_empty(output.numel() * self.size)
+        if self.rank == operation.root:
+            torch.cat([operation.inputs[rank].view(-1) for rank in self._order], out=whole)
+        blocks, nothing = self._blocks(whole), whole[:0]
+        sends, arrivals = [nothing] * len(blocks), [nothing] * len(blocks)
+        if self._host == root_host:
+            self._on_host(control, whole, root=self._mine.index(operation.root))
+            sends = list(blocks)
+            sends[root_host] = nothing
+        else:
+            arrivals[root_host] = blocks[self._host]
+        self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
+        self._deal_on_host(blocks[self._host], [output.numel()] * len(self._mine), output, control)
+        self._barrier(operation, control)
+
+    def _reduce_scatter(self, operation: Operation, control: Control) -> None:
+        inputs, output = operation.inputs, operation.outputs[0]
+        whole = torch.cat([inputs[rank].view(-1) for rank in self._order])
+        part = self._reduced(operation, whole)
+        self._to_leader(control, whole, part)
+        sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.members]
+        blocks = whole.split([sum(numbers) for numbers in sizes])
+        block = blocks[self._host]
+        self._leaders(control, Operation(Kind.REDUCE_SCATTER, tuple(blocks), (block,), part))
+        self._deal_on_host(block, sizes[self._host], output, control)
+        self._finish(operation, output)
+
+    def _barrier(self, operation: Operation, control: Control) -> None:
+        barrier = Operation(Kind.BARRIER)
+        self._local.run(control, barrier)
+        self._leaders(control, barrier)
+        self._local.run(control, barrier)
+
+    # ------------------------------------------------------------ buffers for all ranks, ordered by host
+
+    @property
+    def _order(self) -> list[int]:
+        return [rank for ranks in self._hosts.members for rank in ranks]
+
+    def _blocks(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The part of each host in a buffer with an equal piece for every rank."""
+        piece = whole.numel() // self.size
+        return tuple(whole.split([piece * len(ranks) for ranks in self._hosts.members]))
+
+    def _gather_on_leader(self, chunk: torch.Tensor, control: Control) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """A buffer for all ranks, in which the leader has its host's block; also as blocks."""
+        whole = chunk.new_empty(chunk.numel() * self.size)
+        blocks = self._blocks(whole)
+        pieces = (
+            tuple(blocks[self._host].split(chunk.numel())) if chunk.numel() else (chunk.view(-1),) * len(self._mine)
+        )
+        outputs = pieces if self._between is not None else ()
+        self._local.run(control, Operation(Kind.GATHER, (chunk,), outputs, root=0))
+        return blocks, whole
+
+    def _deal(self, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        """Copies the pieces of `whole` to the outputs of the ranks that they belong to, if there are outputs here."""
+        piece = whole.numel() // self.size
+        for position, rank in enumerate(self._order if outputs else ()):
+            outputs[rank].view(-1).copy_(whole[position * piece : (position + 1) * piece])
+
+    def _deal_on_host(self, block: torch.Tensor, sizes: list[int], output: torch.Tensor, control: Control) -> None:
+        """The leader's block goes to its host's ranks in pieces of these sizes."""
+        nothing = block[:0]
+        pieces = block.split(sizes) if self._between is not None else (nothing,) * len(sizes)
+        arrivals = (output.view(-1), *(nothing,) * (len(sizes) - 1))
+        self._local.run(control, Operation(Kind.ALL_TO_ALL, tuple(pieces), arrivals))

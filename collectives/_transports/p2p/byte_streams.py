@@ -1,0 +1,256 @@
+"""The bytes of a socket between two ranks as messages, in both directions, without the socket.
+
+`InStream` says where the next bytes have to go and is told how many came; `OutStream` says which bytes come next and is
+told how many went. Neither takes a lock: the mailboxes see to it that one thread at a time uses them.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+from rpcdist.collectives._transports.p2p.message_format import (
+    HEADER_BYTES,
+    REFUSAL_BYTES,
+    Frame,
+    Header,
+    memory,
+    pack_header,
+    unpack_header,
+    unpack_refusal,
+)
+from rpcdist.collectives._transports.p2p.requests import Arrived, Receive, Request
+from rpcdist.errors import ProtocolViolation
+
+__all__ = ["InStream", "OutStream", "RefusalStream", "Target"]
+
+_STAGING_BYTES: Final = 1 << 16
+_INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied behind its header
+_MOST_PARTS: Final = 16
+
+Target = Receive | Arrived
+
+
+class InStream:
+    """Messages out of bytes. Small ones pass through a buffer, so that a read brings many; of large ones the
+    greatest part is received into its place.
+
+    Args:
+        begin: called with each header of a message; returns where its payload goes, or None to drop it.
+        end: called when the payload is there.
+
+    Attributes:
+        num_messages: that began.
+        target: of the message of which the payload is incomplete.
+        said_goodbye: the peer left on purpose; nothing follows.
+    """
+
+    def __init__(self, begin: Callable[[Header], Target | None], end: Callable[[Target], None]) -> None:
+        self._begin = begin
+        self._end = end
+        self._staging = bytearray(_STAGING_BYTES)
+        self._staging_view = memoryview(self._staging)
+        self._staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
+        self._first = 0  # staged bytes that are not used up: from here
+        self._last = 0  # to here
+        self._place: memoryview | None = None  # what is missing of the payload that is received into its place
+        self._to_drop = 0
+        self.target: Target | None = None
+        self.num_messages = 0
+        self.said_goodbye = False
+
+    @property
+    def inside_message(self) -> bool:
+        """Whether the stream must not end here."""
+        return self._place is not None or self._to_drop > 0 or self._first != self._last
+
+    def space(self) -> memoryview:
+        """Where to receive the next bytes; never empty."""
+        return self._staging_view[self._last :] if self._place is None else self._place
+
+    def advance(self, num_bytes: int) -> None:
+        """So many bytes came. Raises `ProtocolViolation`; the stream is of no use after that."""
+        if self._place is not None:
+            if num_bytes < len(self._place):
+                self._place = self._place[num_bytes:]
+            else:
+                self._complete()
+            return
+        self._last += num_bytes
+        while self._step():
+            pass
+        self._compact()
+
+    def drop_target(self) -> None:
+        """The rest of the current payload goes nowhere; its target is forgotten."""
+        if self._place is not None:
+            self._to_drop = len(self._place)
+            self._place = self.target = None
+
+    def _step(self) -> bool:
+        staged = self._last - self._first
+        if self._to_drop:
+            dropped = min(staged, self._to_drop)
+            self._to_drop -= dropped
+            self._first += dropped
+            return self._to_drop == 0
+        if staged < HEADER_BYTES:
+            return False
+        header = unpack_header(self._staging, self._first)
+        self._first += HEADER_BYTES
+        self._start(header)
+        return self._place is None
+
+    def _start(self, header: Header) -> None:
+        if self.said_goodbye or header.kind == Frame.REFUSED or header.sequence != self.num_messages:
+            raise ProtocolViolation(f"expected message {self.num_messages}, got {header}")
+        if header.kind == Frame.GOODBYE:
+            self.said_goodbye = True
+            return
+        self.num_messages += 1
+        target = self.target = self._begin(header)
+        staged = self._last - self._first
+        if target is None:
+            self._to_drop = header.size_bytes
+        elif staged >= header.size_bytes:
+            target.fill(self._staging_address + self._first)
+            self._first += header.size_bytes
+            self._complete()
+        else:
+            self._start_large(target, staged)
+
+    def _start_large(self, target: Target, staged: int) -> None:
+        place = target.space()
+        place[:staged] = self._staging_view[self._first : self._last]
+        self._first = self._last
+        self._place = place[staged:]
+
+    def _complete(self) -> None:
+        target, self.target, self._place = self.target, None, None
+        assert target is not None
+        self._end(target)
+
+    def _compact(self) -> None:
+        staged = self._last - self._first
+        if staged and self._first:  # a part of a header
+            self._staging_view[:staged] = bytes(self._staging_view[self._first : self._last])
+        self._first, self._last = 0, staged
+
+
+class _Outgoing:
+    __slots__ = ("body", "head", "num_sent", "payload", "request")
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.num_sent = 0
+        self.head = b""  # with the payload, if that is small; made when it is the message's turn
+        self.payload = b""
+        self.body: memoryview | None = None
+        if request.size_bytes > _INLINE_BYTES:
+            self.body = memory(request.address, request.size_bytes)
+        elif request.size_bytes:
+            self.payload = ctypes.string_at(request.address, request.size_bytes)
+
+    @property
+    def num_left(self) -> int:
+        return len(self.head) + (0 if self.body is None else len(self.body)) - self.num_sent
+
+    def parts(self, sequence: int) -> list[bytes | memoryview]:
+        if not self.head:
+            request = self.request
+            header = pack_header(Frame.MESSAGE, request.code, request.tag, sequence, request.size_bytes)
+            self.head = header + self.payload
+        in_head = len(self.head) - self.num_sent
+        if in_head > 0:
+            head = self.head if self.num_sent == 0 else self.head[self.num_sent :]
+            return [head] if self.body is None else [head, self.body]
+        assert self.body is not None
+        return [self.body[-in_head:]]
+
+
+class OutStream:
+    """Requests into bytes, in the order of `put`.
+
+    Attributes:
+        num_sent: messages that went completely.
+        was_cut: the last message went in part and was forgotten.
+    """
+
+    def __init__(self) -> None:
+        self._queue: deque[_Outgoing] = deque()
+        self.was_cut = False
+        self.num_sent = 0
+
+    def __bool__(self) -> bool:
+        return bool(self._queue)
+
+    @property
+    def inside_message(self) -> bool:
+        """Whether the stream must not end here."""
+        return bool(self._queue) and self._queue[0].num_sent > 0
+
+    def put(self, request: Request) -> None:
+        """Adds a message. A small payload is copied."""
+        self._queue.append(_Outgoing(request))
+
+    def parts(self) -> list[bytes | memoryview]:
+        """What to send next; not empty while there are messages. Stays valid while others are put."""
+        first = self._queue[0]
+        parts = first.parts(self.num_sent)
+        if first.body is None and len(self._queue) > 1:
+            for index in range(1, min(len(self._queue), _MOST_PARTS)):
+                parts += self._queue[index].parts(self.num_sent + index)
+        return parts
+
+    def advance(self, num_bytes: int) -> list[Request]:
+        """So many bytes went. Returns the requests that are sent."""
+        sent: list[Request] = []
+        while num_bytes > 0:
+            first = self._queue[0]
+            taken = min(num_bytes, first.num_left)
+            first.num_sent += taken
+            num_bytes -= taken
+            if first.num_left == 0:
+                self.num_sent += 1
+                sent.append(self._queue.popleft().request)
+        return sent
+
+    def withdraw(self, request: Request) -> bool:
+        """Forgets a message. Returns False when it has begun. Not between `parts` and `advance`."""
+        for index, outgoing in enumerate(self._queue):
+            if outgoing.request is request and outgoing.num_sent == 0:
+                del self._queue[index]
+                for later in list(self._queue)[index:]:
+                    later.head = b""  # it has another sequence number now
+                return True
+        return False
+
+    def find(self, sequence: int) -> Request | None:
+        """The request of a message that is not sent completely."""
+        index = sequence - self.num_sent
+        return self._queue[index].request if 0 <= index < len(self._queue) else None
+
+    def clear(self) -> list[Request]:
+        """Forgets all messages and returns them. After that the stream is of no use if a message had begun."""
+        self.was_cut |= self.inside_message
+        requests = [outgoing.request for outgoing in self._queue]
+        self._queue.clear()
+        return requests
+
+
+class RefusalStream:
+    """What comes back from the receiver: (what it expected, the header that it refused)."""
+
+    def __init__(self) -> None:
+        self._data = bytearray()
+
+    def feed(self, data: bytes) -> list[tuple[Header, Header]]:
+        """Takes bytes and returns the refusals that they complete. Raises `ProtocolViolation`."""
+        self._data += data
+        refusals = []
+        while len(self._data) >= REFUSAL_BYTES:
+            refusals.append(unpack_refusal(self._data[:REFUSAL_BYTES]))
+            del self._data[:REFUSAL_BYTES]
+        return refusals

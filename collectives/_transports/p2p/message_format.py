@@ -1,0 +1,106 @@
+"""How messages between two ranks look on a socket, and how tensors become memory. Nothing is ever unpickled.
+
+A socket carries messages from the rank that connected it to the rank that accepted it:
+
+    header  magic, kind, dtype, tag, sequence number on this socket, size of the payload in bytes
+    payload the tensor's elements; only of a MESSAGE
+
+and back, from the receiver, nothing but refusals: a REFUSED header with what the receiver expected, followed by a copy
+of the header that it refused.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from enum import IntEnum
+from typing import Final, NamedTuple
+
+from rpcdist.collectives._operations.operation import DTYPES
+from rpcdist.errors import ProtocolViolation
+
+__all__ = [
+    "HEADER_BYTES",
+    "REFUSAL_BYTES",
+    "Frame",
+    "Header",
+    "describe_view",
+    "memory",
+    "pack_header",
+    "refusal",
+    "unpack_header",
+    "unpack_refusal",
+]
+
+_HEADER: Final = struct.Struct("<IBBxxqQQ")
+_MAGIC: Final = 0x32705250  # "PRp2"
+_MOST_BYTES: Final = 1 << 48
+HEADER_BYTES: Final = _HEADER.size
+REFUSAL_BYTES: Final = 2 * HEADER_BYTES
+
+
+class Frame(IntEnum):
+    """The kinds of header."""
+
+    MESSAGE = 1
+    GOODBYE = 2  # the sender closed its side of the group on purpose
+    REFUSED = 3
+
+
+class Header(NamedTuple):
+    """What stands before a payload; `code` is `dtype_code` of the elements."""
+
+    kind: int
+    code: int
+    tag: int
+    sequence: int
+    size_bytes: int
+
+
+_KINDS: Final = frozenset(Frame)
+_ITEM_BYTES: Final = tuple(dtype.itemsize for dtype in DTYPES)
+
+
+def pack_header(kind: int, code: int, tag: int, sequence: int, size_bytes: int) -> bytes:
+    """The bytes of a header. Raises `struct.error` for a tag that has more than 64 bits."""
+    return _HEADER.pack(_MAGIC, kind, code, tag, sequence, size_bytes)
+
+
+def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
+    """Reads a header. Raises `ProtocolViolation` for anything that `pack_header` does not write."""
+    magic, kind, code, tag, sequence, size_bytes = _HEADER.unpack_from(data, offset)
+    if (
+        magic != _MAGIC
+        or kind not in _KINDS
+        or code >= len(DTYPES)
+        or size_bytes > _MOST_BYTES
+        or size_bytes % _ITEM_BYTES[code]
+    ):
+        raise ProtocolViolation(f"not a header: {bytes(data[offset : offset + HEADER_BYTES]).hex()}")
+    return Header(kind, code, tag, sequence, size_bytes)
+
+
+def refusal(refused: Header, code: int, size_bytes: int) -> bytes:
+    """What a receiver that expects `size_bytes` of dtype `code` answers to another message."""
+    expected = pack_header(Frame.REFUSED, code, refused.tag, refused.sequence, size_bytes)
+    return expected + pack_header(*refused)
+
+
+def unpack_refusal(data: bytes | bytearray) -> tuple[Header, Header]:
+    """(what the receiver expected, the header that it refused). Raises `ProtocolViolation`."""
+    expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
+    if expected.kind != Frame.REFUSED or refused.kind != Frame.MESSAGE:
+        raise ProtocolViolation(f"not a refusal: {bytes(data).hex()}")
+    return expected, refused
+
+
+def describe_view(code: int, size_bytes: int) -> str:
+    """For errors: "16 bytes of float32"."""
+    return f"{size_bytes} bytes of {str(DTYPES[code]).removeprefix('torch.')}"
+
+
+def memory(address: int, size_bytes: int) -> memoryview:
+    """The bytes at an address, without copying; valid as long as its owner lives."""
+    if size_bytes == 0:
+        return memoryview(b"")
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")

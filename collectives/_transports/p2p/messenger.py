@@ -1,0 +1,288 @@
+"""Sends and receives between the ranks of a group, over one stream socket per direction.
+
+[Note: progress] A blocking call tries its socket at once on the caller's thread, and if that is not enough, leads or
+follows (`Rota`). An asynchronous send tries at once, too; the rest is left to the leader, and waiting for it is the
+same as having blocked. The leader reads the sockets that somebody waits for (rule M6 of `Matcher`), writes what is left
+to write, keeps the deadlines, and sleeps in poll when nothing can be done. A send that the receiver does not read is
+stuck, and while it is stuck this rank reads what others send to it, up to a limit; so two ranks that send to each other
+first and receive then do not block each other below that limit, and not at all when their receives are posted.
+
+[Note: what an error leaves behind] A mismatch fails the receive and the send, or the sender's next operation with that
+rank; the payload is dropped, and the connection goes on. A receive that timed out is withdrawn; when its message had
+begun, that message is lost. A send that timed out is withdrawn, but when it had begun, its connection ends, and both
+sides say so. The end of a connection is final.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import socket
+import time
+from collections.abc import Callable, Sequence
+from typing import Final, Protocol
+
+import torch
+
+from rpcdist.collectives._transports.p2p.message_state import Board
+from rpcdist.collectives._transports.p2p.peer_sockets import OutLink, prepare
+from rpcdist.collectives._transports.p2p.progress_engine import Mover
+from rpcdist.collectives._transports.p2p.progress_lead import PendingWork
+from rpcdist.collectives._transports.p2p.requests import Receive, Request
+from rpcdist.collectives.work import Work
+from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
+from rpcdist.transport import fork
+
+__all__ = ["BUFFER_LIMIT_BYTES", "SPIN_S", "Connect", "Messenger"]
+
+BUFFER_LIMIT_BYTES: Final = 64 << 20
+SPIN_S: Final = 50e-6
+_REFUSAL_INTERVAL_S: Final = 1e-3
+
+
+class Connect(Protocol):
+    """Opens the connection on which this rank sends to `peer`; may block; `check` raises when it should give up."""
+
+    def __call__(self, peer: int, timeout_s: float, check: Callable[[], None]) -> socket.socket: ...
+
+
+class Messenger:
+    """The messages of one rank. Any thread may use it, but for the threads of event loops: calls may block.
+
+    Args:
+        group_name: for texts.
+        rank: of this process in the group.
+        ranks: the members' ranks in the world, by rank in the group.
+        connect: called once for each peer, by the first send to it, on that thread.
+        buffer_limit_bytes: per peer, of messages that are kept before their receive is called.
+        spin_s: how long a blocked thread tries its socket before it sleeps, in seconds. None: not at all if there are
+            more ranks than processors.
+    """
+
+    def __init__(
+        self,
+        group_name: str,
+        rank: int,
+        ranks: Sequence[int],
+        connect: Connect,
+        *,
+        buffer_limit_bytes: int = BUFFER_LIMIT_BYTES,
+        spin_s: float | None = None,
+    ) -> None:
+        self._group_name = group_name
+        self._rank = rank
+        self._connect = connect
+        if spin_s is None:
+            spin_s = SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
+        self._board = Board(rank, ranks, buffer_limit_bytes)
+        self._mover = Mover(self._board, spin_s, f"rpcdist p2p {group_name}")
+        self._lock = self._mover.lock
+        self._rota = self._mover.rota
+        self._num_sends = 0
+        self._num_receives = 0
+        self._closed = False
+
+    def __repr__(self) -> str:
+        board = self._board
+        return f"<{type(self).__name__} of group {self._group_name!r}: {len(board.pending)} pending, {board.matcher!r}>"
+
+    # ------------------------------------------------------------ operations
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float | None) -> Work:
+        """See `Backend.send`. The first one to a peer opens the connection, blocking, also when asynchronous.
+
+        Raises:
+            RankLost: the peer is gone or cannot be reached.
+            CollectiveMismatch: the peer refused this message, or an earlier one.
+            CollectiveTimeout: the peer did not read it in time.
+        """
+        self._num_sends += 1
+        title = (
+            f"send #{self._num_sends} to rank {self._board.ranks[peer]} with tag {tag} of group {self._group_name!r}"
+        )
+        self._check(title, tag)
+        request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
+        if asynchronous:
+            request.work = PendingWork(request, self._rota)
+        if peer == self._rank:
+            with self._lock:
+                self._board.put_to_self(request)
+            self._mover.settle(request)
+        else:
+            self._start_send(request)
+        return self._finish(request)
+
+    def recv(
+        self,
+        tensor: torch.Tensor,
+        peer: int | None,
+        tag: int,
+        *,
+        asynchronous: bool,
+        timeout_s: float | None,
+        finish: Callable[[], None] | None = None,
+    ) -> Work:
+        """See `Backend.recv`.
+
+        Raises:
+            RankLost: the peer, or for any source every other rank, is gone.
+            CollectiveMismatch: the message that came has another size or dtype.
+            CollectiveTimeout: none came, or not completely, in time.
+        """
+        self._num_receives += 1
+        source = "any rank" if peer is None else f"rank {self._board.ranks[peer]}"
+        title = f"recv #{self._num_receives} from {source} with tag {tag} of group {self._group_name!r}"
+        self._check(title, tag)
+        receive = Receive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
+        receive.finish = finish
+        if asynchronous:
+            receive.work = PendingWork(receive, self._rota, [tensor])
+        with self._lock:
+            self._board.post(receive)
+            if not receive.done:
+                self._rota.ensure() if asynchronous else self._rota.changed()
+        if receive.done:
+            self._mover.settle(receive)
+        return self._finish(receive)
+
+    def _check(self, title: str, tag: int) -> None:
+        fork.check_not_forked()
+        if not -(1 << 63) <= tag < 1 << 63:
+            raise ValueError(f"{title}: a tag is a signed number of 64 bits")
+        if self._board.error is not None:
+            raise self._board.error
+        if self._closed:
+            raise GroupAborted(title, "the group was destroyed on this rank")
+
+    def _finish(self, request: Request) -> Work:
+        """The end of a call: an asynchronous one returns at once, a blocking one when the request is settled."""
+        if request.work is not None:
+            return request.work
+        if not request.settled:
+            try:
+                self._rota.wait(request)
+            except BaseException:
+                self._abandon(request)
+                raise
+        if request.error is not None:
+            raise request.error
+        return Work.finished(request.title, source=request.source)
+
+    def _abandon(self, request: Request) -> None:
+        """The caller was interrupted: the leader gives the request up like one that is overdue."""
+        with self._lock:
+            if not request.done:
+                request.deadline_at = self._board.next_deadline = -math.inf
+                self._rota.ensure()
+
+    def _start_send(self, request: Request) -> None:
+        with self._lock:
+            link = self._board.put(request)
+            mine = link is not None and not link.busy
+            if link is not None and mine:
+                link.busy = True
+            elif link is not None:
+                self._rota.ensure() if request.work is not None else self._rota.changed()
+        if link is not None and mine:
+            if link.sock is None:
+                self._open(link, request)
+            if link.ended is None:
+                self._write_directly(link, request)
+        if self._board.settled:
+            self._mover.settle(request)
+
+    def _open(self, link: OutLink, request: Request) -> None:
+        """Connects a link that this thread made busy."""
+        reason, sock = "the connection was interrupted", None
+        try:
+            sock = self._connect(link.peer, max(0.0, request.deadline_at - time.monotonic()), self._raise_error)
+            prepare(sock)
+        except (OSError, RpcdistError) as exc:
+            reason = f"it cannot be reached: {exc}"
+        finally:
+            with self._lock:
+                link.sock = sock
+                if sock is None:
+                    del self._board.outgoing[link.peer]  # the next send tries again
+                    self._board.end_outgoing(link, reason)
+                    self._rota.changed()
+
+    def _raise_error(self) -> None:
+        if self._board.error is not None:
+            raise self._board.error
+
+    def _write_directly(self, link: OutLink, request: Request) -> None:
+        try:
+            now = time.monotonic()
+            if now - link.refusals_read_at > _REFUSAL_INTERVAL_S:
+                link.refusals_read_at = now
+                self._mover.read_refusals(link)
+            self._mover.write(link)
+        except BaseException:  # a signal's: nobody knows how far the stream is
+            with self._lock:
+                self._board.end_outgoing(link, f"{request.title} was interrupted")
+                self._mover.release_locked(link)
+                self._rota.changed()
+            raise
+        if link.stream:
+            with self._lock:
+                self._rota.ensure() if request.work is not None or request.done else self._rota.changed()
+
+    # ------------------------------------------------------------ what others tell (any thread; never blocks)
+
+    def attach(self, peer: int, sock: socket.socket) -> None:
+        """The connection on which `peer` sends has come; it belongs to this object from now on.
+
+        Raises:
+            ProtocolViolation: there is one already; the socket is closed.
+        """
+        with self._lock:
+            try:
+                if self._closed:
+                    sock.close()
+                    return
+                self._board.attach(peer, sock)
+            except (ProtocolViolation, OSError):
+                sock.close()
+                raise
+            self._rota.changed()
+
+    def fail(self, error: BaseException) -> None:
+        """Everything that is pending fails with this error, and so does everything later; idempotent."""
+        self._mover.fail(error)
+
+    def peer_lost(self, rank: int, reason: str) -> None:
+        """Rank `rank` of the group is gone. What came of it before can still be received."""
+        with self._lock:
+            self._board.lost.setdefault(rank, reason)
+            self._rota.changed()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until what was sent has left this process, for at most `timeout_s` in all; returns whether it has.
+
+        Receives are not waited for: what they wait for may never come.
+        """
+        limit = time.monotonic() + timeout_s
+        with self._lock:
+            works = [
+                request.work
+                for request in self._board.pending
+                if request.work is not None and not isinstance(request, Receive)
+            ]
+        for work in works:
+            try:
+                work.wait(max(1e-3, limit - time.monotonic()))
+            except CollectiveError:  # whoever owns the work is told
+                pass
+        return all(work.is_success() for work in works)
+
+    def close(self) -> None:
+        """Fails what is pending, says goodbye, closes the sockets; idempotent, bounded, waits for no peer."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
+        with self._lock:
+            self._rota.stop()
+        self._rota.join()

@@ -1,0 +1,206 @@
+"""Whose turn it is to move the bytes of a group: one thread at a time leads, the others sleep until they are done.
+
+1. While a request is undecided, somebody leads, or was told to: a thread that blocks in `send` or `recv`, else the
+   group's own thread, which is started when it is needed first.
+2. A leader leaves when its own request is done, and passes the lead to a thread that waits, else to the own thread.
+3. What a leader must know is announced by `changed`, with the lock held; a leader that looked before sleeps no more.
+4. A leader may wait for another request in the callback of one that it told: it leads on until that is settled, too.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._transports.p2p.polling import Alarm
+from rpcdist.collectives._transports.p2p.requests import Request
+from rpcdist.collectives.work import Work
+
+__all__ = ["PendingWork", "Rota"]
+
+_STOP_LIMIT_S: Final = 5.0
+
+
+class Rota:
+    """The turns of one group's threads.
+
+    Args:
+        lock: guards everything here.
+        lead: moves bytes until the request is settled, or nothing is pending if it is None.
+        is_needed: whether a request is undecided; called with the lock.
+        retired: called with the lock when the last leader left after `stop`.
+        name: of the thread.
+
+    Attributes:
+        version: grows with every change that the leader must know.
+        alarm: what a sleeping leader listens to.
+        sleeping: the leader sleeps, or is about to; set by it with the lock.
+        stopped: nobody will lead any more.
+    """
+
+    def __init__(
+        self,
+        lock: threading.Lock,
+        lead: Callable[[Request | None], None],
+        is_needed: Callable[[], bool],
+        retired: Callable[[], None],
+        name: str,
+    ) -> None:
+        self._lock = lock
+        self._lead = lead
+        self._is_needed = is_needed
+        self._retired = retired
+        self._name = name
+        self._leading = False
+        self._leader = 0  # the thread, while it calls `lead`
+        self._followers: deque[Request] = deque()
+        self._thread: threading.Thread | None = None
+        self._called = threading.Event()
+        self.version = 0
+        self.alarm = Alarm()
+        self.sleeping = False
+        self.stopped = False
+
+    # ------------------------------------------------------------ with the lock
+
+    def changed(self) -> None:
+        """Makes the leader look again."""
+        self.version += 1
+        if self.sleeping:
+            self.sleeping = False
+            self.alarm.ring()
+
+    @property
+    def has_followers(self) -> bool:
+        """Whether a blocked thread could take the lead; without the lock, it may be old news."""
+        return bool(self._followers)
+
+    def ensure(self) -> None:
+        """Makes sure that somebody leads, for requests that no thread waits for."""
+        self.changed()
+        if not self._leading and not self.stopped:
+            self._call_thread()
+
+    def take(self) -> bool:
+        """Takes the lead if nobody has it; then call `pass_on`."""
+        if self._leading:
+            return False
+        self._leading = True
+        return True
+
+    def stop(self) -> None:
+        """Says that nobody may lead any more; a leader leaves in its own time."""
+        self.stopped = True
+        self.changed()
+        self._called.set()
+        if not self._leading:
+            self._retired()
+
+    def pass_on_locked(self) -> None:
+        """Gives the lead to who needs it."""
+        self._leading = False
+        while self._followers:
+            follower = self._followers.popleft()
+            if not follower.settled and follower.waiter is not None:
+                self._leading = follower.leads = True
+                follower.waiter.set()
+                return
+        if self.stopped:
+            self._retired()
+        elif self._is_needed():
+            self._call_thread()
+
+    def _call_thread(self) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+            self._thread.start()
+        self._called.set()
+
+    # ------------------------------------------------------------ without the lock
+
+    def pass_on(self) -> None:
+        """`pass_on_locked`, for who does not hold the lock."""
+        with self._lock:
+            self.pass_on_locked()
+
+    def wait(self, request: Request) -> None:
+        """Blocks until the request is settled: leads, or sleeps while another thread does, which keeps its deadline.
+
+        An exception that a signal raises (KeyboardInterrupt) leaves the request to the other threads.
+        """
+        if self._leader == threading.get_ident():
+            self._lead(request)
+            return
+        with self._lock:
+            leads = self.take()
+            if not leads:
+                request.waiter = threading.Event()
+                self._followers.append(request)
+        try:
+            if not leads and not request.settled:
+                assert request.waiter is not None
+                request.waiter.wait()
+        except BaseException:
+            with self._lock:
+                if request in self._followers:
+                    self._followers.remove(request)
+            if request.leads:
+                self.pass_on()
+            raise
+        if leads or request.leads:
+            self._lead_and_pass_on(request)
+        else:
+            self._forget(request)
+
+    def _forget(self, request: Request) -> None:
+        with self._lock:
+            if request.leads:  # it was settled and given the lead at the same time
+                self.pass_on_locked()
+            elif request in self._followers:
+                self._followers.remove(request)
+
+    def _run(self) -> None:
+        while not self.stopped:
+            self._called.wait()
+            self._called.clear()
+            with self._lock:
+                leads = not self.stopped and self._is_needed() and self.take()
+            if leads:
+                self._lead_and_pass_on(None)
+
+    def _lead_and_pass_on(self, request: Request | None) -> None:
+        self._leader = threading.get_ident()
+        try:
+            self._lead(request)
+        finally:
+            self._leader = 0
+            self.pass_on()
+
+    def join(self) -> None:
+        """Waits, bounded, until the own thread has ended; nothing when it is the caller. After `stop`."""
+        thread = self._thread
+        if thread is not None and thread is not threading.current_thread():
+            thread.join(_STOP_LIMIT_S)
+
+
+class PendingWork(Work):
+    """The `Work` of a request. A thread that waits for it without a limit of its own moves the bytes itself."""
+
+    def __init__(self, request: Request, rota: Rota, result: list[torch.Tensor] | None = None) -> None:
+        super().__init__(request.title, result)
+        self._request = request
+        self._rota = rota
+        self._has_waiter = False
+
+    def _block(self, timeout_s: float | None) -> None:
+        with self._lock:
+            first = not self._has_waiter and timeout_s is None
+            self._has_waiter |= first
+        if first:
+            self._rota.wait(self._request)
+        else:
+            super()._block(timeout_s)

@@ -1,0 +1,163 @@
+"""The sends and receives of a group, and the messages that arrived before their receive."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from rpcdist.collectives._operations.operation import dtype_code
+from rpcdist.collectives._transports.p2p.message_format import Header, describe_view, memory
+from rpcdist.collectives.work import Work
+
+__all__ = ["Arrived", "Receive", "Request"]
+
+
+class Request:
+    """A send or a receive. The mailboxes' lock guards it, but for `settle`, which runs once and without that lock.
+
+    Attributes:
+        title: for errors, e.g. "recv #3 from rank 1 with tag 0 of group 'default'".
+        tensor: read or written until `settled`.
+        peer: rank in the group; None for any.
+        timeout_s: limit, in seconds; infinity for none.
+        deadline_at: the same on the monotonic clock.
+        error: why it failed; decided before `done`.
+        source: the sender's rank, of a receive that is done.
+        done: decided; no further byte of the tensor is touched by a socket.
+        settled: told to everybody.
+    """
+
+    __slots__ = (
+        "address",
+        "arrived",
+        "code",
+        "deadline_at",
+        "done",
+        "error",
+        "finish",
+        "leads",
+        "peer",
+        "settled",
+        "size_bytes",
+        "source",
+        "tag",
+        "tensor",
+        "timeout_s",
+        "title",
+        "waiter",
+        "work",
+    )
+
+    def __init__(self, title: str, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> None:
+        self.title = title
+        self.tensor = tensor
+        self.peer = peer
+        self.tag = tag
+        self.timeout_s = timeout_s
+        self.deadline_at = time.monotonic() + timeout_s
+        self.address = tensor.data_ptr()
+        self.size_bytes = tensor.nbytes
+        self.code = dtype_code(tensor.dtype)
+        self.arrived: Arrived | None = None
+        self.finish: Callable[[], None] | None = None
+        self.work: Work | None = None
+        self.waiter: threading.Event | None = None
+        self.leads = False
+        self.error: BaseException | None = None
+        self.source = -1
+        self.done = False
+        self.settled = False
+
+    def __repr__(self) -> str:
+        return f"<{self.title}{': done' if self.done else ''}>"
+
+    @property
+    def view(self) -> str:
+        """For errors: "16 bytes of float32"."""
+        return describe_view(self.code, self.size_bytes)
+
+    def settle(self) -> None:
+        """Tells everybody who waits; call it once, when `done`, without the lock: it runs the caller's code."""
+        if self.error is None:
+            try:
+                if self.arrived is not None:
+                    self.arrived.copy_to(self.address)
+                if self.finish is not None:
+                    self.finish()
+            except Exception as exc:
+                self.error = exc
+        self.settled = True
+        if self.work is not None:
+            if self.error is None:
+                self.work.complete(self.source)
+            else:
+                self.work.fail(self.error)
+        if self.waiter is not None:  # set by the waiting thread before it looks at `settled`
+            self.waiter.set()
+
+    def await_settled(self) -> None:
+        """For a thread that saw `done`, while another one may be about to settle."""
+        if not self.settled:
+            self.waiter = threading.Event()
+            if not self.settled:
+                self.waiter.wait()
+
+
+class Receive(Request):
+    """A receive; its tensor can be the place where a message lands."""
+
+    __slots__ = ()
+
+    def fill(self, address: int) -> None:
+        """Copies the whole payload from where it was staged."""
+        ctypes.memmove(self.address, address, self.size_bytes)
+
+    def space(self) -> memoryview:
+        """Where the payload goes, to be filled piece by piece."""
+        return memory(self.address, self.size_bytes)
+
+
+class Arrived:
+    """A message that arrived, or begins to, before its receive.
+
+    Args:
+        source: the sender's rank.
+        header: with which it came.
+
+    Attributes:
+        complete: all of its payload is here.
+        receive: took it before it was complete.
+    """
+
+    __slots__ = ("_data", "_tensor", "complete", "header", "receive", "size_bytes", "source")
+
+    def __init__(self, source: int, header: Header) -> None:
+        self.source = source
+        self.header = header
+        self.size_bytes = header.size_bytes
+        self.complete = False
+        self.receive: Receive | None = None
+        self._data = b""
+        self._tensor: torch.Tensor | None = None
+
+    def fill(self, address: int) -> None:
+        """Copies the whole payload from an address."""
+        if self.size_bytes < 1 << 16:
+            self._data = ctypes.string_at(address, self.size_bytes)
+        else:
+            self.space()
+            assert self._tensor is not None
+            ctypes.memmove(self._tensor.data_ptr(), address, self.size_bytes)
+
+    def space(self) -> memoryview:
+        """New memory for the payload, which becomes resident as it is filled."""
+        self._tensor = torch.empty(self.size_bytes, dtype=torch.uint8)
+        return memory(self._tensor.data_ptr(), self.size_bytes)
+
+    def copy_to(self, address: int) -> None:
+        """Copies the payload into the memory of its receive."""
+        ctypes.memmove(address, self._data if self._tensor is None else self._tensor.data_ptr(), self.size_bytes)

@@ -1,0 +1,103 @@
+"""Who publishes which bytes, and who takes them: the plans of the operations on shared memory. Pure.
+
+An operation runs in steps. In each step a rank copies one piece of each tensor that it publishes to its own buffer, at
+the tensor's place in it; when all ranks have done so, it takes pieces out of other ranks' buffers. Piece number k of a
+tensor is the same range of bytes for the rank that publishes and the one that takes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpcdist.collectives._operations.operation import Kind
+from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT
+
+__all__ = ["Publish", "Route", "Take", "num_steps", "route", "shares", "span", "two_phase_chunk"]
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Pieces of `inputs[source]` go to `offset` in this rank's buffer."""
+
+    source: int
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Pieces at `offset` in the buffer of `peer` go to `outputs[target]`."""
+
+    peer: int
+    offset: int
+    target: int
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """One rank's part of an operation.
+
+    Attributes:
+        piece_bytes: the size of a piece; the last one of a tensor is shorter.
+        publishes: what it does before the ranks meet in a step.
+        takes: what it does afterwards.
+        own: (index in inputs, index in outputs) of what it only copies from its own tensor to its own; or None.
+    """
+
+    piece_bytes: int
+    publishes: tuple[Publish, ...] = ()
+    takes: tuple[Take, ...] = ()
+    own: tuple[int, int] | None = None
+
+
+def num_steps(longest_bytes: int, piece_bytes: int) -> int:
+    """Steps until a tensor of `longest_bytes` has gone through; at least one, in which fingerprints are compared."""
+    return max(1, -(-longest_bytes // piece_bytes))
+
+
+def span(step: int, piece_bytes: int, length_bytes: int) -> tuple[int, int]:
+    """Start and stop of piece number `step` of a tensor; equal when it has no such piece."""
+    start = min(step * piece_bytes, length_bytes)
+    return start, min(start + piece_bytes, length_bytes)
+
+
+def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Route:
+    """The part of `rank` in an operation that moves data without reducing it; for REDUCE_SCATTER, the publishing half.
+
+    Every rank must call it with the same `buffer_bytes`.
+    """
+    others = [peer for peer in range(size) if peer != rank]
+    slot = _slot_bytes(size, buffer_bytes)
+    if kind is Kind.BROADCAST:
+        if rank == root:
+            return Route(buffer_bytes, publishes=(Publish(0, 0),))
+        return Route(buffer_bytes, takes=(Take(root, 0, 0),))
+    if kind is Kind.ALL_GATHER:
+        return Route(buffer_bytes, (Publish(0, 0),), tuple(Take(peer, 0, peer) for peer in others), (0, rank))
+    if kind is Kind.GATHER:
+        if rank == root:
+            return Route(buffer_bytes, takes=tuple(Take(peer, 0, peer) for peer in others), own=(0, rank))
+        return Route(buffer_bytes, (Publish(0, 0),))
+    if kind is Kind.SCATTER:
+        if rank == root:
+            return Route(slot, tuple(Publish(peer, peer * slot) for peer in others), own=(rank, 0))
+        return Route(slot, takes=(Take(root, rank * slot, 0),))
+    if kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER):
+        publishes = tuple(Publish(peer, peer * slot) for peer in others)
+        return Route(slot, publishes, tuple(Take(peer, rank * slot, peer) for peer in others), (rank, rank))
+    raise ValueError(f"{kind.title} has no route")
+
+
+def _slot_bytes(size: int, buffer_bytes: int) -> int:
+    """Of a buffer with a place for each rank."""
+    return buffer_bytes // size // ALIGNMENT * ALIGNMENT
+
+
+def two_phase_chunk(size: int, buffer_bytes: int) -> int:
+    """How many bytes of a tensor one step of a reduction in two phases takes: its chunk, and a share of it, fit in."""
+    return buffer_bytes * size // (size + 1) // ALIGNMENT * ALIGNMENT - ALIGNMENT
+
+
+def shares(length: int, size: int, multiple: int) -> list[tuple[int, int]]:
+    """Cuts `length` elements into `size` runs (start, stop) that start at a `multiple`; equal but for the last."""
+    share = -(-length // (size * multiple)) * multiple
+    return [(min(rank * share, length), min((rank + 1) * share, length)) for rank in range(size)]

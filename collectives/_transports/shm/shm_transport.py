@@ -1,0 +1,137 @@
+"""The plane that carries collective operations through memory that the ranks of a host share.
+
+Every rank copies what others need to its own buffer in the segment, and takes what it needs out of theirs, in steps;
+`_signals` says why that is safe, `_routes` who copies what. Large tensors go through in pieces that stay in the caches.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from rpcdist.collectives._operations.operation import Kind, Operation
+from rpcdist.collectives._transports.base import Control, Plane
+from rpcdist.collectives._transports.shm.rank_buffers import Buffers, copy
+from rpcdist.collectives._transports.shm.reductions import Reductions
+from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
+from rpcdist.collectives._transports.shm.segment_layout import Layout
+from rpcdist.collectives._transports.shm.signals import Signals
+from rpcdist.collectives._transports.shm.size_tables import Tables
+from rpcdist.collectives._transports.single import SoloPlane
+from rpcdist.transport.shared_memory import Segment, SegmentError
+
+__all__ = ["SharedMemoryPlane"]
+
+# Looking a member up in its enum costs as much as a small copy.
+_ALL_REDUCE: Final = Kind.ALL_REDUCE
+_REDUCE: Final = Kind.REDUCE
+_REDUCE_SCATTER: Final = Kind.REDUCE_SCATTER
+_ALL_TO_ALL: Final = Kind.ALL_TO_ALL
+_BARRIER: Final = Kind.BARRIER
+
+
+class SharedMemoryPlane(Plane):
+    """The plane of ranks that share a host.
+
+    Args:
+        rank: of this process in the group.
+        size: of the group.
+        segment: the same on all ranks, `segment_size(size)` bytes or those of the layout; zero when the group starts,
+            and used by no other group. The plane maps it at once; `close` closes it, and whoever has passed it on to
+            all ranks may do so before.
+        layout: the same on all ranks; None takes the default.
+
+    Raises:
+        SegmentError: the segment is too small, or cannot be mapped.
+    """
+
+    def __init__(self, rank: int, size: int, segment: Segment, layout: Layout | None = None) -> None:
+        self.rank = rank
+        self.size = size
+        self._layout = layout or Layout(size)
+        if segment.size_bytes < self._layout.total_bytes:
+            raise SegmentError(f"{segment!r} is too small: {size} ranks need {self._layout.total_bytes} bytes")
+        self._segment = segment
+        memory = segment.map()
+        whole = torch.frombuffer(memory, dtype=torch.uint8)
+        self._signals = Signals(rank, self._layout, memory, whole.data_ptr())
+        self._buffers = Buffers(self._layout, whole)
+        self._tables = Tables(rank, self._layout, self._signals)
+        self._reductions = Reductions(rank, self._layout, self._buffers, self._signals)
+        self._routes: dict[tuple[int, int], Route] = {}
+        self._closed = False
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"step {self._signals.step}"
+        return f"<SharedMemoryPlane {self.rank}/{self.size}: {state}>"
+
+    def run(self, operation: Operation, control: Control) -> None:
+        if self.size == 1:
+            SoloPlane().run(operation, control)
+            return
+        kind = operation.kind
+        self._signals.open()
+        if kind is _ALL_REDUCE or kind is _REDUCE:
+            self._reductions.run(operation, control, None if kind is _ALL_REDUCE else operation.root)
+        elif kind is _BARRIER:
+            self._signals.advance()
+            self._signals.meet(control)
+        elif kind is _REDUCE_SCATTER:
+            self._reductions.reduce_scatter(operation, control, self._route(operation), self._tables)
+        else:
+            self._move(operation, control, self._route(operation))
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._reductions.close()
+        self._tables.close()
+        self._buffers.close()
+        self._signals.close()
+        self._segment.close()
+
+    def _route(self, operation: Operation) -> Route:
+        key = (int(operation.kind), operation.root)
+        found = self._routes.get(key)
+        if found is None:
+            buffer_bytes = self._layout.buffer_bytes
+            found = route(operation.kind, self.rank, self.size, operation.root, buffer_bytes)
+            self._routes[key] = found
+        return found
+
+    def _move(self, operation: Operation, control: Control, path: Route) -> None:
+        """The operations that reduce nothing."""
+        uneven = operation.kind is _ALL_TO_ALL
+        sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
+        targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
+        step, steps = 0, num_steps((sources or targets)[0][1], path.piece_bytes)
+        while step < steps:
+            half = self._signals.advance()
+            self._publish(path, step, sources, self._buffers.address[half][self.rank])
+            if uneven and step == 0:
+                self._tables.publish(half, operation)
+            self._signals.meet(control)
+            if uneven and step == 0:
+                steps = num_steps(self._tables.agree(half, operation), path.piece_bytes)
+            self._take(path, step, targets, self._buffers.address[half])
+            step += 1
+        if path.own is not None:
+            (source, num_bytes), (target, _) = sources[path.own[0]], targets[path.own[1]]
+            if source != target:
+                copy(target, source, num_bytes)
+
+    def _publish(self, path: Route, step: int, sources: list[tuple[int, int]], buffer: int) -> None:
+        for publish in path.publishes:
+            address, num_bytes = sources[publish.source]
+            start, stop = span(step, path.piece_bytes, num_bytes)
+            if start != stop:
+                copy(buffer + publish.offset, address + start, stop - start)
+
+    def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
+        for take in path.takes:
+            address, num_bytes = targets[take.target]
+            start, stop = span(step, path.piece_bytes, num_bytes)
+            if start != stop:
+                copy(address + start, buffers[take.peer] + take.offset, stop - start)

@@ -1,0 +1,229 @@
+"""How ranks meet: flags, fingerprints, and waiting.
+
+[Note: steps] All traffic in the segment goes in numbered steps, the same on all ranks; step s uses the half s mod 2 of
+everything (header, table, buffer). In each step, a rank
+
+    1. writes its own header, table and buffer of that half, as far as the step needs them,
+    2. raises its flag in that header to s,
+    3. waits until the flags of all ranks are at s,
+    4. reads the others' headers, tables and buffers of that half; of buffers, some are read before 2. of step s + 1.
+
+Nobody overwrites what a slow rank still reads: what is written in step s lies where step s - 2 was read, and it is
+written after 3. of step s - 1, when all flags were at s - 1. A rank raises its flag to s - 1 after it has read all
+that it reads of step s - 2. So two halves are enough, and no rank waits a second time for the others to have read. For
+the same reason a flag that is waited for is never beyond s: it lies in the half of s, and would be overwritten in step
+s + 2, which begins after all flags were at s + 1.
+
+This holds across operations, whatever their kinds are, since every rank takes part in every step of every operation.
+
+[Note: fingerprints] In its first step an operation compares the fingerprints of all ranks, before it trusts data. All
+ranks compare the same bytes, so if one finds a mismatch then all do; and a rank that goes on knows that nobody can find
+one any more. When ranks disagree they stop in that step, and nothing in this segment is written ever after.
+
+[Note: sleep] A rank that waits longer sleeps on the half's bell, a word that all ranks share. The last one that comes
+to a step finds all flags raised, writes the step there, and wakes the sleepers: one system call, and each of them
+wakes once. Nobody sleeps through it: a rank raises its flag before it looks at those of the others, so of several that
+come at once, one finds all of them raised, if no rank moves its loads before its store. Only a locked instruction
+stops a processor from that, and taking a lock has one. A sleeper reads the bell before it looks at the flags for the
+last time, and the kernel lets it sleep only if the bell is still the same; it has marked itself before, and the other
+looks at the marks after it has rung, again with a locked instruction (the system call has one, too) in between.
+Several may ring at once: they write the same. (If all of this failed, the sleep would take `NAP_S`.)
+
+[Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
+(Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
+assigns and reads an item by a single move), made after the stores of the data that it announces. String instructions,
+by which the C library copies, may reorder their own stores but not those before and after them; where it copies with
+non-temporal stores, it ends with a fence.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from typing import Final
+
+from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
+from rpcdist.collectives._transports.base import Control, PlaneMismatch, PlaneTimeout
+from rpcdist.collectives._transports.shm import futex
+from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
+
+__all__ = ["Signals"]
+
+_WORD: Final = 8
+_WORDS: Final = LINE // _WORD
+MIN_SPINS: Final = 25
+MAX_SPINS: Final = 800
+"""Looks at a flag that keep the interpreter's lock: about 30 us."""
+YIELDS: Final = 100
+"""Looks with a `sched_yield` after each, which lets other threads run: about 60 us when nobody else wants the core."""
+NAP_S: Final = 0.01
+"""A sleep ends at the latest after this, to ask the control; the bell ends it at once."""
+
+
+class Signals:
+    """The flags of one group as one rank sees them. Used by one thread at a time.
+
+    Args:
+        rank: of this process.
+        layout: of the segment.
+        memory: the segment.
+        address: where it is mapped.
+    """
+
+    def __init__(self, rank: int, layout: Layout, memory: mmap.mmap, address: int) -> None:
+        self.step = 0
+        self._rank = rank
+        self._size = layout.size
+        self._layout = layout
+        self._address = address
+        self._bytes = memoryview(memory)
+        self._words = self._bytes.cast("Q")
+        self._header = [self._headers(layout, half) for half in (0, 1)]
+        self._flag = [layout.header(half, rank) // _WORD for half in (0, 1)]
+        self._peers = [self._peer_flags(half) for half in (0, 1)]
+        self._bell = [layout.bell(half) // _WORD for half in (0, 1)]
+        self._mark = layout.sleepers + rank
+        self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
+        self._fence = threading.Lock()
+        self._opening = False
+        self._crowded = layout.size > len(os.sched_getaffinity(0))
+        self._spins = 0 if self._crowded else MAX_SPINS
+        self._yields = range(1 if self._crowded else YIELDS)
+
+    def _headers(self, layout: Layout, half: int) -> memoryview:
+        start = layout.header(half, 0)
+        return self._bytes[start : start + layout.size * LINE]
+
+    def _peer_flags(self, half: int) -> list[tuple[int, int]]:
+        """Rank and flag of the others; those after this rank first, so that not all look at the same one."""
+        peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
+        return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
+
+    def close(self) -> None:
+        """Lets go of the memory."""
+        for view in (*self._header, self._words, self._bytes):
+            view.release()
+
+    def words(self, offset: int, count: int) -> memoryview:
+        """`count` words of 8 bytes at `offset`."""
+        return self._words[offset // _WORD : offset // _WORD + count]
+
+    # ------------------------------------------------------------ steps
+
+    def open(self) -> None:
+        """An operation begins: its first step compares fingerprints."""
+        self._opening = True
+
+    def advance(self) -> int:
+        """Begins the next step; returns its half, which this rank may write to from now on."""
+        self.step += 1
+        return self.step & 1
+
+    def meet(self, control: Control) -> None:
+        """Announces what was written in this step, and waits until all ranks have done so.
+
+        Raises:
+            PlaneMismatch: in the first step of an operation, when other ranks run another one.
+            PlaneTimeout: the deadline passed.
+            CollectiveError: from `control.check()`.
+        """
+        step = self.step
+        half = step & 1
+        words = self._words
+        if self._opening:
+            start = self._rank * LINE + _WORD
+            self._header[half][start : start + FINGERPRINT_BYTES] = control.fingerprint
+        words[self._flag[half]] = step
+        with self._fence:  # see [Note: sleep]
+            pass
+        last = True
+        for _, flag in self._peers[half]:
+            if words[flag] != step:
+                last = False
+                for _ in range(self._spins):
+                    if words[flag] == step:
+                        break
+                else:
+                    if not self._yield_for(flag):
+                        self._sleep(control)
+                        break
+        if last:
+            self._ring(half)
+        if self._opening:
+            self._opening = False
+            self._compare(control.fingerprint)
+
+    def _compare(self, fingerprint: bytes) -> None:
+        line = self.step.to_bytes(_WORD, "little") + fingerprint
+        if self._header[self.step & 1].tobytes() != line.ljust(LINE, b"\0") * self._size:
+            raise PlaneMismatch(self.views(range(self._size)))
+
+    def views(self, ranks: range | list[int]) -> dict[int, str]:
+        """What these ranks run, in words; they must have raised their flags in an operation's first step."""
+        headers = self._header[self.step & 1]
+        starts = {rank: rank * LINE + _WORD for rank in ranks}
+        return {
+            rank: describe_fingerprint(bytes(headers[start : start + FINGERPRINT_BYTES]))
+            for rank, start in starts.items()
+        }
+
+    # ------------------------------------------------------------ waiting
+
+    def _ring(self, half: int) -> None:
+        """Wakes who sleeps in this step."""
+        bell = self._bell[half]
+        self._words[bell] = self.step
+        with self._fence:
+            pass
+        for word in self._sleepers:
+            if self._words[word]:
+                futex.wake(self._address + bell * _WORD)
+                return
+
+    def _yield_for(self, flag: int) -> bool:
+        """Lets others run, a few times; whether the flag came up meanwhile."""
+        words, step = self._words, self.step
+        for count in self._yields:
+            if words[flag] == step:
+                self._adapt(count)
+                return True
+            os.sched_yield()
+        return False
+
+    def _sleep(self, control: Control) -> None:
+        """Waits until the flags of all ranks are up."""
+        words, step = self._words, self.step
+        flags = [flag for _, flag in self._peers[step & 1]]
+        bell = self._bell[step & 1]
+        self._bytes[self._mark] = 1
+        try:
+            while True:
+                rung = words[bell]
+                if all(words[flag] == step for flag in flags):
+                    return
+                self._check(control)
+                futex.wait(self._address + bell * _WORD, rung, NAP_S)
+        finally:
+            self._bytes[self._mark] = 0
+
+    def _adapt(self, num_yields: int) -> None:
+        """Spins longer or shorter from now on.
+
+        A flag that came after many yields came from another core, and spinning would have seen it sooner. One that came
+        after the first yields came from a rank that runs on this core, and could not as long as this one spun.
+        """
+        if not self._crowded:
+            self._spins = min(2 * self._spins, MAX_SPINS) if num_yields > 2 else max(self._spins // 2, MIN_SPINS)
+
+    def _check(self, control: Control) -> None:
+        """Raises when there is no sense in waiting any longer."""
+        control.check()
+        step = self.step
+        late = [peer for peer, flag in self._peers[step & 1] if self._words[flag] != step]
+        if self._opening:
+            views = self.views([rank for rank in range(self._size) if rank not in late])
+            if any(view != views[self._rank] for view in views.values()):
+                raise PlaneMismatch(views)
+        if control.deadline.expired() and late:
+            raise PlaneTimeout(frozenset(late))

@@ -1,0 +1,156 @@
+"""The connections of a group: for each pair of ranks that have something to say to each other, opened when needed.
+
+The lower rank connects. The higher one takes what arrives, on the I/O loop, and wakes the thread that waits for it.
+
+Between hosts, large messages are cut into stripes that travel on several connections, since networks often limit each
+of them. On one host the first connection carries everything: there, each further one was measured to cost time.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+from rpcdist.collectives._transports.base import Control, PlanePeerLost, PlaneTimeout
+from rpcdist.errors import TransportError
+from rpcdist.transport.addresses import is_loopback
+from rpcdist.transport.sockets import HubAddress, SocketHub
+
+__all__ = ["STRIPE_BYTES", "Links"]
+
+STRIPE_BYTES: Final = 1 << 20
+"""Stripes are at least this long; so shorter messages travel whole."""
+
+_CONNECT_LIMIT_S: Final = 120.0  # a process answers however busy its user is: if it does not, it is gone
+_SOCKETS_BETWEEN_HOSTS: Final = 4
+_STRIPE_MULTIPLE: Final = 1 << 10
+_PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
+
+
+class Links:
+    """The sockets of one rank of a group. `get` is for one thread at a time.
+
+    Args:
+        rank: of this process in the group.
+        hub: opens and accepts connections.
+        name: of the group; random enough that no other group has it.
+        addresses: of the hubs, by rank.
+        unix: as in `SocketHub.connect`.
+        sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        hub: SocketHub,
+        name: str,
+        addresses: Sequence[str],
+        unix: bool | None,
+        sockets_per_pair: int | None,
+    ) -> None:
+        self._rank = rank
+        self._hub = hub
+        self._prefix = f"{name}/link/"
+        self._addresses = tuple(addresses)
+        self._unix = unix
+        self._num_channels = [sockets_per_pair or _usual_number(addresses[rank], other) for other in addresses]
+        self._open: dict[tuple[int, int], socket.socket] = {}  # by peer and channel
+        self._arrived: dict[tuple[int, int], socket.socket] = {}
+        self._closed = False
+        self._lock = threading.Lock()
+        self.wakeup_fd, self._wakeup_write_fd = os.pipe()  # readable when a connection has arrived
+        os.set_blocking(self.wakeup_fd, False)
+        os.set_blocking(self._wakeup_write_fd, False)
+        hub.announce(self._prefix, self._arrive)
+
+    def __repr__(self) -> str:
+        return f"<Links of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
+
+    def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
+        """Start and stop of what each channel carries of a message, the first channel first; one or more."""
+        number = min(self._num_channels[peer], max(1, size_bytes // STRIPE_BYTES))
+        length = -(-size_bytes // number // _STRIPE_MULTIPLE) * _STRIPE_MULTIPLE
+        starts = [channel * length for channel in range(number)]
+        return [(start, min(start + length, size_bytes)) for start in starts]
+
+    def get(self, peer: int, channel: int, control: Control) -> socket.socket | None:
+        """A connection with a rank; None if the peer, who has to open it, has not done so yet.
+
+        Raises:
+            PlanePeerLost: the peer cannot be reached.
+            PlaneTimeout: not in time.
+        """
+        link = self._open.get((peer, channel))
+        if link is None:
+            if self._rank < peer:
+                link = self._connect(peer, channel, control)
+            else:
+                with self._lock:
+                    link = self._arrived.pop((peer, channel), None)
+            if link is not None:
+                self._open[peer, channel] = link
+        return link
+
+    def standing(self, peer: int) -> socket.socket | None:
+        """The first connection with a rank, if it was used before."""
+        return self._open.get((peer, 0))
+
+    def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
+        purpose = f"{self._prefix}{self._rank}.{channel}"
+        limit_s = min(control.deadline.remaining_s(), _CONNECT_LIMIT_S)
+        try:
+            return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
+        except TransportError as exc:
+            if control.deadline.expired():
+                raise PlaneTimeout(frozenset([peer])) from exc
+            raise PlanePeerLost(peer, str(exc)) from exc
+
+    def drain_wakeups(self) -> None:
+        """Makes `wakeup_fd` unreadable until the next connection arrives."""
+        try:
+            os.read(self.wakeup_fd, 4096)
+        except BlockingIOError:
+            pass  # somebody was faster
+
+    def _arrive(self, purpose: str, connection: socket.socket) -> None:
+        """On the I/O loop: takes a connection that a lower rank opened."""
+        key = self._key(purpose.removeprefix(self._prefix))
+        with self._lock:
+            wanted = key is not None and not (self._closed or key in self._arrived or key in self._open)
+            if wanted and key is not None:
+                self._arrived[key] = connection
+                os.write(self._wakeup_write_fd, b"x")  # under the lock: `close` gives the descriptor back
+        if not wanted:
+            connection.close()
+
+    def _key(self, text: str) -> tuple[int, int] | None:
+        """Peer and channel that a purpose names; None if no such connection is due."""
+        match = _PLACE.fullmatch(text)
+        if match is None:
+            return None
+        peer, channel = int(match[1]), int(match[2])
+        return (peer, channel) if peer < self._rank and channel < self._num_channels[peer] else None
+
+    def close(self) -> None:
+        """Closes everything; idempotent."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            links = [*self._open.values(), *self._arrived.values()]
+            self._arrived.clear()
+            os.close(self.wakeup_fd)
+            os.close(self._wakeup_write_fd)
+        self._hub.withdraw(self._prefix)
+        for link in links:
+            link.close()
+
+
+def _usual_number(mine: str, theirs: str) -> int:
+    """How many connections two ranks have that nobody gave a number for; both come to the same."""
+    hosts = {HubAddress.parse(mine).host, HubAddress.parse(theirs).host}
+    return 1 if len(hosts) == 1 or all(map(is_loopback, hosts)) else _SOCKETS_BETWEEN_HOSTS

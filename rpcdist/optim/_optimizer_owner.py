@@ -1,0 +1,221 @@
+"""What runs at the owners of parameters: an ordinary optimizer over those that live there. Calls find it by name."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import Any, ClassVar, NamedTuple
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+import rpcdist.autograd as autograd
+from rpcdist.autograd._gradients import GradientTable
+from rpcdist.autograd._interface import _retrieve_context
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.optim._param_groups import Group, options_of
+from rpcdist.rpc import RRef
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+
+__all__ = ["LocalOptimizer"]
+
+
+class LocalOptimizer:
+    """An optimizer over the parameters of this process, driven by a `DistributedOptimizer` somewhere.
+
+    All of its methods hold the lock of this process, so that of several trainers, each of which has an optimizer of
+    its own here, one works on the parameters at a time.
+
+    Attributes:
+        optim: the optimizer.
+        number: its place in `by_number`.
+    """
+
+    global_lock = threading.Lock()
+
+    # Those that some `DistributedOptimizer` refers to. Calls name one by its number: a call whose arguments are plain
+    # values costs half of one that takes a reference along.
+    by_number: ClassVar[WeakValueDictionary[int, LocalOptimizer]] = WeakValueDictionary()
+    numbers = itertools.count(1)
+
+    def __init__(
+        self,
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        groups: Sequence[Group],
+        is_flat: bool,
+        numbers: Sequence[Sequence[int]],
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+    ) -> None:
+        resolved = [
+            {**group, "params": [_tensor_of(*pair) for pair in zip(names, group["params"], strict=True)]}
+            for names, group in zip(numbers, groups, strict=True)
+        ]
+        self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
+        self.number = next(self.numbers)
+        self.by_number[self.number] = self
+        self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
+
+    def step(self, context_id: int, options: Sequence[Group], hogwild: bool) -> bool:
+        """Steps with the gradients of a context, and leaves every `.grad` as it was.
+
+        Returns:
+            False if this process took no part in the context, so that there was nothing to do.
+        """
+        gradients = _gradients_of(context_id)
+        with _alone("step"):
+            self._set_options(options)
+            with _lent(self._parameters, gradients or {}), _uncounted(self._parameters, hogwild):
+                self.optim.step()
+        return gradients is not None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        with _alone("zero_grad"):
+            self.optim.zero_grad(set_to_none)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Copied, on the CPU: nobody needs a device map to read it, and loading brings it to the parameters' device."""
+        with _alone("state_dict"):
+            state: dict[str, Any] = _copied(self.optim.state_dict())
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        with _alone("load_state_dict"):
+            self.optim.load_state_dict(_copied(state_dict))  # where the caller is here, it must not share the state
+
+    def norm(self, context_id: int, norm_type: float) -> float:
+        """The norm of all gradients of the context here, as if they were one vector."""
+        gradients = self._own(_gradients_of(context_id) or {})
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
+        return torch.nn.utils.get_total_norm(values, norm_type).item()
+
+    def scale(self, context_id: int, factor: float) -> None:
+        """Multiplies the gradients of the context here."""
+        context = _retrieve_context(context_id)
+        found = context.gradients.snapshot()
+        # A gradient may be shared with whoever computed it, so it is replaced, not changed.
+        scaled = GradientTable()
+        scaled.add((found | {p: g * factor for p, g in self._own(found).items()}).items())
+        context.gradients = scaled
+
+    def _own(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
+        return {p: gradients[p] for p in self._parameters if p in gradients}
+
+    def _set_options(self, options: Sequence[Group]) -> None:
+        for group, changed in zip(self.optim.param_groups, options, strict=True):
+            for name, value in changed.items():
+                if isinstance(group.get(name), Tensor):  # a capturable optimizer looks at this very tensor
+                    group[name].copy_(torch.as_tensor(value))
+                else:
+                    group[name] = value
+
+
+def _tensor_of(number: int, rref: RRef[Tensor]) -> Tensor:
+    value: object = rref.local_value()
+    if not isinstance(value, Tensor):
+        raise TypeError(
+            f"optimizer can only optimize Tensors, but params_rref[{number}] refers to a {type(value).__name__} on "
+            f"worker {rref.owner_name()!r}"
+        )
+    return value
+
+
+def _gradients_of(context_id: int) -> dict[Tensor, Tensor] | None:
+    try:
+        return autograd.get_gradients(context_id)
+    except autograd.ContextNotFound:
+        return None  # the caller, who has the context, knows whether it is over
+
+
+@contextmanager
+def _alone(what: str) -> Iterator[None]:
+    """Holds the lock of this process, for which it waits as long as the call may take."""
+    limit = current_deadline.get().earlier(Deadline.after(current_agent().caller.timeout_of(UNSET_RPC_TIMEOUT)))
+    lock = LocalOptimizer.global_lock
+    if not lock.acquire(blocking=False):
+        wait_s = limit.wait_s()
+        with blocking():
+            taken = lock.acquire(timeout=-1 if wait_s is None else wait_s)
+        if not taken:
+            raise DeadlineExceeded(f"{what} of a distributed optimizer waited for another one's step in this process")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+@contextmanager
+def _lent(parameters: Sequence[Tensor], gradients: dict[Tensor, Tensor]) -> Iterator[None]:
+    kept = [parameter.grad for parameter in parameters]
+    try:
+        for parameter in parameters:
+            parameter.grad = gradients.get(parameter)
+        yield
+    finally:
+        for parameter, gradient in zip(parameters, kept, strict=True):
+            parameter.grad = gradient
+
+
+def _uncounted(parameters: Sequence[Tensor], hogwild: bool) -> Any:
+    """With `hogwild`, changes of the parameters do not invalidate what others saved of them for their backward."""
+    return torch.autograd._unsafe_preserve_version_counter(tuple(parameters)) if hogwild else nullcontext()
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_copied(item) for item in value)
+    return value
+
+
+# ---------------------------------------------------------------- what is called
+
+
+class NewOptimizer(NamedTuple):
+    """What a `DistributedOptimizer` gets to know of a local one.
+
+    Attributes:
+        rref: keeps it alive.
+        number: calls name it so.
+        options: of its groups.
+        defaults: of these options.
+    """
+
+    rref: RRef[LocalOptimizer]
+    number: int
+    options: list[Group]
+    defaults: dict[str, Any]
+
+
+def new_local_optimizer(
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    groups: list[Group],
+    is_flat: bool,
+    numbers: list[list[int]],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> NewOptimizer:
+    """Makes a local optimizer."""
+    local = LocalOptimizer(optimizer_class, groups, is_flat, numbers, args, kwargs)
+    options = [options_of(group) for group in local.optim.param_groups]
+    return NewOptimizer(RRef(local), local.number, options, _copied(local.optim.defaults))
+
+
+def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
+    """Runs a method of a local optimizer."""
+    local = LocalOptimizer.by_number.get(number)
+    if local is None:
+        raise RpcdistError(
+            f"optimizer {number} is not here any more: no DistributedOptimizer refers to it, or the lease of the last "
+            "one ended; make a new one"
+        )
+    return getattr(local, method)(*args)

@@ -1,0 +1,200 @@
+"""The worker's side of a pipeline: holds its stages, and does what the driver asks for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.parallel.pipeline._execution import Execution, receivers
+from rpcdist.parallel.pipeline._mailbox import Mailbox
+from rpcdist.parallel.pipeline._optimizers import StageOptimizers
+from rpcdist.parallel.pipeline._orders import Order, Plan, Report, StageSource
+from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
+from rpcdist.parallel.pipeline._schedules import Action
+from rpcdist.parallel.pipeline._stage import Stage
+
+__all__ = ["Runner"]
+
+
+class Runner:
+    """All stages of a pipeline that live on this worker.
+
+    Args:
+        plan: of the pipeline.
+        worker: the place of this worker in it.
+        sources: of its stages, by index.
+        device: where they live.
+    """
+
+    def __init__(self, plan: Plan, worker: int, sources: Mapping[int, StageSource], device: str) -> None:
+        self._plan = plan
+        self._worker = worker
+        place = torch.device(device)
+        self.stages = {
+            index: Stage(index, self._build(index, source).to(place), place) for index, source in sources.items()
+        }
+        self.optimizers = StageOptimizers(self.stages)
+        self._running = threading.Lock()
+        self._lock = threading.Lock()  # of what follows; push, run and abort come on different threads
+        self._mailboxes: dict[int, Mailbox] = {}
+        self._ended_step = 0
+        receivers[plan.key, worker] = self
+
+    def __repr__(self) -> str:
+        return f"<Runner of {self._plan.key} on {self._name}: {list(self.stages.values())}>"
+
+    @property
+    def _name(self) -> str:
+        return self._plan.workers[self._worker]
+
+    def _build(self, index: int, source: StageSource) -> nn.Module:
+        module = source if isinstance(source, nn.Module) else source()
+        if not isinstance(module, nn.Module):
+            raise TypeError(
+                f"stage {index} must be a torch.nn.Module or a function that makes one, but {source!r} made a "
+                f"{type(module).__name__}"
+            )
+        return module
+
+    def _place(self, step: int) -> tuple[str, list[int], None, str]:
+        """What an error says that no single action is to blame for."""
+        return self._name, sorted(self.stages), None, f"step {step}"
+
+    # ------------------------------------------------------------ messages
+
+    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
+        """Takes what an action of this or a later step needs; on any thread."""
+        with self._lock:
+            if step > self._ended_step:
+                self._mailbox(step).put(action, values)
+
+    def _mailbox(self, step: int) -> Mailbox:
+        return self._mailboxes.setdefault(step, Mailbox())
+
+    def abort(self, step: int, reason: str) -> None:
+        """Ends a step, which runs now, has run, or will never run; its gradients are dropped."""
+        failure = PipelineAborted(*self._place(step), reason)
+        with self._lock:
+            if step <= self._ended_step:
+                is_running = False
+            else:
+                self._mailbox(step).fail(failure)
+                is_running = self._running.locked()
+        if not is_running:
+            with self._running:
+                if step >= self._ended_step:  # else a later step has run meanwhile, and its gradients are good
+                    self._clear(step)
+
+    def _clear(self, step: int) -> None:
+        """Leaves nothing of a failed step; the lock `_running` is held."""
+        for stage in self.stages.values():
+            stage.drop_graphs()
+            stage.zero_grad()
+        self._end(step)
+
+    def _end(self, step: int) -> None:
+        with self._lock:
+            self._forget(step)
+
+    def _forget(self, step: int) -> None:
+        """Drops what arrived for a step or earlier ones, and what will; the lock is held."""
+        self._ended_step = max(self._ended_step, step)
+        for old in [number for number in self._mailboxes if number <= self._ended_step]:
+            del self._mailboxes[old]
+
+    # ------------------------------------------------------------ a step
+
+    def run(self, order: Order) -> Report:
+        """Executes one step.
+
+        Raises:
+            PipelineError: an action failed.
+            PipelineTimeout: a tensor did not come in time.
+            PipelineAborted: the step failed elsewhere.
+        """
+        deadline = Deadline.after(order.timeout_s).earlier(current_deadline.get())
+        with self._lock:
+            if order.step <= self._ended_step:  # `abort` came first
+                raise PipelineAborted(*self._place(order.step), "it failed elsewhere")
+            mailbox = self._mailbox(order.step)
+        if not self._running.acquire(timeout=deadline.remaining_s() if deadline.is_finite else -1):
+            raise PipelineTimeout(*self._place(order.step), "an earlier step still runs")
+        try:
+            report = Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
+            with self._lock:
+                mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
+                self._forget(order.step)
+            return report
+        except BaseException:
+            self._clear(order.step)
+            raise
+        finally:
+            self._running.release()
+
+    # ------------------------------------------------------------ the rest of the module interface
+
+    def train(self, mode: bool) -> None:
+        for stage in self.stages.values():
+            stage.module.train(mode)
+
+    def zero_grad(self) -> None:
+        for stage in self.stages.values():
+            stage.zero_grad()
+
+    def state_dict(self) -> dict[int, dict[str, Tensor]]:
+        """Of each stage, on the CPU."""
+        return {
+            index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
+            for index, stage in self.stages.items()
+            for state in [stage.module.state_dict()]
+        }
+
+    def gradients(self) -> dict[int, dict[str, Tensor | None]]:
+        """The gradient of every parameter, by stage and name, on the CPU."""
+        return {
+            index: {
+                name: None if parameter.grad is None else parameter.grad.cpu()
+                for name, parameter in stage.module.named_parameters()
+            }
+            for index, stage in self.stages.items()
+        }
+
+    def load_state_dict(self, state: Mapping[int, Mapping[str, Tensor]]) -> None:
+        for index, stage in self.stages.items():
+            stage.module.load_state_dict(state[index])
+
+    def make_optimizer(self, number: int, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+        self.optimizers.make(number, kind, options)
+
+    def optimizer_step(self, number: int) -> None:
+        self.optimizers.step(number)
+
+    def optimizer_change(self, number: int, options: dict[str, Any]) -> None:
+        self.optimizers.change(number, options)
+
+    def optimizer_state_dict(self, number: int) -> dict[int, dict[str, Any]]:
+        return self.optimizers.state_dict(number)
+
+    def optimizer_load_state_dict(self, number: int, state: Mapping[int, dict[str, Any]]) -> None:
+        self.optimizers.load_state_dict(number, state)
+
+    def squared_grad_norm(self) -> float:
+        """The sum of the squares of all gradients here."""
+        norms = [
+            parameter.grad.detach().double().pow(2).sum()
+            for stage in self.stages.values()
+            for parameter in stage.module.parameters()
+            if parameter.grad is not None
+        ]
+        return float(sum(norm.item() for norm in norms))
+
+    def scale_grads(self, factor: float) -> None:
+        for stage in self.stages.values():
+            for parameter in stage.module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(factor)

@@ -1,0 +1,298 @@
+"""Results that are streams: a generator at the callee, an iterator at the caller, credits between them.
+
+The producer sends an item only for a credit. The consumer grants `window` credits at once and returns them as items
+are taken, in halves of the window, so that a slow consumer holds back its producer and a fast one never waits for a
+round trip per item.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TYPE_CHECKING, Generic, TypeVar
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import Deadline
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
+from rpcdist.rpc._calling.interrupt import longest_sleep_s
+from rpcdist.rpc._values.arrived import Arrived
+from rpcdist.rpc._values.failures import exception_of
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent
+    from rpcdist.rpc._autograd_hooks import CallContext
+    from rpcdist.rpc._calling.call_table import PendingCall
+
+__all__ = ["DEFAULT_WINDOW", "Stream", "StreamState"]
+
+DEFAULT_WINDOW = 16
+T = TypeVar("T")
+
+_END = object()
+
+
+class StreamState:
+    """The receiving end, without the object that the user holds: the agent's table keeps this, and the user's object
+    may be dropped at any time.
+
+    Attributes:
+        id: the call's number.
+        what: the call, for messages.
+        autograd: the autograd context of the call, or None.
+    """
+
+    def __init__(
+        self,
+        id: int,
+        what: str,
+        window: int,
+        grant: Callable[[int], None],
+        cancel: Callable[[], None],
+        may_unpickle: bool = True,
+    ) -> None:
+        self.autograd: CallContext | None = None
+        self.id = id
+        self.what = what
+        self._grant = grant
+        self._cancel = cancel
+        self._half = max(1, window // 2)
+        self._taken = 0
+        self._items: deque[Arrived] = deque()
+        self._ended = False
+        self._failure: BaseException | rpc_pb2.Failure | None = None
+        self._may_unpickle = may_unpickle
+        self._condition = threading.Condition()
+        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+
+    def __repr__(self) -> str:
+        return f"<stream {self.id} of {self.what} [{len(self._items)} waiting{', ended' if self._ended else ''}]>"
+
+    # On the I/O loop.
+
+    def arrived(self, item: Arrived) -> None:
+        with self._condition:
+            if self._ended:
+                item.discard()
+                return
+            self._items.append(item)
+            self._notify()
+
+    def end(self, failure: BaseException | rpc_pb2.Failure | None) -> None:
+        """No more items come. Idempotent; any thread."""
+        with self._condition:
+            if not self._ended:
+                self._ended = True
+                self._failure = failure
+                self._notify()
+
+    def _notify(self) -> None:
+        self._condition.notify_all()
+        waiters, self._async_waiters = self._async_waiters, []
+        for loop, future in waiters:
+            try:
+                loop.call_soon_threadsafe(_set_done, future)
+            except RuntimeError:
+                continue  # that loop was closed, and its waiter with it
+
+    # On the consumer's thread or loop.
+
+    def take(self, timeout_s: float | None) -> object:
+        """The next item, or `_END`; blocks."""
+        deadline = Deadline.after(timeout_s)
+        slice_s = longest_sleep_s()
+        with self._condition:
+            while not self._items and not self._ended:
+                if deadline.expired():
+                    raise self._late(timeout_s)
+                self._condition.wait(min(slice_s, deadline.remaining_s()))
+            return self._next_locked()
+
+    async def take_async(self, timeout_s: float | None) -> object:
+        """The next item, or `_END`. Cancellation takes no item."""
+        loop = asyncio.get_running_loop()
+        limit = None if timeout_s is None else loop.time() + timeout_s
+        while True:
+            with self._condition:
+                if self._items or self._ended:
+                    return self._next_locked()
+                future: asyncio.Future[None] = loop.create_future()
+                self._async_waiters.append((loop, future))
+            try:
+                async with asyncio.timeout_at(limit):
+                    await future
+            except TimeoutError:
+                raise self._late(timeout_s) from None
+
+    def _late(self, timeout_s: float | None) -> DeadlineExceeded:
+        return DeadlineExceeded(f"no item of the stream of {self.what} arrived within {timeout_s} s")
+
+    def _next_locked(self) -> object:
+        if not self._items:
+            return _END
+        item = self._items.popleft()
+        if not self._ended:
+            self._taken += 1
+            if self._taken >= self._half:
+                self._grant(self._taken)
+                self._taken = 0
+        return item
+
+    def take_failure(self) -> BaseException | None:
+        """How the stream ended; None for a regular end, and from the second time on.
+
+        It is not kept: once raised, its traceback holds the stream's object, whose finalizer holds this state.
+        """
+        failure, self._failure = self._failure, None
+        if isinstance(failure, rpc_pb2.Failure):
+            return exception_of(failure, may_unpickle=self._may_unpickle)
+        return failure
+
+    def cancel(self) -> None:
+        """Ends the stream from this side; the producer's generator is closed. Idempotent."""
+        if not self._ended:
+            self._cancel()
+        self.end(Cancelled(f"the stream of {self.what} was closed by its consumer"))
+        with self._condition:
+            items = list(self._items)
+            self._items.clear()
+        for item in items:
+            item.discard()
+
+
+def _set_done(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+class Stream(Generic[T]):
+    """The items of a remote generator: use `for` in a thread, `async for` in a coroutine.
+
+    It can be consumed once. Leaving it unfinished (`close`, `aclose`, or dropping it) closes the generator at the other
+    end. An exception of the generator is raised after the items that came before it.
+
+    Args:
+        state: the receiving end.
+        timeout_s: limit of the wait for each item, in seconds; None for no limit.
+        forget: called with the id when this object is dropped; may only append to a queue.
+    """
+
+    def __init__(self, state: StreamState, timeout_s: float | None, forget: Callable[[StreamState], None]) -> None:
+        self._state = state
+        self._timeout_s = timeout_s
+        self._finalizer = weakref.finalize(self, forget, state)
+        self._finalizer.atexit = False
+
+    def __repr__(self) -> str:
+        return f"Stream({self._state!r})"
+
+    def __iter__(self) -> Iterator[T]:
+        return self
+
+    def __next__(self) -> T:
+        """The next item.
+
+        Raises:
+            StopIteration: the generator is exhausted.
+            DeadlineExceeded: no item came in time.
+            WorkerLost: the producer died.
+            Exception: what the generator raised.
+        """
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("iterating a stream with `for`")
+        return self._result(self._state.take(self._timeout_s), StopIteration)
+
+    def __aiter__(self) -> AsyncIterator[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        """The next item; raises as `__next__` does. Cancellation loses no item."""
+        return self._result(await self._state.take_async(self._timeout_s), StopAsyncIteration)
+
+    def _result(self, item: object, exhausted: type[Exception]) -> T:
+        if isinstance(item, Arrived):
+            return item.decode()  # type: ignore[return-value]  # the caller of the stream says what T is
+        failure = self._state.take_failure()
+        if failure is not None:
+            try:
+                raise failure
+            finally:
+                del failure  # it holds this frame: a cycle
+        raise exhausted
+
+    def close(self) -> None:
+        """Ends the stream; the generator at the other end is closed. Idempotent, does not block."""
+        self._state.cancel()
+
+    async def aclose(self) -> None:
+        """As `close`."""
+        self._state.cancel()
+
+    def __enter__(self) -> Stream[T]:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    async def __aenter__(self) -> Stream[T]:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        self.close()
+
+
+class StreamTable:
+    """The streams that this worker consumes."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._streams: dict[int, tuple[StreamState, int, object]] = {}
+        self._dropped: deque[StreamState] = deque()
+
+    def __len__(self) -> int:
+        return len(self._streams)
+
+    def open(self, call: PendingCall, session: object, timeout_s: float | None) -> Stream[object]:
+        """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
+        id, peer = call.id, call.peer
+
+        def grant(items: int) -> None:
+            self._agent.connections.send_to(
+                peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items))
+            )
+
+        def cancel() -> None:
+            self._streams.pop(id, None)
+            self._agent.connections.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
+
+        may_unpickle = self._agent.options.allow_pickle
+        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, may_unpickle)
+        state.autograd = call.autograd
+        self._streams[id] = (state, peer, session)
+        return Stream(state, timeout_s, self._dropped.append)
+
+    def item(self, id: int, arrived: Arrived) -> None:
+        entry = self._streams.get(id)
+        if entry is None:
+            arrived.discard()  # cancelled at this end meanwhile
+        else:
+            arrived.autograd = entry[0].autograd
+            entry[0].arrived(arrived)
+
+    def end(self, id: int, failure: rpc_pb2.Failure | None) -> None:
+        entry = self._streams.pop(id, None)
+        if entry is not None:
+            entry[0].end(failure)
+
+    def fail_where(self, matches: Callable[[int, object], bool], exc: Callable[[str], BaseException]) -> None:
+        """Ends the streams from a peer, or on a session, that is gone."""
+        for id, (state, peer, session) in list(self._streams.items()):
+            if matches(peer, session) and self._streams.pop(id, None) is not None:
+                state.end(exc(state.what))
+
+    def drain(self) -> None:
+        """Cancels the streams whose objects were dropped; never called from a finalizer."""
+        while self._dropped:
+            self._dropped.popleft().cancel()

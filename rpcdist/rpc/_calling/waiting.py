@@ -1,0 +1,277 @@
+"""Waiting for many futures: `wait_all`, `collect_all`, `wait_any`, `as_completed`.
+
+`torch.futures.wait_all` and `collect_all` work on our futures, too, but they wait in C++: Ctrl-C is ignored, an error
+ends the wait only after all others are done, and callbacks of what `collect_all` returns may run on the I/O loop.
+`replace_torch_functions` therefore puts ours in their place; lists without a future of ours go to torch's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from _thread import LockType, allocate_lock
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
+
+import torch.futures
+
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded
+from rpcdist.rpc._calling.interrupt import acquire
+from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc.future import Future
+
+__all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]
+
+T = TypeVar("T")
+
+_torch_collect_all: Final = torch.futures.collect_all
+_torch_wait_all: Final = torch.futures.wait_all
+
+
+class AnyDone(NamedTuple, Generic[T]):
+    """What `wait_any` returns; both lists are in the order of the argument."""
+
+    done: list[torch.futures.Future[T]]
+    pending: list[torch.futures.Future[T]]
+
+
+def collect_all(futures: Sequence[torch.futures.Future[T]]) -> Future[list[torch.futures.Future[T]]]:
+    """A future of the list of these futures that is done when all are, or when the first of them fails.
+
+    Cancelling it cancels those of them that can be cancelled.
+    """
+    members = list(futures)
+    for member in members:
+        if not isinstance(member, torch._C.Future):
+            raise TypeError(f"collect_all(): incompatible function arguments. {member!r} is not a future")
+    combined: Future[list[torch.futures.Future[T]]] = Future(on_cancel=partial(_cancel_all, members))
+    missing = [None] * len(members)
+
+    def one_done(member: torch.futures.Future[T]) -> None:
+        error = _error_of(member)
+        missing.pop()
+        if error is not None:
+            combined._fail(error)
+        elif not missing:
+            combined._complete(members)
+
+    if not members:
+        combined._complete(members)
+    for member in members:
+        if isinstance(member, Future):
+            member.is_quiet = True  # its error is reported through the combined future
+        member.add_done_callback(one_done)
+    return combined
+
+
+def wait_all(futures: Sequence[torch.futures.Future[T]], timeout: float | None = None) -> list[T]:
+    """Waits for all, and returns their results in order; the first error ends the wait at once.
+
+    Args:
+        futures: ours or torch's own.
+        timeout: the limit of the wait in seconds; the calls go on when it passes.
+
+    Raises:
+        DeadlineExceeded: the timeout passed.
+        BlockingInLoop: called on an event loop's thread with something pending.
+        BaseException: the error of the first that failed.
+    """
+    return [_value_of(member) for member in collect_all(futures).wait(timeout)]
+
+
+def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> AnyDone[T]:
+    """Waits until at least one is done, or `timeout` seconds; then tells which are.
+
+    Raises:
+        BlockingInLoop: called on an event loop's thread with all pending; there, use `async for` on `as_completed`.
+    """
+    members = list(futures)
+    if members and not any(member.done() for member in members):
+        completions = Completions(members, timeout, "wait_any()")
+        completions._wait_for_one()
+        completions.close()
+    return AnyDone([member for member in members if member.done()], [member for member in members if not member.done()])
+
+
+def as_completed(futures: Iterable[torch.futures.Future[T]], timeout: float | None = None) -> Completions[T]:
+    """The futures in the order in which they become done, for `for` and for `async for`.
+
+    Args:
+        futures: each is yielded once.
+        timeout: seconds from now; when they are over and some are still pending, `DeadlineExceeded` is raised.
+
+    Leaving the loop early, or its cancellation, leaves the calls alone.
+    """
+    return Completions(list(dict.fromkeys(futures)), timeout, "as_completed()")
+
+
+class Completions(Generic[T]):
+    """An iterator, and an async iterator, over futures that become done. Serves one consumer at a time."""
+
+    def __init__(self, futures: Sequence[torch.futures.Future[T]], timeout: float | None, what: str) -> None:
+        self._arrived: deque[torch.futures.Future[T]] = deque()
+        self._sleepers: list[Callable[[], object]] = []
+        self._num_total = self._num_left = len(futures)
+        self._timeout = timeout
+        self._what = what
+        self._ends_at = None if timeout is None else time.monotonic() + timeout
+        self._observed: list[tuple[Future[T], Callable[[], object]]] = []
+        for future in futures:
+            observer = partial(self._one_done, future)
+            if isinstance(future, Future):
+                self._observed.append((future, observer))
+                future._observe(observer)
+            else:
+                future.add_done_callback(lambda _, observer=observer: observer())  # type: ignore[misc]
+
+    def __len__(self) -> int:
+        return self._num_left
+
+    def __repr__(self) -> str:
+        return f"<Completions [{len(self._arrived)} arrived, {self._num_left - len(self._arrived)} pending]>"
+
+    def __iter__(self) -> Completions[T]:
+        return self
+
+    def __next__(self) -> torch.futures.Future[T]:
+        if self._num_left == 0:
+            raise StopIteration
+        if not self._wait_for_one():
+            raise self._timed_out()
+        return self._take()
+
+    def __aiter__(self) -> Completions[T]:
+        return self
+
+    async def __anext__(self) -> torch.futures.Future[T]:
+        if self._num_left == 0:
+            raise StopAsyncIteration
+        while not self._arrived:
+            loop = asyncio.get_running_loop()
+            waiter: asyncio.Future[None] = loop.create_future()
+            sleeper = partial(_wake_on_loop, loop, waiter)
+            self._sleepers.append(sleeper)
+            try:
+                if not self._arrived:
+                    await asyncio.wait([waiter], timeout=self._left_s())
+            finally:
+                waiter.cancel()
+                self._forget(sleeper)
+            if not self._arrived and self._left_s() == 0:
+                raise self._timed_out()
+        return self._take()
+
+    def close(self) -> None:
+        """Stops watching; the futures themselves go on."""
+        for future, observer in self._observed:
+            future._forget(observer)
+        self._observed.clear()
+
+    def _one_done(self, future: torch.futures.Future[T]) -> None:
+        self._arrived.append(future)
+        try:
+            sleeper = self._sleepers.pop()
+        except IndexError:
+            return
+        sleeper()
+
+    def _wait_for_one(self) -> bool:
+        while not self._arrived:
+            if asyncio._get_running_loop() is not None:
+                raise BlockingInLoop(self._what)
+            baton: LockType = allocate_lock()
+            baton.acquire()
+            sleeper = baton.release
+            self._sleepers.append(sleeper)
+            left_s = self._left_s()
+            try:
+                with blocking():
+                    if not self._arrived and not acquire(baton, left_s):
+                        return bool(self._arrived)
+            finally:
+                self._forget(sleeper)
+        return True
+
+    def _take(self) -> torch.futures.Future[T]:
+        self._num_left -= 1
+        future = self._arrived.popleft()
+        if self._num_left == 0:
+            self._observed.clear()
+        return future
+
+    def _forget(self, sleeper: Callable[[], object]) -> None:
+        if sleeper in self._sleepers:
+            try:
+                self._sleepers.remove(sleeper)
+            except ValueError:
+                return  # a completer took it in between
+
+    def _left_s(self) -> float | None:
+        return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())
+
+    def _timed_out(self) -> DeadlineExceeded:
+        pending = self._num_left - len(self._arrived)
+        return DeadlineExceeded(
+            f"{pending} of {self._num_total} futures were not done within the {self._timeout} s of {self._what}"
+        )
+
+
+def replace_torch_functions() -> Callable[[], None]:
+    """Has `torch.futures.wait_all` and `collect_all` use ours for lists with a future of ours.
+
+    Returns:
+        A function that undoes it.
+    """
+
+    def smart_collect_all(futures: list[Any]) -> Any:
+        return collect_all(futures) if _has_ours(futures) else _torch_collect_all(futures)
+
+    def smart_wait_all(futures: list[Any]) -> list[Any]:
+        return wait_all(futures) if _has_ours(futures) else _torch_wait_all(futures)
+
+    def undo() -> None:
+        module.collect_all = _torch_collect_all
+        module.wait_all = _torch_wait_all
+
+    module = cast(Any, torch.futures)
+    module.collect_all = smart_collect_all
+    module.wait_all = smart_wait_all
+    return undo
+
+
+def _has_ours(futures: Sequence[object]) -> bool:
+    return any(isinstance(future, Future) for future in futures)
+
+
+def _error_of(future: torch.futures.Future[T]) -> BaseException | None:
+    if isinstance(future, Future):
+        return future.exception()
+    try:
+        future.value()
+    except BaseException as error:
+        return error
+    return None
+
+
+def _value_of(future: torch.futures.Future[T]) -> T:
+    return future.wait()
+
+
+def _cancel_all(futures: Sequence[torch.futures.Future[T]]) -> None:
+    for future in futures:
+        if isinstance(future, Future):
+            future.cancel()
+
+
+def _wake_on_loop(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
+    try:
+        loop.call_soon_threadsafe(_set_waiter, waiter)
+    except RuntimeError:
+        return  # the loop was closed, so nobody waits
+
+
+def _set_waiter(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

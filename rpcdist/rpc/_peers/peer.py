@@ -1,0 +1,306 @@
+"""This process's own connection to one other worker.
+
+    IDLE --first message--> CONNECTING --proven--> UP --connection ends--> CONNECTING --peer_timeout--> LOST
+                                                                                LOST --revive--> CONNECTING
+
+What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
+process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
+stopped for a while.
+
+[Note: late comers] Control messages to a worker that is LOST but not gone are kept. If it lives after all, it must
+learn which of its values we gave up, or it would keep them for as long as we live. They leave when it connects to us,
+or when somebody here calls it (`revive`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+import threading
+import time
+from collections.abc import Sequence
+from enum import Enum
+from typing import Protocol
+
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.control import ControlOutbox
+from rpcdist.transport import Link, Node, Session, SessionHandler
+from rpcdist.transport.session import LargeBuffer
+
+__all__ = ["Peer", "PeerOwner", "PeerState", "Sender"]
+
+logger = logging.getLogger(__name__)
+
+ROLE = "rpc"
+REFUSED_GRACE_S = 0.5  # a server that restarts its listener is not dead; one that refuses for longer is
+MAX_LATE_ATTEMPTS = 5
+LAST_ATTEMPT = 0.2  # of the timeout: after it has passed in silence, this much is left for connecting anew
+
+
+class PeerState(Enum):
+    IDLE = "idle"
+    CONNECTING = "connecting"
+    UP = "up"
+    LOST = "lost"
+    CLOSED = "closed"
+
+
+class PeerOwner(SessionHandler, Protocol):
+    """The agent, as its peers see it. Called on the I/O loop."""
+
+    def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
+        """The connection ended; calls that were sent on it will not be answered."""
+
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Sender]) -> None:
+        """The worker is declared dead; `unsent` waited for a connection to it."""
+
+
+class Peer:
+    """One other worker in one incarnation.
+
+    Attributes:
+        identity: who it is.
+        address: host:port.
+        session: the open session, or None.
+        lost_reason: why it was declared dead, or None.
+        is_gone: it is LOST, and its process has certainly ended.
+    """
+
+    def __init__(self, node: Node, identity: Identity, address: str, owner: PeerOwner, timeout_s: float) -> None:
+        self.identity = identity
+        self.address = address
+        self.session: Session | None = None
+        self.state = PeerState.IDLE
+        self.lost_reason: str | None = None
+        self.last_up = time.monotonic()
+        self.lost_at = 0.0
+        self.is_gone = False
+        self._node = node
+        self._owner = owner
+        self._timeout_s = timeout_s
+        self._lock = threading.Lock()
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], Sender | None]] = []
+        self._control = ControlOutbox()
+        self._link: Link | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        name, id, _ = self.identity
+        return f"<Peer {name} ({id}) at {self.address} [{self.state.value}], {self._control!r}>"
+
+    # ------------------------------------------------------------ any thread
+
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: Sender | None = None) -> None:
+        """Sends a message, or keeps it until the connection stands.
+
+        Args:
+            message: the message.
+            buffers: its large buffers.
+            sent: learns the session and transfer by which it went.
+
+        Raises:
+            TransportError: the worker is lost, or this process shuts down.
+        """
+        session = self.session
+        if session is None:
+            with self._lock:
+                session = self.session
+                if session is None:
+                    self._queue(message, buffers, sent)
+                    return
+        number = session.send(message, buffers)
+        if sent is not None:
+            sent.on_sent(session, number)
+
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: Sender | None) -> None:
+        if self.state in (PeerState.LOST, PeerState.CLOSED):
+            raise TransportError(self.lost_reason or "this process has shut down RPC")
+        self._waiting.append((message, buffers, sent))
+        if self.state is PeerState.IDLE:
+            self._start_connecting()
+
+    def send_control(self, body: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
+        """Sends a control message until it is acknowledged; dropped when the worker is gone. [Note: late comers]"""
+        with self._lock:
+            if self.is_gone or self.state is PeerState.CLOSED:
+                return
+            message = self._control.add(body)
+            if self.session is not None:
+                self.session.send(message)
+            elif self.state is PeerState.IDLE:
+                self._start_connecting()
+
+    def acknowledged(self, up_to: int) -> None:
+        with self._lock:
+            self._control.acknowledged(up_to)
+
+    def revive(self) -> None:
+        """Tries a worker that is LOST once more."""
+        with self._lock:
+            if self.state is PeerState.LOST:
+                self.is_gone = False
+                self._start_connecting()
+
+    def connect(self) -> None:
+        """Opens the connection if there is none, so that the worker's death is noticed."""
+        with self._lock:
+            if self.state is PeerState.IDLE:
+                self._start_connecting()
+
+    def _start_connecting(self) -> None:
+        self.state = PeerState.CONNECTING
+        self._node.io.call_soon(self._spawn_connect)
+
+    # ------------------------------------------------------------ I/O loop
+
+    def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
+        if self.state is PeerState.CONNECTING:
+            connecting = self._connect(broken, last_seen)
+            self._task = self._node.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
+
+    async def _connect(self, broken: str = "", last_seen: float | None = None) -> None:
+        """Connects, or declares the worker lost.
+
+        Args:
+            broken: why the connection that there was has ended.
+            last_seen: when the worker was last heard of, if that counts: silence and reconnecting share one timeout.
+        """
+        started = time.monotonic()
+        limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT * self._timeout_s)
+        attempt = 0
+        while True:
+            try:
+                link = await self._node.connect(
+                    self.address,
+                    ROLE,
+                    max(limit - time.monotonic(), 0.1),
+                    handler=_Forward(self, self._owner),
+                    expected=self.identity,
+                    retry=False,
+                )
+            except AuthenticationFailed as exc:
+                self._lose(_because(broken, str(exc)), gone=True)
+                return
+            except TransportError as exc:
+                now = time.monotonic()
+                if now > limit + LAST_ATTEMPT * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
+                    limit = now + LAST_ATTEMPT * self._timeout_s  # this process was held up itself: it judges nobody
+                refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+                if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
+                    if isinstance(exc, ConnectFailed):
+                        exc = ConnectFailed(exc.address, exc.reason, now - started)
+                    self._lose(_because(broken, str(exc)), gone=refused)
+                    return
+            else:
+                self._up(link)
+                return
+            attempt += 1
+            # Jitter, so that the survivors of a failure do not all knock at the same moment.
+            await asyncio.sleep(random.uniform(0, min(0.05 * 2**attempt, 0.5)))
+
+    def _up(self, link: Link) -> None:
+        with self._lock:
+            if self.state is PeerState.CLOSED:
+                link.session.close("closed at this end")
+                return
+            self._link = link
+            self.state = PeerState.UP
+            self.lost_reason = None
+            session = link.session
+            for message in self._control.to_resend():
+                session.send(message)
+            waiting, self._waiting = self._waiting, []
+            for message, buffers, sent in waiting:
+                if sent is not None and sent.ended:
+                    continue  # cancelled, or its deadline passed, before the connection stood
+                number = session.send(message, buffers)
+                if sent is not None:
+                    sent.on_sent(session, number)
+            self.session = session
+        if session.closed_reason is not None:
+            self.on_session_closed(session, session.closed_reason)
+
+    def on_session_closed(self, session: Session, reason: str) -> None:
+        with self._lock:
+            if self.state is PeerState.CLOSED:
+                return
+            reconnect = self.state is PeerState.UP and self.session is session
+            if reconnect:
+                self.session = None
+                self.last_up = session.last_received
+                self.state = PeerState.CONNECTING
+        self._owner.on_peer_broken(self, session, reason)  # also after `declare_lost`: calls wait on this session
+        if reconnect:
+            self._spawn_connect(reason, session.last_received)
+
+    def _lose(self, reason: str, gone: bool) -> None:
+        with self._lock:
+            if self.state is PeerState.CLOSED:
+                return
+            self.state = PeerState.LOST
+            self.lost_reason = reason
+            self.lost_at = time.monotonic()
+            if self.session is not None:
+                self.last_up = self.session.last_received
+            self.is_gone = gone
+            unsent = [sent for _, _, sent in self._waiting if sent is not None]
+            self._waiting.clear()
+        self._owner.on_peer_lost(self, reason, unsent)
+
+    def declare_lost(self, reason: str) -> None:
+        """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
+        if self.state not in (PeerState.LOST, PeerState.CLOSED):
+            self._lose(reason, gone=True)
+            self._end(reason)
+
+    def close(self, reason: str) -> None:
+        """Ends the connection without declaring anything; idempotent."""
+        with self._lock:
+            if self.state is not PeerState.LOST:
+                self.state = PeerState.CLOSED
+            self._waiting.clear()
+        self._end(reason)
+
+    def _end(self, reason: str) -> None:
+        if self._task is not None and self._task is not asyncio.current_task():
+            self._task.cancel()
+        if self._link is not None:
+            self._link.session.close(reason)
+        self.session = None
+
+
+def _because(broken: str, then: str) -> str:
+    return f"{broken}; then {then}" if broken else then
+
+
+class Sender(Protocol):
+    """Who sends a message, and hears when it went, or that it did not."""
+
+    @property
+    def ended(self) -> bool:
+        """It need not be sent any more."""
+
+    def on_sent(self, session: Session, transfer: int) -> None:
+        """It was given to this session."""
+
+    def on_not_sent(self, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before that."""
+
+
+class _Forward:
+    """Gives the session's events to the agent and its end to the peer first."""
+
+    __slots__ = ("_owner", "_peer", "allocate", "on_messages", "on_opened")
+
+    def __init__(self, peer: Peer, owner: PeerOwner) -> None:
+        self._peer = peer
+        self._owner = owner
+        self.on_messages = owner.on_messages
+        self.allocate = owner.allocate
+        self.on_opened = owner.on_opened
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        self._peer.on_session_closed(session, reason)

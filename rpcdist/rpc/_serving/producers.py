@@ -1,0 +1,208 @@
+"""The sending end of a stream: draws from a generator, one item per credit."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import AsyncGenerator, Callable, Generator
+from contextvars import Context, copy_context
+from functools import partial
+from typing import TYPE_CHECKING, Any, Protocol
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import NEVER
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._executors.torch_state import StateSlot
+from rpcdist.rpc._values.failures import failure_of
+
+if TYPE_CHECKING:
+    from rpcdist.rpc._agent import Agent, AnySession
+
+__all__ = ["AsyncProducer", "Producer", "SyncProducer"]
+
+logger = logging.getLogger(__name__)
+
+
+class Producer(Protocol):
+    """What the dispatcher keeps of a stream. Both methods may be called on any thread and do not block."""
+
+    def credit(self, items: int) -> None:
+        """The consumer can take that many more items."""
+
+    def cancel(self) -> None:
+        """The consumer wants no more; the generator is closed."""
+
+
+class _Sender:
+    """Puts items and the end on the wire."""
+
+    def __init__(
+        self, agent: Agent, session: AnySession, id: int, autograd: CallContext | None, ended: Callable[[], None]
+    ) -> None:
+        self._agent = agent
+        self._autograd = autograd
+        self._session = session
+        self._id = id
+        self._ended = ended
+
+    def item(self, item: object) -> None:
+        message = rpc_pb2.Message()
+        message.stream_item.id = self._id
+        peer = self._session.peer.id
+        large, forks = self._agent.encode_for(message.stream_item.value, item, peer, self._autograd)
+        self._agent.send_reply(self._session, message, large, forks)
+
+    def end(self, exc: BaseException | None) -> None:
+        self._ended()
+        end = rpc_pb2.StreamEnd(id=self._id)
+        if exc is not None:
+            agent = self._agent
+            end.failure.CopyFrom(failure_of(exc, agent.worker_name))
+        self._session.send(rpc_pb2.Message(stream_end=end))
+
+
+class SyncProducer:
+    """Draws from a plain generator in the pool. A thread is used only while there is credit.
+
+    The generator may be continued by another thread each time, so its context variables and torch's state of the thread
+    (`with torch.no_grad(): yield ...`) go with it, and stay with no thread.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        session: AnySession,
+        id: int,
+        autograd: CallContext | None,
+        generator: Generator[Any, Any, Any],
+        ended: Callable[[], None],
+    ) -> None:
+        self._pool = agent.pool
+        self._generator = generator
+        self._context = Context()
+        self._context.run(current_autograd.set, autograd)
+        self._state = StateSlot()
+        self._sender = _Sender(agent, session, id, autograd, ended)
+        self._credits = 0
+        self._running = False
+        self._cancelled = False
+        self._finished = False
+        self._lock = threading.Lock()
+
+    def credit(self, items: int) -> None:
+        with self._lock:
+            self._credits += items
+            self._start_locked()
+
+    def cancel(self) -> None:
+        with self._lock:
+            self._cancelled = True
+            self._start_locked()
+
+    def _start_locked(self) -> None:
+        if not self._running and not self._finished:
+            self._running = True
+            self._pool.submit(self._pump)
+
+    def _pump(self) -> None:
+        while True:
+            with self._lock:
+                if self._cancelled:
+                    self._finished = True
+                    break
+                if not self._credits:
+                    self._running = False
+                    return
+                self._credits -= 1
+            if not self._step():
+                return
+        self._sender.end(self._closed())
+
+    def _step(self) -> bool:
+        """Sends one item; False when the stream has ended."""
+        try:
+            self._sender.item(self._on_its_own(next, self._generator))
+        except StopIteration:
+            self._end(None)
+        except BaseException as exc:
+            self._closed()  # if it was the item that could not be sent, the generator still waits
+            self._end(exc)
+        else:
+            return True
+        return False
+
+    def _on_its_own(self, function: Callable[..., Any], *arguments: object) -> Any:
+        return self._context.run(self._state.call, function, *arguments)
+
+    def _closed(self) -> BaseException | None:
+        """Closes the generator; returns what it raises then, since the stream must end in any case."""
+        try:
+            self._on_its_own(self._generator.close)
+        except BaseException as exc:
+            return exc
+        return None
+
+    def _end(self, exc: BaseException | None) -> None:
+        with self._lock:
+            self._finished = True
+        self._sender.end(exc)
+
+
+class AsyncProducer:
+    """Draws from an async generator on the user loop; a waiting producer costs no thread."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        session: AnySession,
+        id: int,
+        autograd: CallContext | None,
+        generator: AsyncGenerator[Any, Any],
+        ended: Callable[[], None],
+    ) -> None:
+        self._agent = agent
+        self._generator = generator
+        self._sender = _Sender(agent, session, id, autograd, ended)
+        self._credits = 0
+        self._lock = threading.Lock()
+        self._wake: Callable[[], object] | None = None
+        context = copy_context()
+        context.run(current_autograd.set, autograd)
+        self._handle = agent.user_loop.submit(self._drive, self._done, deadline=NEVER, context=context)
+
+    def credit(self, items: int) -> None:
+        with self._lock:
+            self._credits += items
+            wake, self._wake = self._wake, None
+        if wake is not None:
+            wake()
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    async def _drive(self) -> None:
+        try:
+            while True:
+                await self._take_credit()
+                try:
+                    item = await anext(self._generator)
+                except StopAsyncIteration:
+                    return
+                self._sender.item(item)
+        finally:
+            await self._generator.aclose()
+
+    async def _take_credit(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            with self._lock:
+                if self._credits:
+                    self._credits -= 1
+                    return
+                event = asyncio.Event()
+                self._wake = partial(loop.call_soon_threadsafe, event.set)
+            await event.wait()  # ends with a credit, or with the cancellation of the stream
+
+    def _done(self, outcome: object, exc: BaseException | None) -> None:
+        self._sender.end(exc)

@@ -1,0 +1,122 @@
+"""Messengers of one process, connected by socket pairs."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from rpcdist.collectives._transports.p2p.messenger import Connect, Messenger
+from rpcdist.collectives.work import Work
+
+__all__ = ["BIG", "LIMIT_S", "Mesh", "in_threads", "irecv", "isend", "mesh", "number", "recv", "send", "tcp_pair"]
+
+LIMIT_S = 20.0
+BIG = 6_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
+
+
+class Mesh:
+    """A group of messengers; each could be a process of its own.
+
+    Attributes:
+        members: by rank.
+        sockets: the sender's socket, by (sender, receiver).
+        far: the receiver's, by (sender, receiver).
+    """
+
+    def __init__(
+        self, size: int, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float | None = None
+    ) -> None:
+        self.tcp = tcp
+        self.sockets: dict[tuple[int, int], socket.socket] = {}
+        self.far: dict[tuple[int, int], socket.socket] = {}
+        self.members = [
+            Messenger(
+                "test",
+                rank,
+                range(size),
+                self._connect_from(rank),
+                buffer_limit_bytes=buffer_limit_bytes,
+                spin_s=spin_s,
+            )
+            for rank in range(size)
+        ]
+
+    def _connect_from(self, rank: int) -> Connect:
+        def connect(peer: int, timeout_s: float, check: Callable[[], None]) -> socket.socket:
+            mine, theirs = tcp_pair() if self.tcp else socket.socketpair()
+            self.sockets[rank, peer] = mine
+            self.far[rank, peer] = theirs
+            self.members[peer].attach(rank, theirs)
+            return mine
+
+        return connect
+
+    def close(self) -> None:
+        for member in self.members:
+            member.close()
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TCP connection over loopback."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        mine = socket.create_connection(server.getsockname())
+        theirs, _ = server.accept()
+    return mine, theirs
+
+
+@contextmanager
+def mesh(
+    size: int = 2, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float | None = None
+) -> Iterator[Mesh]:
+    """A `Mesh` for the length of a block."""
+    made = Mesh(size, tcp, buffer_limit_bytes, spin_s)
+    try:
+        yield made
+    finally:
+        made.close()
+
+
+def in_threads(*functions: Callable[[], object], limit_s: float = LIMIT_S) -> list[object]:
+    """Runs functions at once, each on a thread; returns their results, or raises the first error."""
+    results: list[object] = [None] * len(functions)
+    errors: list[BaseException] = []
+
+    def run(index: int) -> None:
+        try:
+            results[index] = functions[index]()
+        except BaseException as exc:
+            errors.append(exc)
+
+    threads = [threading.Thread(target=run, args=(index,), daemon=True) for index in range(len(functions))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    assert not any(thread.is_alive() for thread in threads), "a thread did not end"
+    return results
+
+
+def send(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    return member.send(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+
+
+def recv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
+    return member.recv(tensor, peer, tag, asynchronous=False, timeout_s=LIMIT_S)
+
+
+def isend(member: Messenger, tensor: torch.Tensor, peer: int, tag: int = 0) -> Work:
+    return member.send(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+
+
+def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 0) -> Work:
+    return member.recv(tensor, peer, tag, asynchronous=True, timeout_s=LIMIT_S)
+
+
+def number(value: float) -> torch.Tensor:
+    return torch.tensor([float(value)])

@@ -1,0 +1,441 @@
+"""Groups: how they are made, named, found and destroyed. Ranks are threads on the local backend."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+import torch
+from collectives_local import LocalBackend
+from collectives_ranks import LIMIT_S, own_worlds, run_ranks
+
+import rpcdist.collectives as c
+from rpcdist.collectives import HashStore, ProcessGroup, Store
+from rpcdist.collectives._group import registry
+from rpcdist.errors import CollectiveMismatch, GroupAborted, StoreTimeout
+
+
+def total(group: ProcessGroup | None, rank: int) -> float:
+    """The sum of the members' ranks in the world: who is in the group, as its operations see it."""
+    tensor = torch.tensor([float(rank)])
+    c.all_reduce(tensor, group=group)
+    return tensor.item()
+
+
+def test_the_default_group() -> None:
+    def on_rank(rank: int) -> None:
+        group = c.group.WORLD
+        assert group is not None and c.GroupMember.WORLD is group and c.is_initialized()
+        assert (c.get_rank(), c.get_world_size(), c.get_pg_count()) == (rank, 3, 1)
+        assert (group.rank(), group.size(), group.group_name, group.group_desc) == (rank, 3, "0", "default_pg")
+        assert c.get_backend() == "local" and c.get_backend_config() == "cpu:local"
+        assert c.get_process_group_ranks(None) == [0, 1, 2] and group.bound_device_id is None
+        assert group.timeout == timedelta(seconds=LIMIT_S)
+        assert "rank" in repr(group) and "cpu:local" in repr(group)
+
+    run_ranks(3, on_rank)
+    assert not c.is_initialized()
+
+
+def test_new_group_and_rank_maths() -> None:
+    def on_rank(rank: int) -> tuple[str, ...]:
+        group = c.new_group([3, 1], group_desc="odd")
+        other = c.new_group([0, 2], timeout=timedelta(seconds=5))
+        everybody = c.new_group()
+        mine = group if rank % 2 else other
+        assert (other if rank % 2 else group) == c.GroupMember.NON_GROUP_MEMBER
+        assert c.get_process_group_ranks(mine) == [rank % 2, rank % 2 + 2]
+        assert c.get_rank(mine) == rank // 2 == c.get_group_rank(mine, rank)
+        assert c.get_global_rank(mine, rank // 2) == rank and c.get_world_size(mine) == 2
+        assert total(mine, rank) == (4 if rank % 2 else 2)
+        assert total(everybody, rank) == 6
+        assert mine.group_desc == ("odd" if rank % 2 else "undefined")
+        assert c.get_pg_count() == 4
+        # Roots are ranks in the world, or in the group.
+        for src, group_src in ((rank % 2 + 2, None), (None, 1)):
+            tensor = torch.tensor([float(rank)])
+            c.broadcast(tensor, src, mine, group_src=group_src)
+            assert tensor.item() == rank % 2 + 2
+        return mine.group_name, everybody.group_name
+
+    names = run_ranks(4, on_rank)
+    assert names == [("2", "3"), ("1", "3")] * 2
+
+
+def test_order_of_ranks() -> None:
+    def on_rank(rank: int) -> None:
+        group = c.new_group([2, 0, 1], sort_ranks=False)
+        assert c.get_process_group_ranks(group) == [2, 0, 1] and c.get_rank(group) == [1, 2, 0][rank]
+        out = torch.zeros(3)
+        c.all_gather_into_tensor(out, torch.tensor([float(rank)]), group=group)
+        assert out.tolist() == [2, 0, 1]
+        assert c.get_process_group_ranks(c.new_group([2, 0, 1])) == [0, 1, 2]
+
+    run_ranks(3, on_rank)
+
+
+def test_local_synchronization_needs_the_members_only() -> None:
+    """Ranks make different numbers of groups, and yet their names agree."""
+
+    def on_rank(rank: int) -> list[str]:
+        names = []
+        if rank != 2:
+            first = c.new_group([0, 1], use_local_synchronization=True)
+            second = c.new_group([0, 1], use_local_synchronization=True)
+            assert first.group_name != second.group_name and total(second, rank) == 1
+            names = [first.group_name, second.group_name]
+        if rank != 0:
+            assert total(c.new_group([1, 2], use_local_synchronization=True), rank) == 3
+        assert c.new_group([(rank + 1) % 3], use_local_synchronization=True) is None
+        return names
+
+    names = run_ranks(3, on_rank)
+    assert names[0] == names[1]
+
+
+def test_subgroups() -> None:
+    def on_rank(rank: int) -> None:
+        mine, groups = c.new_subgroups(2)
+        assert c.get_process_group_ranks(mine) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert len(groups) == 2 and groups[rank // 2] is mine and total(mine, rank) == (1 if rank < 2 else 5)
+        mine, groups = c.new_subgroups_by_enumeration([[3, 0], [1]])
+        assert [each if isinstance(each, int) else 1 for each in groups].count(1) == (0 if rank == 2 else 1)
+        assert mine is None if rank == 2 else total(mine, rank) == [3, 1, 0, 3][rank]
+
+    run_ranks(4, on_rank)
+
+
+def test_split() -> None:
+    def on_rank(rank: int) -> None:
+        half = c.split_group(split_ranks=[[0, 1], [2, 3]])
+        assert half is not None and total(half, rank) == (1 if rank < 2 else 5)
+        assert half.group_desc == "default_pg:split" and half.name() == "local"
+        alone = c.split_group(half, [[1]])  # ranks are those in the parent
+        assert alone is None if rank % 2 == 0 else alone is not None and alone.ranks == (rank,)
+        again = half.split_group([1, 0], group_desc="again")
+        assert again is not None and again.ranks == half.ranks and again.group_desc == "again"
+        wrong_splits: list[list[list[int]]] = [[], [[]], [[0, 0]], [[7]], [[0, 1, 2, 3, 4]]]
+        for wrong in wrong_splits:
+            with pytest.raises(ValueError):
+                c.split_group(split_ranks=wrong)
+        with pytest.raises(ValueError, match="Backend mismatch"):
+            c.split_group(split_ranks=[[0, 1, 2, 3]], backend="cpu:tcp")
+
+    run_ranks(4, on_rank)
+
+
+def test_shrink() -> None:
+    def on_rank(rank: int) -> None:
+        part = c.new_group([0, 1, 2])
+        if rank == 1:
+            return
+        if rank != 3:
+            smaller = c.shrink_group([1], part)
+            assert smaller.ranks == (0, 2) and total(smaller, rank) == 2
+            with pytest.raises(ValueError, match="destroyed"):
+                c.barrier(part)
+        world = c.shrink_group([1], shrink_flags=1)
+        assert c.group.WORLD is world and world.size() == 3 and world.rank() == [0, -1, 1, 2][rank]
+        assert c.get_process_group_ranks(world) == [0, 1, 2] and total(None, rank) == 5
+        half = c.new_group([0, 1])
+        assert half == c.GroupMember.NON_GROUP_MEMBER if world.rank() == 2 else total(half, rank) == 2
+
+    run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize(
+    ("call", "error"),
+    [
+        (lambda: c.shrink_group([0, 0]), ValueError),
+        (lambda: c.shrink_group([9]), ValueError),
+        (lambda: c.shrink_group(["0"]), TypeError),  # type: ignore[list-item]
+        (lambda: c.shrink_group([0, 1]), ValueError),
+        (lambda: c.shrink_group([c.get_rank()]), RuntimeError),
+    ],
+)
+def test_wrong_ranks_to_exclude(call: object, error: type[Exception]) -> None:
+    def on_rank(rank: int) -> None:
+        with pytest.raises(error):
+            call()  # type: ignore[operator]
+
+    run_ranks(2, on_rank)
+
+
+def test_a_missing_rank_is_named() -> None:
+    def on_rank(rank: int) -> None:
+        if rank in (0, 3):
+            with pytest.raises(StoreTimeout, match=r"making group '1': ranks 1, 2 have not come within 0.2 s"):
+                c.new_group(timeout=timedelta(seconds=0.2))
+
+    run_ranks(4, on_rank)
+
+
+@pytest.mark.parametrize("odd", [[2, 1, 0], [1, 0], [0, 1, 2, 3]], ids=str)
+def test_groups_that_differ_are_reported_on_all_ranks(odd: list[int]) -> None:
+    """Also to ranks that would have to wait for one that never comes."""
+
+    def on_rank(rank: int) -> None:
+        if rank < 3 and not (rank == 2 and len(odd) == 2):
+            with pytest.raises(CollectiveMismatch, match="all ranks have to pass the same arguments"):
+                c.new_group(odd if rank == 1 else [0, 1, 2], sort_ranks=False, timeout=timedelta(seconds=LIMIT_S))
+
+    run_ranks(4, on_rank)
+
+
+def start(rank: int, size: int, store: Store, timeout_s: float = LIMIT_S) -> None:
+    c.init_process_group("local", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout_s))
+
+
+def in_threads(size: int, function: object) -> list[BaseException | None]:
+    """Runs `function(rank)` on threads with worlds of their own; returns the errors."""
+    errors: list[BaseException | None] = [None] * size
+
+    def main(rank: int) -> None:
+        try:
+            function(rank)  # type: ignore[operator]
+        except BaseException as exc:
+            errors[rank] = exc
+
+    threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
+    with own_worlds():
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+    return errors
+
+
+def test_again_with_the_same_store() -> None:
+    store = HashStore(LIMIT_S)
+
+    def on_rank(rank: int) -> None:
+        for _ in range(20):
+            start(rank, 3, store)
+            assert total(None, rank) == 3 and total(c.new_group(), rank) == 3
+            c.destroy_process_group()
+            assert c.group.WORLD is None and c.get_pg_count() == 0
+
+    assert in_threads(3, on_rank) == [None] * 3
+
+
+def test_an_attempt_that_failed_can_be_repeated() -> None:
+    """One rank comes late, after the others gave up; all meet when they try again, however often each has tried."""
+    store = HashStore(LIMIT_S)
+    gave_up = threading.Barrier(3)
+
+    def on_rank(rank: int) -> None:
+        if rank < 2:
+            with pytest.raises(StoreTimeout, match=r"the default group: rank 2 has not come within 0.1 s"):
+                start(rank, 3, store, 0.1)
+        gave_up.wait(LIMIT_S)
+        start(rank, 3, store)
+        assert total(None, rank) == 3
+        c.destroy_process_group()
+
+    assert in_threads(3, on_rank) == [None] * 3
+
+
+def test_two_processes_of_one_rank_are_told_so() -> None:
+    store = HashStore(LIMIT_S)
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(StoreTimeout, match=r"rank 1 has not come .* Several processes came as rank 0"):
+            start(0, 2, store, 0.3)
+
+    assert in_threads(2, on_rank) == [None] * 2
+
+
+def test_a_new_process_takes_the_place_of_one_that_died() -> None:
+    store = HashStore(LIMIT_S)
+    met = threading.Barrier(2)
+
+    def on_rank(rank: int) -> None:
+        start(rank, 2, store)
+        assert total(None, rank) == 1
+        met.wait(LIMIT_S)
+        c.destroy_process_group()
+        if rank == 1:
+            registry._process.world = registry.World()  # a process that knows nothing
+        start(rank, 2, store)
+        assert total(None, rank) == 1
+        c.destroy_process_group()
+
+    assert in_threads(2, on_rank) == [None] * 2
+
+
+def test_another_world_size_is_reported() -> None:
+    store = HashStore(LIMIT_S)
+
+    def on_rank(rank: int) -> None:
+        start(rank, 2 if rank == 0 else 3, store)
+
+    first, second = in_threads(2, on_rank)
+    assert isinstance(first, CollectiveMismatch) and "of 3 ranks" in str(first)
+    assert isinstance(second, CollectiveMismatch) and "of 2 ranks" in str(second)  # it does not wait for rank 2
+
+
+def test_abort_and_a_new_beginning() -> None:
+    store = HashStore(LIMIT_S)
+
+    def on_rank(rank: int) -> None:
+        start(rank, 2, store)
+        group = c.group.WORLD
+        assert group is not None
+        if rank == 0:
+            with pytest.raises(GroupAborted):
+                c.barrier()
+        else:
+            group.abort()
+        c.destroy_process_group()
+        start(rank, 2, store)
+        assert total(None, rank) == 1
+        c.destroy_process_group()
+
+    assert in_threads(2, on_rank) == [None] * 2
+
+
+def test_timeouts_can_be_changed() -> None:
+    def on_rank(rank: int) -> None:
+        group = c.group.WORLD
+        assert group is not None
+        group.set_timeout(timedelta(seconds=0.1))
+        assert group.timeout == timedelta(seconds=0.1)
+        with pytest.raises(TypeError):
+            group.set_timeout(3)  # type: ignore[arg-type]
+        if rank == 0:
+            with pytest.raises(RuntimeError, match=r"ranks \[1\] did not arrive in time"):
+                c.barrier()
+
+    run_ranks(2, on_rank)
+
+
+def test_destroying_frees_the_backends() -> None:
+    def on_rank(rank: int) -> None:
+        groups = [c.group.WORLD, c.new_group()]
+        backends = [group.backend("cpu") for group in groups if group is not None]
+        c.destroy_process_group(groups[1])
+        assert [isinstance(each, LocalBackend) and each._closed for each in backends] == [False, True]
+        c.barrier()
+
+    run_ranks(2, on_rank)
+
+
+def test_messages() -> None:
+    def on_rank(rank: int) -> None:
+        group = c.new_group([2, 1, 0], sort_ranks=False)
+        if rank == 0:
+            c.send(torch.ones(2), 1)
+            c.send(torch.full((2,), 2.0).expand(3, 2).t(), group_dst=1, group=group, tag=7)
+            work = c.isend(torch.zeros(0), dst=1, tag=9)
+            assert work is not None and work.wait()
+        elif rank == 1:
+            tensor = torch.zeros(3, 2).t()
+            assert c.recv(tensor, tag=7, group=group) == 0 and tensor.sum().item() == 12
+            assert c.recv(torch.zeros(0), src=0, tag=9) == 0
+            other = torch.zeros(2)
+            assert c.recv(other, group_src=0) == 0 and other.tolist() == [1, 1]
+
+    run_ranks(3, on_rank)
+
+
+def test_batches() -> None:
+    def on_rank(rank: int) -> None:
+        received = torch.zeros(2)
+        operations = [
+            c.P2POp(c.irecv, received, (rank - 1) % 3),
+            c.P2POp(c.isend, torch.full((2,), float(rank)), group_peer=(rank + 1) % 3),
+        ]
+        works = c.batch_isend_irecv(operations)
+        assert len(works) == 2 and all(work.wait() for work in works)
+        assert received[0].item() == (rank - 1) % 3
+        backend = c.group.WORLD.backend("cpu") if c.group.WORLD else None
+        assert isinstance(backend, LocalBackend) and backend.batches == ["start", "end"]
+        assert repr(operations[1]).startswith(f"P2POp(isend pg=0, group_src={rank}, group_dst={(rank + 1) % 3},")
+
+    run_ranks(3, on_rank)
+
+
+def test_objects() -> None:
+    def on_rank(rank: int) -> None:
+        group = c.new_group([0, 2])
+        everything: list[object] = [None] * 3
+        c.all_gather_object(everything, {"rank": rank, "text": "x" * (rank * 1000)})
+        assert [each["rank"] for each in everything if isinstance(each, dict)] == [0, 1, 2]
+        gathered: list[object] | None = [None] * 3 if rank == 1 else None
+        c.gather_object(torch.full((2,), float(rank)), gathered, dst=1)
+        assert gathered is None or [each.sum().item() for each in gathered if isinstance(each, torch.Tensor)] == [
+            0,
+            2,
+            4,
+        ]
+        shared: list[object] = [1, "two", None] if rank == 2 else [None] * 3
+        c.broadcast_object_list(shared, src=2)
+        assert shared == [1, "two", None]
+        mine: list[object] = [None, "stays"]
+        c.scatter_object_list(mine, [(each, "y" * each) for each in range(3)] if rank == 0 else None)
+        assert mine == [(rank, "y" * rank), "stays"]
+        if rank != 1:
+            pair: list[object] = [rank] if rank == 2 else [None]
+            c.broadcast_object_list(pair, group=group, group_src=1)
+            assert pair == [2]
+        for use_batch in (False, True):
+            if rank == 0:
+                c.send_object_list(["a", {"b": 1}], 1, use_batch=use_batch)
+            elif rank == 1:
+                received: list[object] = [None, None]
+                assert c.recv_object_list(received, 0 if use_batch else None, use_batch=use_batch) == 0
+                assert received == ["a", {"b": 1}]
+
+    run_ranks(3, on_rank)
+
+
+# ---------------------------------------------------------------- a world of one, with the real backend and rendezvous
+
+
+@pytest.fixture
+def closed_stores() -> Iterator[None]:
+    yield
+    c.close_stores()
+
+
+@pytest.mark.parametrize("backend", ["tcp", "gloo", None])
+def test_a_world_of_one(backend: str | None) -> None:
+    c.init_process_group(backend, store=HashStore(), rank=0, world_size=1)
+    try:
+        tensor = torch.arange(3.0)
+        c.all_reduce(tensor)
+        assert tensor.tolist() == [0, 1, 2]
+        out = torch.zeros(1, 3)
+        c.all_gather_into_tensor(out, tensor)
+        assert out[0].tolist() == [0, 1, 2]
+        name = backend or "tcp"
+        assert c.get_backend() == name and c.get_backend_config() == f"cpu:{name},cuda:{name}"
+        with pytest.raises(ValueError, match="still uses the store"):
+            c.close_stores()
+    finally:
+        c.destroy_process_group()
+
+
+def test_file_rendezvous(tmp_path: Path, closed_stores: None) -> None:
+    for _ in range(2):
+        c.init_process_group(init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+        c.barrier()
+        c.destroy_process_group()
+
+
+def test_store_of_torch() -> None:
+    c.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    c.barrier()
+    c.destroy_process_group()
+
+
+def test_local_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert c.get_node_local_rank() == 3
+    monkeypatch.delenv("LOCAL_RANK")
+    assert c.get_node_local_rank(1) == 1
+    with pytest.raises(RuntimeError, match="LOCAL_RANK is not in the environment"):
+        c.get_node_local_rank()

@@ -1,0 +1,142 @@
+"""The watch: what one rank sees, all of them hear."""
+
+from __future__ import annotations
+
+import queue
+import socket
+from collections.abc import Iterator
+
+import pytest
+
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.watch import Watch
+from rpcdist.transport import Node, acquire_node
+
+LIMIT_S = 10.0
+SIZE = 4
+WORLD = (20, 21, 22, 23)
+
+
+class Listener:
+    """An engine, as the watch sees it."""
+
+    def __init__(self) -> None:
+        self.failures: queue.Queue[GroupFailure] = queue.Queue()
+        self.departures: queue.Queue[tuple[int, int]] = queue.Queue()
+        self.place = (5, "is in all_reduce #5")
+
+    def fail(self, failure: GroupFailure) -> bool:
+        self.failures.put(failure)
+        return True
+
+    def rank_left(self, rank: int, last_sequence: int) -> None:
+        self.departures.put((rank, last_sequence))
+
+    def where(self) -> tuple[int, str]:
+        return self.place
+
+
+class Star:
+    """Four ranks in one process, joined by socket pairs."""
+
+    def __init__(self, node: Node) -> None:
+        self.listeners = [Listener() for _ in range(SIZE)]
+        self.watches = [Watch(node, rank, WORLD, "g", self.listeners[rank]) for rank in range(SIZE)]
+        pairs = {rank: socket.socketpair() for rank in range(1, SIZE)}
+        self.outer = {rank: pair[1] for rank, pair in pairs.items()}
+        self.watches[0].start({rank: pair[0] for rank, pair in pairs.items()}, LIMIT_S)
+        for rank, sock in self.outer.items():
+            self.watches[rank].start({0: sock}, LIMIT_S)
+
+    def failure(self, rank: int) -> GroupFailure:
+        return self.listeners[rank].failures.get(timeout=LIMIT_S)
+
+    def close(self) -> None:
+        for watch in reversed(self.watches):
+            watch.close(9)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    node = acquire_node()
+    yield node
+    node.release()
+
+
+@pytest.fixture
+def star(node: Node) -> Iterator[Star]:
+    star = Star(node)
+    yield star
+    star.close()
+
+
+@pytest.mark.parametrize("reporter", [0, 2])
+def test_a_failure_reaches_every_other_rank(star: Star, reporter: int) -> None:
+    failure = GroupFailure(FailureKind.MISMATCH, "rank 20 called x, rank 22 called y", (0, 2))
+    star.watches[reporter].report(failure)
+    for rank in set(range(SIZE)) - {reporter}:
+        assert star.failure(rank) == failure
+
+
+def test_the_death_of_a_rank_reaches_the_others(star: Star) -> None:
+    star.outer[2].shutdown(socket.SHUT_RDWR)  # as the kernel does for a process that was killed
+    for rank in (0, 1, 3):
+        failure = star.failure(rank)
+        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (2,))
+        assert "rank 22 was lost" in failure.reason
+
+
+def test_the_death_of_rank_0_reaches_all(star: Star, node: Node) -> None:
+    async def die() -> None:
+        for connection in star.watches[0]._connections.values():
+            connection.sock.shutdown(socket.SHUT_RDWR)
+
+    node.run(die(), LIMIT_S)
+    for rank in range(1, SIZE):
+        failure = star.failure(rank)
+        assert failure.ranks == (0,)
+        assert "rank 20 was lost" in failure.reason
+
+
+@pytest.mark.parametrize("leaver", [0, 3])
+def test_a_rank_that_leaves_is_not_lost(star: Star, leaver: int) -> None:
+    star.watches[leaver].close(7)
+    for rank in set(range(SIZE)) - {leaver}:
+        assert star.listeners[rank].departures.get(timeout=LIMIT_S) == (leaver, 7)
+    assert all(listener.failures.empty() for listener in star.listeners)
+
+
+@pytest.mark.parametrize("reporter", [0, 1])
+def test_a_timeout_names_who_did_not_arrive(star: Star, reporter: int) -> None:
+    star.listeners[3].place = (4, "finished all_reduce #4 2.0 s ago and has called nothing since")
+    assert star.watches[reporter].report_timeout("all_reduce #5 of group 'g'", 5, frozenset({2}))
+    for rank in range(SIZE):
+        failure = star.failure(rank)
+        assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, (3,))
+        assert "rank 23 did not arrive: rank 23 finished all_reduce #4 2.0 s ago" in failure.reason
+
+
+def test_several_ranks_that_time_out_ask_once(star: Star) -> None:
+    star.listeners[2].place = (0, "has called nothing")
+    for rank in (0, 1, 3):
+        star.watches[rank].report_timeout("barrier #1 of group 'g'", 1, frozenset())
+    for rank in range(SIZE):
+        assert star.failure(rank).ranks == (2,)
+        assert star.listeners[rank].failures.empty()
+
+
+@pytest.mark.parametrize(
+    "garbage",
+    [
+        b"\xff\xff\xff\xff",
+        b"\0\0\0\x02[]",
+        b"\0\0\0\x01{",
+        b'\0\0\0\x0f{"say": "what"}',
+        b'\0\0\0\x12{"say": "failure"}',
+    ],
+)
+def test_garbage_ends_the_connection_and_is_named(star: Star, garbage: bytes) -> None:
+    star.outer[1].send(garbage)
+    failure = star.failure(2)
+    assert failure.ranks == (1,)
+    assert "rank 21 was lost" in failure.reason

@@ -1,0 +1,203 @@
+"""Collective operations over shared memory, among real processes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from shared_cases import Case
+from shared_pool import SharedPool
+
+from rpcdist.collectives._operations.operation import DTYPES, Kind, ReduceOp
+from rpcdist.collectives._operations.reduce_kernels import unsupported
+from rpcdist.collectives._transports.shm import unsupported_here
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(unsupported_here() is not None, reason=f"no shared memory: {unsupported_here()}"),
+]
+
+BUFFER = 4096
+"""Of the tests' groups: small, so that short tensors need many steps."""
+MOVES = (Kind.BROADCAST, Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.ALL_TO_ALL)
+REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
+ROOTED = (Kind.BROADCAST, Kind.GATHER, Kind.SCATTER, Kind.REDUCE)
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[SharedPool]:
+    with SharedPool() as pool:
+        yield pool
+
+
+def roots(kind: Kind, size: int) -> list[int]:
+    return sorted({0, size - 1}) if kind in ROOTED else [-1]
+
+
+def table(size: int) -> list[Case]:
+    """Every kind, dtype, operation and root, with one length each; one kind with all lengths."""
+    cases = [Case(Kind.BARRIER, torch.uint8, 0)]
+    for kind in (*MOVES, *REDUCTIONS):
+        for root in roots(kind, size):
+            cases += [Case(kind, dtype, 7, op, root) for dtype in DTYPES for op in operations(kind, dtype)]
+            op = ReduceOp.SUM if kind in REDUCTIONS else None
+            cases += [Case(kind, torch.float32, count, op, root) for count in lengths(size)]
+            cases.append(Case(kind, torch.complex64, 3000, op, root))
+    cases += [Case(Kind.ALL_REDUCE, torch.float64, 3000, op) for op in operations(Kind.ALL_REDUCE, torch.float64)]
+    cases += [Case(Kind.ALL_REDUCE, torch.uint16, 9000, op) for op in operations(Kind.ALL_REDUCE, torch.uint16)]
+    for kind in (Kind.ALL_TO_ALL, Kind.REDUCE_SCATTER):
+        op = ReduceOp.SUM if kind in REDUCTIONS else None
+        cases += [Case(kind, torch.int64, count, op, uneven=True) for count in (0, 1, 500, 2000)]
+    for count in (5, 3000):
+        cases.append(Case(Kind.ALL_GATHER, torch.int32, count, in_place=True))
+        for op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM):
+            cases.append(Case(Kind.REDUCE_SCATTER, torch.float32, count, op, in_place=True))
+    return cases
+
+
+def operations(kind: Kind, dtype: torch.dtype) -> list[ReduceOp | None]:
+    if kind not in REDUCTIONS:
+        return [None]
+    return [op for op in ReduceOp if unsupported(op, dtype) is None]
+
+
+def lengths(size: int) -> list[int]:
+    """Of float32: around one buffer, one place of a buffer, one chunk in two phases, and several."""
+    whole, place, chunk = BUFFER // 4, BUFFER // size // 4, BUFFER * size // (size + 1) // 4
+    return [0, 1, 16, 17, place - 1, place + 1, chunk - 16, chunk + 1, whole - 1, whole, whole + 1, 3 * whole + 5]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_results_equal_plain_arithmetic(pool: SharedPool, size: int) -> None:
+    pool.group(size, BUFFER)
+    assert pool.call(size, "cases", table(size)) == [[]] * size
+
+
+def test_eight_ranks(pool: SharedPool) -> None:
+    cases = [Case(Kind.BARRIER, torch.uint8, 0)]
+    for kind in (*MOVES, *REDUCTIONS):
+        op = ReduceOp.AVG if kind in REDUCTIONS else None
+        cases += [Case(kind, torch.float32, count, op, root) for count in (0, 3, 5000) for root in roots(kind, 8)]
+    pool.group(8, BUFFER)
+    assert pool.call(8, "cases", cases) == [[]] * 8
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_buffers_of_the_usual_size(pool: SharedPool, size: int) -> None:
+    counts = (20_000, 131_072, 700_001)
+    pool.group(size, 512 << 10)
+    cases = [Case(Kind.ALL_REDUCE, torch.float32, count, ReduceOp.SUM) for count in counts]
+    cases += [Case(kind, torch.float32, 300_001) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
+    assert pool.call(size, "cases", cases) == [[]] * size
+
+
+@pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER])
+@pytest.mark.parametrize("count", [9, 2500])
+def test_modes_of_tensors(pool: SharedPool, kind: Kind, count: int) -> None:
+    """Tensors that need gradients, inference tensors, tensors of several dimensions."""
+    pool.group(3, BUFFER)
+    case = Case(kind, torch.float32, count, ReduceOp.SUM if kind in REDUCTIONS else None)
+    assert pool.call(3, "modes", case) == [[]] * 3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_in_a_hurry_do_not_overwrite_what_slow_ones_read(pool: SharedPool, size: int) -> None:
+    pool.group(size, BUFFER)
+    digests = pool.call(size, "hammer", 600, 20 + size)
+    assert len(set(digests)) == 1
+
+
+# ------------------------------------------------------------ failures
+
+SUM = Case(Kind.ALL_REDUCE, torch.float32, 8, ReduceOp.SUM)
+
+
+@pytest.mark.parametrize(
+    ("other", "sequence", "views"),
+    [
+        (
+            Case(Kind.ALL_REDUCE, torch.float32, 9, ReduceOp.SUM),
+            5,
+            ("all_reduce #5 (SUM, 32 bytes of float32)", "all_reduce #5 (SUM, 36 bytes of float32)"),
+        ),
+        (
+            Case(Kind.BROADCAST, torch.float32, 8, root=0),
+            5,
+            ("all_reduce #5 (SUM, 32 bytes of float32)", "broadcast #5 (root 0, 32 bytes of float32)"),
+        ),
+        (SUM, 6, ("all_reduce #5 (SUM, 32 bytes of float32)", "all_reduce #6 (SUM, 32 bytes of float32)")),
+    ],
+    ids=["size", "kind", "order"],
+)
+def test_a_mismatch_is_found_on_all_ranks(pool: SharedPool, other: Case, sequence: int, views: tuple[str, str]) -> None:
+    pool.group(3, BUFFER)
+    for rank, case in enumerate((SUM, other, SUM)):
+        pool.start(rank, "outcome", case, sequence if rank == 1 else 5, 20.0, 0, 0.0)
+    for rank in range(3):
+        name, found = pool.result(rank)
+        assert name == "mismatch" and set(found.values()) == set(views)  # the third rank may have come too late
+        assert all(view == views[rank % 2] for rank, view in found.items())
+
+
+def test_a_mismatch_is_found_without_the_ranks_that_are_missing(pool: SharedPool) -> None:
+    pool.group(3, BUFFER)
+    other = Case(Kind.BROADCAST, torch.float32, 8, root=0)
+    pool.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
+    pool.start(1, "outcome", other, 1, 20.0, 0, 0.0)
+    for rank in range(2):
+        name, views = pool.result(rank)
+        assert (name, sorted(views)) == ("mismatch", [0, 1])
+    pool.start(2, "outcome", SUM, 1, 20.0, 0, 0.0)  # comes late, and learns of it as well
+    assert pool.result(2)[0] == "mismatch"
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [(Kind.ALL_TO_ALL, "bytes to rank"), (Kind.REDUCE_SCATTER, "chunks of")],
+)
+def test_chunks_that_do_not_fit_are_found_on_all_ranks(pool: SharedPool, kind: Kind, words: str) -> None:
+    """The fingerprints are equal: only the tables differ."""
+    op = ReduceOp.SUM if kind in REDUCTIONS else None
+    pool.group(2, BUFFER)
+    for rank, count in enumerate((4, 5)):
+        case = Case(kind, torch.float32, count, op, uneven=kind is Kind.ALL_TO_ALL)
+        pool.start(rank, "outcome", case, 1, 20.0, 0, 0.0)
+    results = [pool.result(rank) for rank in range(2)]
+    assert results[0] == results[1] and results[0][0] == "mismatch"
+    if kind is Kind.ALL_TO_ALL:
+        assert any(words in view for view in results[0][1].values())
+
+
+def test_a_timeout_names_the_ranks_that_did_not_come(pool: SharedPool) -> None:
+    pool.group(4, BUFFER)
+    for rank in (0, 2):
+        pool.start(rank, "outcome", SUM, 1, 0.3, 0, 0.0)
+    assert [pool.result(rank) for rank in (0, 2)] == [("timeout", [1, 3])] * 2
+
+
+def test_a_late_rank_is_waited_for(pool: SharedPool) -> None:
+    pool.group(2, BUFFER)
+    pool.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
+    pool.start(1, "outcome", SUM, 1, 20.0, 0, 0.3)
+    assert [pool.result(rank) for rank in range(2)] == [("done", "")] * 2
+
+
+def test_a_killed_peer_ends_the_wait_through_the_control(pool: SharedPool) -> None:
+    pool.group(3, BUFFER)
+    pool.start(1, "pid")
+    victim = pool.result(1)
+    pool.start(0, "outcome", SUM, 1, 20.0, victim, 0.0)
+    pool.start(2, "outcome", SUM, 1, 20.0, victim, 0.0)
+    pool.kill(1)
+    for rank in (0, 1):  # the last worker has moved up
+        name, waited_s = pool.result(rank)
+        assert name == "stopped" and waited_s < 5.0
+
+
+def test_a_closed_plane_gives_its_memory_back(pool: SharedPool) -> None:
+    pool.group(2, BUFFER)
+    assert pool.call(2, "cases", [SUM, Case(Kind.REDUCE_SCATTER, torch.float32, 8, ReduceOp.SUM)]) == [[]] * 2
+    assert pool.call(2, "mappings") == [1, 1]
+    pool.call(2, "leave")
+    assert pool.call(2, "mappings") == [0, 0]

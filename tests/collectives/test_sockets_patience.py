@@ -1,0 +1,39 @@
+"""How often a rank looks for a message before it sleeps."""
+
+from __future__ import annotations
+
+import pytest
+
+from rpcdist.collectives._transports.sockets import spin_policy
+from rpcdist.collectives._transports.sockets.spin_policy import MAX_LOOKS, MIN_LOOKS, Patience
+
+HERE, THERE = "127.0.0.1:1", "127.0.0.2:1"
+
+
+@pytest.fixture(autouse=True)
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spin_policy, "_num_cores", lambda: 2)
+
+
+@pytest.mark.parametrize(
+    ("addresses", "looks"),
+    [([HERE, HERE], MAX_LOOKS), ([HERE, HERE, HERE], 0), ([HERE, THERE, HERE, THERE], MAX_LOOKS)],
+)
+def test_more_ranks_than_cores_do_not_look_at_all(addresses: list[str], looks: int) -> None:
+    patience = Patience(0, addresses)
+    assert patience.looks == looks
+    patience.came()
+    patience.slept(1e-6)
+    assert patience.looks == looks
+
+
+def test_it_gives_up_on_slow_peers_and_learns_when_they_are_fast_again() -> None:
+    patience = Patience(0, [HERE, HERE])
+    for _ in range(10):
+        patience.slept(0.5)
+    assert patience.looks == MIN_LOOKS
+    patience.slept(20e-6)
+    assert patience.looks == 2 * MIN_LOOKS
+    for _ in range(10):
+        patience.came()
+    assert patience.looks == MAX_LOOKS

@@ -1,0 +1,303 @@
+"""The file store: what a killed writer leaves, several processes, and files that are not as they should be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from store_processes import Script
+
+from rpcdist.collectives import DistStoreError, FileStore, StoreTimeout
+from rpcdist.collectives._stores import file_log, file_store
+from rpcdist.collectives._stores.file_log import Change, ChangeLog, Code
+from rpcdist.deadline import Deadline
+
+SOON = Deadline.after(60)
+
+
+def test_a_tail_that_was_cut_off_at_any_byte_is_ignored_and_then_overwritten(tmp_path: Path) -> None:
+    whole = tmp_path / "whole"
+    with FileStore(whole) as store:
+        store.set("first", "1")
+        size = whole.stat().st_size
+        store.multi_set(["second", "third"], ["22", "333"])
+    data = whole.read_bytes()
+    assert len(data) > size
+    for cut in range(len(data)):
+        path = tmp_path / f"cut{cut}"
+        path.write_bytes(data[:cut])
+        with FileStore(path) as store, FileStore(path) as reader:
+            assert store.num_keys() == (1 if cut >= size else 0)
+            store.set("next", "x" * 50)
+            assert reader.get("next") == b"x" * 50
+            assert not reader.check(["second"]) and not reader.check(["third"])
+        with FileStore(path) as late:
+            assert late.get("next") == b"x" * 50
+
+
+def test_a_reader_that_saw_the_incomplete_tail_goes_on_after_it_was_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("a", "1")
+        with path.open("ab") as file:
+            file.write(b"\x40\x00\x00")  # a writer that was killed
+        assert store.num_keys() == 1
+        with FileStore(path) as other:
+            other.set("b", "2")
+        assert store.get("b") == b"2"
+
+
+def test_changes_of_every_kind_survive_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("ü\ud800", b"\x00\xff")
+        store.append("a", "1")
+        store.append("a", "2")
+        store.set("gone", "")
+        store.delete_key("gone")
+        store.queue_push("q", "1")
+        store.queue_push("q", "2")
+        store.queue_pop("q")
+    with FileStore(path) as store:
+        assert sorted(store.list_keys()) == ["a", "ü\ud800"]
+        assert (store.get("ü\ud800"), store.get("a"), store.queue_pop("q", False)) == (b"\x00\xff", b"12", b"2")
+
+
+def test_a_damaged_record_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("key", "value")
+        data = bytearray(path.read_bytes())
+        data[-1] ^= 1
+        path.write_bytes(data)
+        with FileStore(path) as other, pytest.raises(DistStoreError, match="damaged at byte 16"):
+            other.check(["key"])
+
+
+def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "notes.txt"
+    path.write_text("do not lose this")
+    with pytest.raises(DistStoreError, match="not the file of a store"):
+        FileStore(path)
+    assert path.read_text() == "do not lose this"
+
+
+def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+    with pytest.raises(DistStoreError, match="No such file or directory"):
+        FileStore(tmp_path / "none" / "store")
+
+
+@pytest.mark.parametrize("replace", [True, False])
+def test_a_file_that_is_removed_or_replaced_meanwhile(tmp_path: Path, replace: bool) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        store.set("a", "1")
+        path.unlink()
+        if replace:
+            with FileStore(path) as other:
+                other.set("b", "1")
+        with pytest.raises(DistStoreError, match="was replaced" if replace else "No such file"):
+            store.get("a")
+
+
+def test_a_full_disk_leaves_the_file_as_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store"
+    write = os.pwrite
+
+    def half(descriptor: int, data: memoryview, offset: int) -> int:
+        if len(data) < 20:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(descriptor, data[: len(data) // 2], offset)
+
+    with FileStore(path) as store:
+        store.set("a", "1")
+        before = path.read_bytes()
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "pwrite", half)
+            with pytest.raises(DistStoreError, match="No space left"):
+                store.set("b", "x" * 100)
+        assert path.read_bytes() == before
+        assert store.list_keys() == ["a"]
+        store.set("b", "2")
+        assert store.get("b") == b"2"
+
+
+def test_a_lock_that_is_never_free(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "store"
+    with FileStore(path) as store:
+        monkeypatch.setattr(file_store, "LOCK_LIMIT_S", 0.1)
+        log = ChangeLog(str(path))
+        log.create(SOON)
+        with log.locked(writing=True, deadline=SOON), pytest.raises(DistStoreError, match=r"lock of .* was not free"):
+            store.get("a")
+        store.set("a", "1")
+        assert store.get("a") == b"1"
+
+
+def test_a_record_is_all_or_nothing_for_readers(tmp_path: Path) -> None:
+    log = ChangeLog(str(tmp_path / "log"))
+    log.create(SOON)
+    changes = [Change(Code.SET, "a", b"1"), Change(Code.DELETE, "a"), Change(Code.PUSH, "q", b"")]
+    with log.locked(writing=True, deadline=SOON) as opened:
+        opened.write(changes)
+        opened.write([])
+    reader = ChangeLog(str(tmp_path / "log"))
+    reader.create(SOON)
+    with reader.locked(writing=False, deadline=SOON) as opened:
+        assert opened.read() == changes
+        assert opened.read() == []
+
+
+def test_a_record_that_is_too_large(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(file_log, "MAX_RECORD_BYTES", 1000)
+    with FileStore(tmp_path / "store") as store:
+        with pytest.raises(DistStoreError, match="too large"):
+            store.set("a", b"x" * 1000)
+        assert store.num_keys() == 0
+
+
+# ---------------------------------------------------------------- the last one removes the file
+
+
+def test_the_last_of_world_size_removes_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    stores = [FileStore(path, 3) for _ in range(3)]
+    twin = stores[0].clone()
+    for store in stores:
+        assert path.exists()
+        store.close()
+        store.close()
+    assert not path.exists()
+    twin.close()
+    with pytest.raises(DistStoreError, match="closed by this process"):
+        stores[0].get("a")
+
+
+def test_a_file_of_unknown_world_size_stays(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path):
+        pass
+    assert path.exists()
+
+
+def test_the_file_stays_while_not_all_have_come(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    FileStore(path, 2).close()
+    assert path.exists()
+    FileStore(path, 2).close()
+    assert not path.exists()
+
+
+def test_a_store_that_was_dropped_counts_as_closed_when_the_next_is_made(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    store = FileStore(path, 1)
+    del store
+    with FileStore(tmp_path / "other"):
+        assert not path.exists()
+
+
+@pytest.mark.multiproc
+def test_a_store_that_is_open_at_exit_is_closed(tmp_path: Path) -> None:
+    code = """
+        import sys
+        from rpcdist.collectives import FileStore
+        store = FileStore(sys.argv[1], 1)
+        store.set("a", "1")
+    """
+    with Script(code, tmp_path / "store") as script:
+        assert script.end() == 0, script.output
+    assert not (tmp_path / "store").exists()
+
+
+# ---------------------------------------------------------------- processes
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("written", ["0", "len(data) // 2", "len(data) - 1"])
+def test_a_writer_killed_in_the_middle_of_a_write(tmp_path: Path, written: str) -> None:
+    code = f"""
+        import os, signal, sys
+        from rpcdist.collectives import FileStore
+        from rpcdist.collectives._stores import file_log
+        store = FileStore(sys.argv[1])
+        store.set("whole", "1")
+        def killed(descriptor, data, offset):
+            os.pwrite(descriptor, data[:{written}], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        file_log._write_all = killed
+        store.multi_set(["half", "other"], ["x" * 1000, "y"])
+    """
+    path = tmp_path / "store"
+    with Script(code, path) as script:
+        assert script.end() == -signal.SIGKILL, script.output
+    with FileStore(path) as store:
+        assert store.list_keys() == ["whole"]
+        store.set("next", "2")
+        assert sorted(store.list_keys()) == ["next", "whole"]
+
+
+COUNTER = """
+    import sys
+    from rpcdist.collectives import FileStore
+    store = FileStore(sys.argv[1])
+    name, turns = sys.argv[2], int(sys.argv[3])
+    print("ready")
+    store.get("go")
+    for _ in range(turns):
+        store.add("total", 1)
+        store.add(name, 1)
+"""
+
+
+@pytest.mark.multiproc
+def test_processes_count_together(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with (
+        FileStore(path) as store,
+        Script(COUNTER, path, "a", 200) as a,
+        Script(COUNTER, path, "b", 200) as b,
+        Script(COUNTER, path, "c", 200) as c,
+    ):
+        assert {script.line() for script in (a, b, c)} == {"ready"}
+        store.set("go", "")
+        assert [script.end() for script in (a, b, c)] == [0, 0, 0]
+        assert store.add("total", 0) == 600
+
+
+@pytest.mark.multiproc
+def test_writers_killed_at_any_moment_lose_nothing_of_others(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    with FileStore(path, timeout=30) as store:
+        store.set("go", "")
+        names = [f"victim{number}" for number in range(4)]
+        for name in names:
+            with Script(COUNTER, path, name, 10**9) as victim:
+                victim.line()
+                while store.add(name, 0) < 20:
+                    pass
+                victim.signal(signal.SIGKILL)
+                victim.end()
+        total, each = store.add("total", 0), sum(store.add(name, 0) for name in names)
+        assert 0 <= total - each <= len(names)  # each victim may have died between its two additions
+
+
+@pytest.mark.multiproc
+def test_a_value_of_another_process_ends_a_wait(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    code = """
+        import sys
+        from rpcdist.collectives import FileStore
+        store = FileStore(sys.argv[1], timeout=30)
+        print(store.get("question").decode())
+        store.queue_push("answers", "42")
+    """
+    with FileStore(path, timeout=30) as store, Script(code, path) as script:
+        store.set("question", "why?")
+        assert script.line() == "why?"
+        assert store.queue_pop("answers") == b"42"
+        assert script.end() == 0
+        with pytest.raises(StoreTimeout, match=str(path)):
+            store.wait(["never"], 0.05)

@@ -1,0 +1,389 @@
+"""The store over gRPC: connecting, sharing, losing the other side, and Ctrl-C."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from store_processes import Script, free_port, until
+
+from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
+from rpcdist.collectives._stores import served
+from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
+from rpcdist.transport import acquire_node
+
+HOST = "127.0.0.1"
+LIMIT_S = 20.0
+
+
+def num_waiters() -> int:
+    assert served._served is not None
+    return served._served.service.table.num_waiters
+
+
+# ---------------------------------------------------------------- one process
+
+
+def test_attributes() -> None:
+    with TCPStore(HOST, 0, None, True) as master:
+        assert master.host == HOST
+        assert master.port > 0
+        assert master.address == f"{HOST}:{master.port}"
+
+
+def test_nobody_there() -> None:
+    port = free_port()
+    started = time.monotonic()
+    with pytest.raises(ConnectFailed, match=rf"{HOST}:{port} after 0\.4 s"):
+        TCPStore(HOST, port, timeout=0.4)
+    assert 0.2 < time.monotonic() - started < 5
+
+
+def test_the_master_comes_later() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(1) as pool:
+        client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
+        time.sleep(0.3)  # long enough for a refused attempt
+        with TCPStore(HOST, port, is_master=True) as master:
+            with client.result(LIMIT_S) as store:
+                store.set("k", "v")
+            assert master.get("k") == b"v"
+
+
+def test_a_process_that_listens_and_serves_no_store_yet() -> None:
+    node = acquire_node()
+    try:
+        port = int(node.serve(HOST, 0).rpartition(":")[2])
+        with pytest.raises(ConnectFailed, match=r"serves no store"):
+            TCPStore(HOST, port, timeout=0.3)
+        with ThreadPoolExecutor(1) as pool:
+            client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
+            time.sleep(0.1)
+            assert not client.done()
+            with TCPStore(HOST, port, is_master=True) as master, client.result(LIMIT_S) as store:
+                store.set("k", "v")
+                assert master.get("k") == b"v"
+    finally:
+        node.release()
+
+
+def test_the_port_is_in_use() -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(DistNetworkError, match=rf"{HOST} port {port}.*in use.*MASTER_PORT"):
+            TCPStore(HOST, port, is_master=True)
+    with TCPStore(HOST, port, is_master=True) as store:  # nothing is left of the failure
+        store.set("k", "v")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"port": 70000}, "from 0 to 65535 but was 70000"),
+        ({"port": -1}, "from 0 to 65535 but was -1"),
+        ({"port": 0}, "port of the store at 127.0.0.1 is not known"),
+        ({"port": 1, "master_listen_fd": 3}, "master_listen_fd is not supported"),
+    ],
+)
+def test_wrong_arguments(arguments: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        TCPStore(HOST, **arguments)
+
+
+def test_tenants_share_a_table_and_the_last_ends_it() -> None:
+    first = TCPStore(HOST, 0, is_master=True)
+    with pytest.raises(DistNetworkError, match="address already in use"):
+        TCPStore(HOST, first.port, is_master=True)
+    second = TCPStore(HOST, first.port, is_master=True, multi_tenant=True)
+    first.set("k", "v")
+    first.close()
+    assert second.get("k") == b"v"
+    with pytest.raises(DistStoreError, match="was closed by this process"):
+        first.get("k")
+    second.close()
+    with TCPStore(HOST, 0, is_master=True) as fresh:
+        assert fresh.num_keys() == 0
+
+
+def test_one_process_serves_one_table_at_several_addresses() -> None:
+    """Scripts may give their process group and RPC an address each."""
+    with TCPStore(HOST, 0, is_master=True) as store:
+        with TCPStore(HOST, free_port(), is_master=True, multi_tenant=True) as second:
+            assert second.port != store.port
+            second.set("k", "v")
+            with TCPStore(HOST, store.port) as client, TCPStore(HOST, second.port) as other:
+                assert (client.get("k"), other.get("k")) == (b"v", b"v")
+            closed = second.port
+        with pytest.raises(ConnectFailed):
+            TCPStore(HOST, closed, timeout=0.3)
+        assert store.get("k") == b"v"
+
+
+def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None:
+    store = TCPStore(HOST, 0, is_master=True)
+    port = store.port
+    del store
+    with TCPStore(HOST, port, is_master=True) as again:
+        assert again.num_keys() == 0
+
+
+def test_closing_the_master_ends_the_waits_of_clients() -> None:
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
+        with ThreadPoolExecutor(1) as pool:
+            get = pool.submit(client.get, "never")
+            until(lambda: num_waiters() == 1, "the client waits")
+            master.close()
+            with pytest.raises(DistNetworkError, match="the store was closed by the process that serves it"):
+                get.result(LIMIT_S)
+        with pytest.raises(DistNetworkError, match="closed"):
+            client.set("k", "v")
+
+
+def test_the_master_waits_for_the_workers() -> None:
+    port = free_port()
+    with ThreadPoolExecutor(2) as pool:
+        master = pool.submit(TCPStore, HOST, port, 3, True, LIMIT_S)
+        with TCPStore(HOST, port, 3, timeout=LIMIT_S) as first:
+            time.sleep(0.1)
+            assert not master.done()
+            with TCPStore(HOST, port, 3, timeout=LIMIT_S), master.result(LIMIT_S) as served:
+                served.set("k", "v")
+                assert first.get("k") == b"v"
+
+
+def test_a_worker_does_not_come() -> None:
+    with pytest.raises(StoreTimeout, match=r"Timed out after 0\.2 seconds waiting for clients\. 1/2 clients joined"):
+        TCPStore(HOST, 0, 2, True, timeout=0.2)
+
+
+def test_a_blocking_call_on_a_loop_says_so() -> None:
+    async def use(store: TCPStore) -> None:
+        store.get("k")
+
+    with TCPStore(HOST, 0, is_master=True) as store:
+        with pytest.raises(BlockingInLoop):
+            store._access._served.node.run(use(store), LIMIT_S)  # type: ignore[attr-defined]
+
+
+def test_many_waits_at_once() -> None:
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
+        with ThreadPoolExecutor(20) as pool:
+            calls = [pool.submit(client.get, f"k{number}") for number in range(20)]
+            until(lambda: num_waiters() == 20, "all wait")
+            master.multi_set([f"k{number}" for number in range(20)], [str(number) for number in range(20)])
+            assert [int(call.result(LIMIT_S)) for call in calls] == list(range(20))
+        assert num_waiters() == 0
+
+
+# ---------------------------------------------------------------- several processes
+
+CONNECT = """
+    import sys
+    from rpcdist.collectives import TCPStore
+    store = TCPStore("127.0.0.1", int(sys.argv[1]), timeout=30)
+"""
+
+SERVE = """
+    import sys
+    from rpcdist.collectives import TCPStore
+    store = TCPStore("127.0.0.1", int(sys.argv[1]), is_master=True)
+    print(store.port)
+    store.set_timeout(600)
+    store.get("end")
+"""
+
+
+@pytest.mark.multiproc
+def test_processes_count_together() -> None:
+    code = (
+        CONNECT
+        + """
+    store.barrier("start", 3)
+    print(sorted(store.add("n", 1) for _ in range(100))[-1] <= 300)
+    """
+    )
+    with (
+        TCPStore(HOST, 0, is_master=True) as master,
+        Script(code, master.port) as a,
+        Script(code, master.port) as b,
+        Script(code, master.port) as c,
+    ):
+        assert [script.line() for script in (a, b, c)] == ["True"] * 3
+        assert [script.end() for script in (a, b, c)] == [0] * 3
+        assert master.add("n", 0) == 300
+
+
+@pytest.mark.multiproc
+def test_a_client_that_is_killed_leaves_no_waiter() -> None:
+    code = (
+        CONNECT
+        + """
+    import threading
+    threading.Thread(target=lambda: store.queue_pop("q"), daemon=True).start()
+    threading.Thread(target=lambda: store.wait(["a", "b"]), daemon=True).start()
+    store.get("never")
+    """
+    )
+    with TCPStore(HOST, 0, is_master=True, timeout=LIMIT_S) as master, Script(code, master.port) as client:
+        until(lambda: num_waiters() == 3, "the client waits")
+        client.signal(signal.SIGKILL)
+        until(lambda: num_waiters() == 0, "the waiters are gone")
+        master.queue_push("q", "1")
+        assert master.queue_len("q") == 1
+
+
+@pytest.mark.multiproc
+def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None:
+    with Script(SERVE, 0) as server:
+        port = int(server.line())
+        with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
+            client.set("k", "v")
+            get = pool.submit(client.get, "never")
+            time.sleep(0.1)
+            started = time.monotonic()
+            server.signal(signal.SIGKILL)
+            with pytest.raises(DistNetworkError, match=rf"store at {HOST}:{port} was lost during Get"):
+                get.result(LIMIT_S)
+            assert time.monotonic() - started < 5
+            server.end()
+            with Script(SERVE, port) as successor:
+                assert int(successor.line()) == port
+                assert client.num_keys() == 0
+                client.set("end", "")
+                assert successor.end() == 0
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("closing", ["store.close()", "pass", "del store"])
+def test_the_reply_to_the_last_client_leaves_before_the_server_ends(closing: str) -> None:
+    code = f"""
+        from rpcdist.collectives import TCPStore
+        store = TCPStore("127.0.0.1", 0, is_master=True)
+        print(store.port)
+        store.get("last")
+        {closing}
+    """
+    with Script(code) as server, TCPStore(HOST, int(server.line()), timeout=LIMIT_S) as client:
+        client.set("last", "")
+        assert server.end() == 0, server.output
+
+
+@pytest.mark.multiproc
+def test_another_token() -> None:
+    code = """
+        import sys
+        from rpcdist.collectives import TCPStore
+        from rpcdist.errors import AuthenticationFailed
+        try:
+            TCPStore("127.0.0.1", int(sys.argv[1]), timeout=30)
+        except AuthenticationFailed as error:
+            print("refused:", error)
+    """
+    with TCPStore(HOST, 0, is_master=True) as master:
+        with Script(code, master.port, environment={"RPCDIST_TOKEN": "some-other-token-of-good-length"}) as script:
+            line = script.line()
+            assert line.startswith("refused:") and "RPCDIST_TOKEN" in line
+            assert script.end() == 0
+
+
+@pytest.mark.multiproc
+def test_random_bytes_do_no_harm() -> None:
+    with TCPStore(HOST, 0, is_master=True) as master:
+        with socket.create_connection((HOST, master.port), timeout=5) as stranger:
+            stranger.sendall(bytes(range(256)) * 64)
+            stranger.settimeout(5)
+            try:
+                while stranger.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+        with TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
+            client.set("k", "v")
+
+
+STORES = {
+    "master": "TCPStore('127.0.0.1', 0, is_master=True)",
+    "client": "TCPStore('127.0.0.1', int(sys.argv[2]))",
+    "hash": "HashStore()",
+    "file": "FileStore(sys.argv[1])",
+    "prefix": "PrefixStore('p', HashStore())",
+    "torch": "TorchStoreAdapter(torch_store())",
+}
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("call", ["get('never')", "queue_pop('never')"])
+@pytest.mark.parametrize("kind", STORES)
+def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
+    code = f"""
+        import sys
+        from rpcdist.collectives import FileStore, HashStore, PrefixStore, TCPStore
+        if "{kind}" == "torch":
+            import torch.distributed
+            from rpcdist.collectives import TorchStoreAdapter
+            def torch_store():
+                return torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        store = {STORES[kind]}
+        print("ready")
+        try:
+            store.{call}
+        except KeyboardInterrupt:
+            print("interrupted")
+    """
+    with TCPStore(HOST, 0, is_master=True) as master, Script(code, tmp_path / "store", master.port) as script:
+        assert script.line() == "ready"
+        if kind == "client":
+            until(lambda: num_waiters() == 1, "the client waits")
+        else:
+            time.sleep(0.2)
+        started = time.monotonic()
+        script.signal(signal.SIGINT)
+        assert script.line() == "interrupted"
+        assert time.monotonic() - started < 3
+        assert script.end() == 0, script.output
+        if kind == "client":
+            until(lambda: num_waiters() == 0, "the waiter is gone")
+
+
+@pytest.mark.multiproc
+def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
+    code = """
+        import os, sys, time
+        from rpcdist.collectives import TCPStore
+        store = TCPStore("127.0.0.1", 0, is_master=True)
+        other = TCPStore("127.0.0.1", store.port)
+        child = os.fork()
+        if child == 0:
+            try:
+                store.get("k")
+            except RuntimeError as error:
+                print(type(error).__name__)
+            store.close()
+            other.close()
+            sys.exit(0)
+        print(os.waitpid(child, 0)[1])
+        store.set("k", "v")
+        print(other.get("k").decode())
+        other.close()
+        store.close()
+    """
+    with Script(code) as script:
+        assert [script.line() for _ in range(3)] == ["ForkedProcess", "0", "v"], script.output
+        assert script.end() == 0
+
+
+def test_no_thread_stays() -> None:
+    before = set(threading.enumerate())  # a pool of workers that other tests share may have some
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port):
+        assert any(thread.name.startswith("rpcdist") for thread in threading.enumerate())
+    assert not {thread.name for thread in set(threading.enumerate()) - before if thread.name.startswith("rpcdist")}
+
+
+def test_a_failed_handshake_is_no_connect_failure() -> None:
+    assert not issubclass(AuthenticationFailed, ConnectFailed)

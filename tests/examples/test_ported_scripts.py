@@ -1,0 +1,183 @@
+"""Programs that were written for torch run after changing their import lines as docs/coming_from_torch.md says.
+
+The programs are those in `tests/ported/`, which also run on torch itself, as they are, and the two examples of torch's
+own that its wheel contains.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from socket import socket
+
+import pytest
+from test_docs import FENCE, environment, page, run
+
+PORTED = Path(__file__).parents[1] / "ported"
+PROGRAMS = sorted(path.stem for path in PORTED.glob("ported_*.py"))
+STARTED_BY_ITSELF = "ported_recurrent_net"  # as users do it; the others share processes: importing torch is slow
+TORCH_EXAMPLES = ("parameter_server_test", "reinforcement_learning_rpc_test")
+
+# Every program finds the others' remains: an agent that was shut down in the same process.
+DRIVER = """
+import importlib
+import os
+
+import torch
+import torch.multiprocessing as mp
+
+
+def run_torch_examples(rank, world_size):
+    import parameter_server_test
+    import reinforcement_learning_rpc_test as reinforcement_learning
+    from rpcdist import rpc
+
+    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
+    if rank == 0:
+        parameter_server_test.run_ps([f"worker{trainer}" for trainer in range(1, world_size)])
+        reinforcement_learning.run_agent(reinforcement_learning.Agent(world_size), n_steps=100)
+    rpc.shutdown()
+
+
+def work(rank):
+    torch.set_num_threads(1)
+    for name, port in PROGRAMS.items():
+        os.environ["MASTER_PORT"] = str(port)
+        if name == "torch_examples":
+            run_torch_examples(rank, 4)
+            continue
+        program = importlib.import_module(name)
+        if rank < program.WORLD_SIZE:
+            program.run_worker(rank, program.WORLD_SIZE)
+
+
+if __name__ == "__main__":
+    mp.spawn(work, nprocs=4)
+"""
+
+
+def rules() -> str:
+    """The program for sed on the page."""
+    [found] = [found for found in FENCE.finditer(page("docs/coming_from_torch.md")) if found["language"] == "sed"]
+    return found["code"]
+
+
+def change_imports(text: str) -> str:
+    command = ["sed", "-E", "-e", rules()]
+    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=10).stdout
+
+
+def two_free_ports() -> int:
+    """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
+    while True:
+        with socket() as first, socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
+def without_imports(text: str) -> str:
+    tree = ast.parse(text)
+    tree.body = [node for node in tree.body if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    return ast.dump(tree)
+
+
+def torch_examples() -> Iterator[Path]:
+    spec = importlib.util.find_spec("torch.testing._internal.distributed.rpc")
+    assert spec is not None and spec.submodule_search_locations is not None
+    for name in TORCH_EXAMPLES:
+        yield Path(spec.submodule_search_locations[0], "examples", f"{name}.py")
+
+
+def is_learned(line: str) -> bool:
+    """Every program prints `who: loss 1.234 -> 0.123`, and should come down to two thirds."""
+    found = re.fullmatch(r".*: loss (\d+\.\d+) -> (\d+\.\d+)", line)
+    assert found, line
+    return float(found[2]) < float(found[1]) * 2 / 3
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)  # twice the limit of `run`, for eight programs in six processes
+def test_programs_for_torch_run(tmp_path: Path) -> None:
+    for path in [*(PORTED / f"{name}.py" for name in PROGRAMS), *torch_examples()]:
+        text = path.read_text()
+        changed = change_imports(text)
+        assert without_imports(changed) == without_imports(text)
+        assert "import torch.distributed" not in changed
+        (tmp_path / path.name).write_text(changed)
+    ports = {name: two_free_ports() for name in [*PROGRAMS, "torch_examples"]}
+    alone = ports.pop(STARTED_BY_ITSELF)
+    (tmp_path / "driver.py").write_text(f"PROGRAMS = {ports}\n{DRIVER}")
+    local = {"MASTER_ADDR": "localhost", "OMP_NUM_THREADS": "1"}
+    printed = run(
+        [
+            ([sys.executable, "-W", "error", f"{STARTED_BY_ITSELF}.py"], environment(**local, MASTER_PORT=str(alone))),
+            ([sys.executable, "driver.py"], environment(**local)),
+        ],
+        tmp_path,
+    )
+    learned = {line: is_learned(line) for text in printed for line in text.splitlines() if ": loss " in line}
+    assert len(learned) == 7, printed  # the pipeline trains twice
+    assert all(learned.values()), learned
+    assert printed[1].count("PS updated model") == 4
+    assert "Solved! Running reward is now " in printed[1]
+
+
+@pytest.mark.parametrize(
+    ("line", "changed"),
+    [
+        ("import torch.distributed", "import rpcdist.collectives"),
+        ("import torch.distributed as dist", "import rpcdist.collectives as dist"),
+        ("from torch.distributed import all_reduce", "from rpcdist.collectives import all_reduce"),
+        ("    from torch.distributed import rpc", "    from rpcdist import rpc"),
+        ("from torch.distributed.rpc.functions import (", "from rpcdist.rpc.functions import ("),
+        ("from torch.distributed.nn.api.remote_module import RemoteModule",
+         "from rpcdist.nn.api.remote_module import RemoteModule"),
+        ("from torch.distributed.device_mesh import DeviceMesh",
+         "from rpcdist.collectives.device_mesh import DeviceMesh"),
+        ("from torch.distributed.algorithms.join import Join", "from rpcdist.parallel.algorithms import Join"),
+        ("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks",
+         "from rpcdist.parallel import comm_hooks as hooks"),
+        ("from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
+         "from rpcdist.parallel.comm_hooks import bf16_compress_hook"),
+        ("from torch.nn.parallel import DistributedDataParallel as DDP",
+         "from rpcdist.parallel import DistributedDataParallel as DDP"),
+        ("from torch.utils.data.distributed import DistributedSampler",
+         "from rpcdist.data import DistributedSampler"),
+    ],
+)  # fmt: skip
+def test_an_import_is_changed_to_one_that_works(line: str, changed: str) -> None:
+    assert change_imports(f"{line}\n") == f"{changed}\n"
+    exec(changed.strip().replace("(", "async_execution"), {})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from torch.distributed.elastic.multiprocessing.errors import record",
+        "from torch.distributed.fsdp import FullyShardedDataParallel",
+        "from torch.nn.parallel import DataParallel",
+        "from torch.utils.data import DataLoader",
+        "torch.distributed.barrier()",
+    ],
+)
+def test_what_stays_torchs(line: str) -> None:
+    assert change_imports(line) == line
+
+
+def test_the_table_says_what_the_rules_do() -> None:
+    table = page("docs/coming_from_torch.md").partition("## Import lines")[2].partition("GNU sed")[0]
+    rows = re.findall(r"^\| `(torch[\w.]*)`(?:, for `(\w+)`)? \| `(rpcdist[\w.]*)` \|$", table, re.MULTILINE)
+    assert len(rows) == 10
+    for theirs, name, ours in rows:
+        name = name or ("DistributedSampler" if theirs.startswith("torch.utils") else "x")
+        assert change_imports(f"from {theirs} import {name}\n") == f"from {ours} import {name}\n"

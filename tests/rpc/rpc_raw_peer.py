@@ -1,0 +1,155 @@
+"""A peer written by hand on bare gRPC: it may lack the token, and may send what no worker would."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import socket
+from collections.abc import Awaitable, Coroutine, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import grpc
+import grpc.aio
+import rpc_victim_functions as functions
+from rpc_victims import World, until
+
+from rpcdist import rpc
+from rpcdist._proto import handshake_pb2, rpc_pb2
+from rpcdist.ids import Identity
+from rpcdist.transport._frames import frame
+from rpcdist.transport._grpc_channel import CHANNEL_OPTIONS
+from rpcdist.transport.handshake import ClientHandshake, SessionKeys
+
+__all__ = [
+    "SESSION",
+    "STRANGER",
+    "RawClient",
+    "answers_of",
+    "call_raw",
+    "connected",
+    "end_of_session",
+    "free_port",
+    "run_on_loop",
+    "status_of",
+    "unharmed",
+]
+
+SESSION = "/rpcdist.Rpc/Session"
+STRANGER = Identity("stranger", 77, 12345)
+T = TypeVar("T")
+
+# gRPC's poller keeps the loop that it has seen first; a test that closes it makes noise in the next one.
+_runner = asyncio.Runner()
+atexit.register(_runner.close)
+
+
+def run_on_loop(coroutine: Coroutine[Any, Any, T]) -> T:
+    return _runner.run(coroutine)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+@contextmanager
+def unharmed(world: World) -> Iterator[str]:
+    """Where worker a listens. It and its connection to worker b come out of the block as they went in."""
+    before = world["a"].run(functions.connection_to, "b"), world["b"].run(functions.connection_to, "a")
+    yield world["a"].run(functions.address)
+    assert (world["a"].run(functions.connection_to, "b"), world["b"].run(functions.connection_to, "a")) == before
+    assert world["b"].run(rpc.rpc_sync, "a", functions.pid) == world["a"].pid
+    until(lambda: world["a"].run(functions.num_unproven) == 0, "no handshake is open")
+    assert "Traceback" not in world["a"].log(), world["a"].log()
+
+
+def connected(address: str) -> Any:
+    """A channel for bytes; grpc's types know only those of messages."""
+    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+async def status_of(awaitable: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
+    try:
+        result = await asyncio.wait_for(awaitable, 20.0)
+    except grpc.aio.AioRpcError as exc:
+        return exc.code(), exc.details() or ""
+    return grpc.StatusCode.OK, repr(result)
+
+
+async def call_raw(channel: Any, path: str, request: bytes, metadata: Any = ()) -> tuple[Any, str]:
+    if path == SESSION:
+
+        async def session() -> object:
+            call = channel.stream_stream(path)(metadata=metadata)
+            await call.write(request)
+            while (reply := await call.read()) is not grpc.aio.EOF:
+                pass
+            return reply
+
+        return await status_of(session())
+    return await status_of(channel.unary_unary(path)(request, metadata=metadata))
+
+
+class RawClient:
+    """A hand-written peer that holds the token."""
+
+    def __init__(self, channel: Any, role: str = "rpc", identity: Identity = STRANGER) -> None:
+        self.call = channel.stream_stream(SESSION)()
+        token = os.environ["RPCDIST_TOKEN"].encode()
+        self._handshake = ClientHandshake(token, "default", role, identity)
+
+    async def prove(self) -> SessionKeys:
+        await self._send(self._handshake.start())
+        while not self._handshake.done:
+            reply = self._handshake.receive(rpc_pb2.Envelope.FromString(await self.call.read()).handshake)
+            if reply is not None:
+                await self._send(reply)
+            self._handshake.check()
+        return self._handshake.session
+
+    async def _send(self, step: handshake_pb2.Handshake) -> None:
+        await self.call.write(rpc_pb2.Envelope(handshake=step).SerializeToString())
+
+    async def end(self) -> tuple[grpc.StatusCode, str]:
+        """How the server ended the session."""
+
+        async def read() -> None:
+            while await self.call.read() is not grpc.aio.EOF:
+                pass
+
+        return await status_of(read())
+
+
+def end_of_session(address: str, envelopes: list[bytes], role: str = "rpc") -> tuple[grpc.StatusCode, str]:
+    async def run() -> tuple[grpc.StatusCode, str]:
+        async with connected(address) as channel:
+            client = RawClient(channel, role)
+            await client.prove()
+            for envelope in envelopes:
+                await client.call.write(envelope)
+            return await client.end()
+
+    return run_on_loop(run())
+
+
+def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[rpc_pb2.Message]:
+    """What a worker answers to messages of a peer with the token."""
+
+    async def run() -> list[rpc_pb2.Message]:
+        async with connected(address) as channel:
+            client = RawClient(channel)
+            await client.prove()
+            await client.call.write(b"".join(map(frame, messages)))
+            got: list[rpc_pb2.Message] = []
+            async with asyncio.timeout(20.0):
+                while len(got) < len(messages):
+                    envelope = rpc_pb2.Envelope.FromString(await client.call.read())
+                    got += [message for message in envelope.messages if not message.HasField("heartbeat")]
+            client.call.cancel()
+            return got
+
+    return run_on_loop(run())

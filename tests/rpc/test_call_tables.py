@@ -1,0 +1,164 @@
+"""Control messages, calls in flight and leases, as tables."""
+
+from __future__ import annotations
+
+import time
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdist._proto import rpc_pb2, rref_pb2
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import DeadlineExceeded, ProtocolViolation
+from rpcdist.ids import Identity
+from rpcdist.rpc._calling.call_table import CallTable, PendingCall
+from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
+from rpcdist.rpc._peers.leases import Leases
+
+# ---------------------------------------------------------------- control messages
+
+
+def test_control_messages_are_kept_until_acknowledged_and_applied_once() -> None:
+    outbox, inbox = ControlOutbox(), ControlInbox()
+    sent = [outbox.add(rref_pb2.RRefMessage()) for _ in range(5)]
+    assert [message.control_seq for message in sent] == [1, 2, 3, 4, 5]
+    assert [inbox.accept(number) for number in (1, 2, 1, 2, 3)] == [True, True, False, False, True]
+    outbox.acknowledged(inbox.applied)
+    outbox.acknowledged(1)  # a late one
+    assert [message.control_seq for message in outbox.to_resend()] == [4, 5] and len(outbox) == 2
+    assert [inbox.accept(message.control_seq) for message in outbox.to_resend()] == [True, True]
+    with pytest.raises(ProtocolViolation, match="7 arrived after 5"):
+        inbox.accept(7)
+
+
+@given(st.lists(st.integers(0, 3), max_size=30))
+def test_control_messages_survive_any_number_of_broken_connections(script: list[int]) -> None:
+    """0: send one more; 1: deliver one; 2: acknowledge; 3: the connection breaks, and what was on its way is lost."""
+    outbox, inbox = ControlOutbox(), ControlInbox()
+    made, applied = 0, []
+    wire: list[int] = []
+
+    def deliver() -> None:
+        number = wire.pop(0)
+        if inbox.accept(number):
+            applied.append(number)
+
+    for step in [*script, 3]:
+        if step == 0:
+            made += 1
+            wire.append(outbox.add(rref_pb2.RRefMessage()).control_seq)
+        elif step == 1 and wire:
+            deliver()
+        elif step == 2:
+            outbox.acknowledged(inbox.applied)
+        elif step == 3:
+            wire[:] = [message.control_seq for message in outbox.to_resend()]
+    while wire:
+        deliver()
+    assert applied == list(range(1, made + 1))
+
+
+# ---------------------------------------------------------------- calls
+
+
+class Outcome:
+    """A completer that remembers."""
+
+    def __init__(self) -> None:
+        self.errors: list[BaseException] = []
+
+    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Any]) -> None:
+        raise AssertionError("nothing replies here")
+
+    def failed(self, exc: BaseException) -> None:
+        self.errors.append(exc)
+
+
+def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None, agent: Any = None) -> PendingCall:
+    deadline = deadline or Deadline.after(timeout_s)
+    made = PendingCall(agent, table.next_id(), 1, lambda: "rpc to 'b' of f", deadline, timeout_s, Outcome())
+    table.add(made)
+    return made
+
+
+def test_a_call_is_taken_once() -> None:
+    table = CallTable(lambda at: None)
+    made = pending(table, 10)
+    assert list(table) == [made] and len(table) == 1
+    assert [table.take(made.id), table.take(made.id)] == [made, None]
+    assert table.wait_empty(0)
+
+
+def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> None:
+    wakes: list[float] = []
+    table = CallTable(wakes.append)
+    now = time.monotonic()
+    late, past, never = (pending(table, at, Deadline(now + at)) for at in (50, -1, float("inf")))
+    assert wakes == [now + 50, now - 1]
+    assert table.take_expired() == [past] and wakes[2:] == [now + 50]
+    assert table.take_expired() == []
+    table.take(late.id)
+    del wakes[:]
+    assert table.take_expired() == [] and wakes == []
+    assert list(table) == [never]
+
+
+def test_calls_are_taken_by_what_they_wait_for() -> None:
+    table = CallTable(lambda at: None)
+    calls = [pending(table, 10) for _ in range(4)]
+    assert table.take_where(lambda made: made.id % 2 == 0) == calls[1::2]
+    assert list(table) == calls[::2] and table.total == 4
+    assert not table.wait_empty(0)
+
+
+def test_a_call_that_met_a_closed_session_is_reported() -> None:
+    unanswered: list[tuple[Any, ...]] = []
+    agent = SimpleNamespace(connections=SimpleNamespace(on_unanswered=lambda *args: unanswered.append(args)))
+    table = CallTable(lambda at: None)
+    made = pending(table, 10, agent=agent)
+    peer = Identity("b", 1, 7)
+    made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)  # type: ignore[arg-type]
+    assert made.transfer == 3 and not unanswered
+    session = SimpleNamespace(peer=peer, closed_reason="broken", last_received=0.0)
+    made.on_sent(session, 0)  # type: ignore[arg-type]
+    assert unanswered == [(made, session, "broken")]
+
+
+def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
+    table = CallTable(lambda at: None)
+    assert str(pending(table, 0.25).deadline_error()) == (
+        "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f"
+    )
+    token = current_deadline.set(Deadline.after(0.1))
+    try:
+        inherited = pending(table, 60, current_deadline.get()).deadline_error()
+    finally:
+        current_deadline.reset(token)
+    assert isinstance(inherited, DeadlineExceeded)
+    assert "60000 ms" not in str(inherited) and "(100 ms, what was left" in str(inherited)
+
+
+# ---------------------------------------------------------------- leases
+
+
+def test_leases_are_renewed_by_signs_of_life_and_end_once() -> None:
+    now = [100.0]
+    leases = Leases(10.0, lambda: now[0])
+    a, b = Identity("a", 1, 5), Identity("b", 2, 6)
+    leases.seen(a)
+    leases.seen(b, 95.0)
+    leases.seen(b, 90.0)  # an older sign does not shorten a lease
+    now[0] = 105.0
+    assert leases.take_ended() == []
+    now[0] = 106.0
+    assert leases.take_ended() == [b] and leases.take_ended() == []
+    leases.seen(a, 104.0)
+    now[0] = 114.0
+    assert leases.take_ended() == []
+    now[0] = 114.5
+    assert leases.take_ended() == [a]
+    leases.seen(a)  # one that comes back
+    assert leases.take_ended() == []

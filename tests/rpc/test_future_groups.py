@@ -1,0 +1,120 @@
+"""Several futures together: all, any, in order of completion; torch's functions on ours."""
+
+from __future__ import annotations
+
+import _thread
+import asyncio
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from test_future import LIMIT_S, deliver, done_future, failed_future
+from test_future import pool as pool
+
+from rpcdist.errors import DeadlineExceeded
+from rpcdist.rpc._calling.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc.future import Future
+
+
+def plain_done(value: int) -> torch.futures.Future[int]:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    future.set_result(value)
+    return future
+
+
+def test_wait_all_and_collect_all(pool: WorkerPool) -> None:
+    futures: list[torch.futures.Future[int]] = [Future() for _ in range(20)]
+    pool.submit_many([(future.set_result, (number,)) for number, future in enumerate(futures)])
+    assert wait_all(futures, LIMIT_S) == torch.futures.wait_all(futures) == list(range(20))
+    assert wait_all([plain_done(1), done_future(2)]) == [1, 2]
+    assert wait_all([]) == []
+    with pytest.raises(TypeError, match="not a future"):
+        collect_all([3])  # type: ignore[arg-type]
+
+
+def test_the_first_error_ends_wait_all_at_once() -> None:
+    never: Future[int] = Future()
+    with pytest.raises(ValueError):
+        wait_all([never, failed_future(ValueError("x")), failed_future(KeyError("y"))])
+    with pytest.raises(DeadlineExceeded):
+        wait_all([never], 0.01)
+    assert not never.done()
+
+
+async def test_collect_all_is_awaitable_and_cancels_its_members() -> None:
+    members: list[Future[int]] = [Future(), Future()]
+    with pytest.raises(TimeoutError):
+        await asyncio.wait_for(collect_all(members), 0.01)
+    assert all(member.cancelled() for member in members)
+
+
+def test_torch_functions_can_be_replaced() -> None:
+    undo = replace_torch_functions()
+    try:
+        never: Future[int] = Future()
+        with pytest.raises(ValueError):
+            torch.futures.wait_all([never, failed_future(ValueError())])
+        assert isinstance(torch.futures.collect_all([never]), Future)
+        assert not isinstance(torch.futures.collect_all([plain_done(1)]), Future)
+        assert torch.futures.wait_all([plain_done(1)]) == [1]
+    finally:
+        undo()
+    assert not isinstance(torch.futures.collect_all([done_future(1)]), Future)
+
+
+def test_wait_any(pool: WorkerPool) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    assert wait_any(futures, 0.001) == ([], futures)
+    pool.submit(futures[1].set_result, 1)
+    done, pending = wait_any(futures, LIMIT_S)
+    assert (done, pending) == ([futures[1]], [futures[0], futures[2]])
+    assert wait_any(futures) == (done, pending)
+    assert wait_any([]) == ([], [])
+    assert not any(future._observers for future in futures)
+
+
+def test_as_completed_in_order_of_completion(pool: WorkerPool) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(3)]
+    completions = as_completed([*futures, futures[0]], LIMIT_S)
+    assert len(completions) == 3
+    order = [2, 0, 1]
+    seen = []
+    for number in order:
+        pool.submit(futures[number].set_result, number)
+        seen.append(next(completions).value())
+    assert seen == order
+    assert list(completions) == []
+    with pytest.raises(DeadlineExceeded, match="1 of 2 futures"):
+        for _ in as_completed([Future(), done_future(1)], 0.01):
+            pass
+
+
+async def test_as_completed_async(pool: WorkerPool) -> None:
+    futures: list[Future[int]] = [Future() for _ in range(200)]
+    pool.submit_many([(future.set_result, (number,)) for number, future in enumerate(futures)])
+    seen = [future.value() async for future in as_completed(futures, LIMIT_S)]
+    assert sorted(seen) == list(range(200))
+    with pytest.raises(DeadlineExceeded):
+        async for _ in as_completed([Future()], 0.01):
+            pass
+
+
+@pytest.mark.parametrize("collect", [wait_all, torch.futures.wait_all, lambda futures: list(as_completed(futures))])
+def test_a_thousand_in_flight(pool: WorkerPool, collect: Callable[[Sequence[Any]], list[Any]]) -> None:
+    for _ in range(3):
+        futures: list[Future[int]] = [Future() for _ in range(1000)]
+        for number, future in enumerate(futures):
+            if number % 2:
+                pool.submit(future._complete, number)
+            else:
+                deliver(pool, future, partial(int, number))
+        assert len(collect(futures)) == 1000
+        assert [future.wait() for future in futures] == list(range(1000))
+
+
+def test_the_once_lock_is_never_given_back() -> None:
+    future = done_future(1)
+    assert isinstance(future._once, _thread.LockType) and future._once.locked()

@@ -1,0 +1,334 @@
+"""The worker pool: nothing starves, nothing is lost, and a hand-over is cheap."""
+
+from __future__ import annotations
+
+import contextvars
+import gc
+import logging
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from rpcdist.errors import NotInitialized, PoolExhausted
+from rpcdist.rpc._executors.pool_monitor import Load, threads_to_start
+from rpcdist.rpc._executors.worker_pool import WorkerPool, blocking
+
+LIMIT_S = 30.0
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with_pool = WorkerPool(num_cores=2)
+    yield with_pool
+    assert with_pool.close(LIMIT_S) == []
+
+
+def load(
+    queued: int = 1, oldest_ms: float = 0, running: int = 1, stalled_ms: float = 0, burst: int = 1, num_cores: int = 2
+) -> Load:
+    return Load(queued, oldest_ms / 1000, running, stalled_ms / 1000, burst, num_cores)
+
+
+@pytest.mark.parametrize(
+    ("seen", "expected"),
+    [
+        (load(queued=0, stalled_ms=100), 0),
+        (load(running=0), 1),  # whatever went wrong, somebody must run
+        (load(oldest_ms=0.5), 0),  # young: the running thread gets there
+        (load(oldest_ms=1), 1),  # a second core is free
+        (load(oldest_ms=4, running=2, stalled_ms=4), 0),
+        (load(oldest_ms=5, running=2, stalled_ms=5), 1),
+        (load(oldest_ms=5, running=2, stalled_ms=5, burst=8), 1),  # no more threads than jobs
+        (load(queued=100, oldest_ms=5, running=2, stalled_ms=5, burst=8), 8),
+        (load(queued=100, oldest_ms=500, running=2, stalled_ms=1), 0),  # long, but it moves
+        (load(queued=3, oldest_ms=0.1, running=2, stalled_ms=50), 0),  # stalled, but nobody waits
+    ],
+)
+def test_when_another_thread_is_started(seen: Load, expected: int) -> None:
+    assert threads_to_start(seen) == expected
+
+
+def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: WorkerPool) -> None:
+    seen: list[tuple[int, str]] = []
+    for number in range(20):
+        done = threading.Event()
+        pool.submit(lambda number=number: seen.append((number, threading.current_thread().name)))
+        pool.submit(done.set)
+        assert done.wait(LIMIT_S)
+    assert [number for number, _ in seen] == list(range(20))
+    assert all(name.startswith("rpcdist-worker-") for _, name in seen)
+    assert len({name for _, name in seen}) <= 3  # the same thread, unless the machine was very busy
+
+
+def test_submit_many_runs_all(pool: WorkerPool) -> None:
+    numbers: list[int] = []
+    all_done = threading.Event()
+
+    def job(number: int) -> None:
+        numbers.append(number)
+        if len(numbers) == 1000:
+            all_done.set()
+
+    pool.submit_many([])
+    pool.submit_many((job, (number,)) for number in range(1000))
+    assert all_done.wait(LIMIT_S)
+    assert sorted(numbers) == list(range(1000))
+
+
+def _wait_event(event: threading.Event) -> None:
+    assert event.wait(LIMIT_S)
+
+
+def _wait_event_and_say_so(event: threading.Event) -> None:
+    with blocking():
+        assert event.wait(LIMIT_S)
+
+
+@pytest.mark.parametrize("wait", [_wait_event, _wait_event_and_say_so])
+def test_64_jobs_that_wait_for_later_jobs_3_levels_deep(
+    pool: WorkerPool, wait: Callable[[threading.Event], None]
+) -> None:
+    def job(level: int, done: threading.Event) -> None:
+        if level:
+            inner = threading.Event()
+            pool.submit(job, level - 1, inner)
+            wait(inner)
+        done.set()
+
+    events = [threading.Event() for _ in range(64)]
+    start = time.monotonic()
+    for event in events:
+        pool.submit(job, 3, event)
+    for event in events:
+        assert event.wait(LIMIT_S)
+    assert time.monotonic() - start < 10
+
+
+def test_jobs_that_wait_in_cpp_for_later_jobs(pool: WorkerPool) -> None:
+    def job(level: int, future: torch.futures.Future[int]) -> None:
+        if level:
+            inner: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(2)]
+            for member in inner:
+                pool.submit(job, level - 1, member)
+            future.set_result(sum(torch.futures.wait_all(inner)))
+        else:
+            future.set_result(1)
+
+    futures: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(16)]
+    for future in futures:
+        pool.submit(job, 3, future)
+    assert torch.futures.wait_all(futures) == [8] * 16
+
+
+def test_submitters_on_many_threads_lose_nothing() -> None:
+    pool = WorkerPool(idle_s=0.0005)  # threads retire all the time, which is where jobs could get lost
+    counts = [0] * 8
+    waits = [threading.Semaphore(0) for _ in range(8)]
+
+    def submitter(me: int) -> None:
+        for number in range(300):
+            pool.submit(waits[me].release)
+            if number % 3 == 0:
+                assert waits[me].acquire(timeout=LIMIT_S)
+                counts[me] += 1
+        for _ in range(300 - counts[me]):
+            assert waits[me].acquire(timeout=LIMIT_S)
+            counts[me] += 1
+
+    threads = [threading.Thread(target=submitter, args=(me,)) for me in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert counts == [300] * 8
+    assert pool.close(LIMIT_S) == []
+
+
+def test_idle_threads_end() -> None:
+    pool = WorkerPool(idle_s=0.01)
+    done = threading.Event()
+    pool.submit(done.set)
+    assert done.wait(LIMIT_S)
+    for thread in threading.enumerate():
+        if thread.name == "rpcdist-worker-0":
+            thread.join(LIMIT_S)
+    assert pool.stats().threads == 0
+    pool.submit(done.set)  # and it starts again
+    assert pool.close(LIMIT_S) == []
+
+
+@pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt()])
+def test_what_a_job_raises_goes_to_the_hook_and_the_thread_goes_on(error: BaseException) -> None:
+    errors: list[BaseException] = []
+    pool = WorkerPool(on_error=lambda error, function: errors.append(error))
+    done: list[int] = []
+
+    def fail() -> None:
+        raise error
+
+    pool.submit_many([(fail, ()), (done.append, (1,))] * 3)
+    assert pool.close(LIMIT_S) == []
+    assert errors == [error] * 3 and done == [1] * 3
+
+
+def test_by_default_errors_are_logged(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    pool.submit(int, "no number")
+    assert pool.close(LIMIT_S) == []
+    (record,) = caplog.records
+    assert record.levelno == logging.ERROR
+    assert record.exc_info is not None and record.exc_info[0] is ValueError
+
+
+def test_context_variables_do_not_leak_from_job_to_job(pool: WorkerPool) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    seen: list[int] = []
+
+    def job() -> None:
+        seen.append(variable.get())
+        variable.set(1)
+
+    pool.submit_many([(job, ())] * 10)
+    assert pool.close(LIMIT_S) == []
+    assert seen == [0] * 10
+
+
+def test_an_idle_thread_keeps_nothing_alive(pool: WorkerPool) -> None:
+    class Thing:
+        def use(self) -> None:
+            pass
+
+    thing = Thing()
+    alive = weakref.ref(thing)
+    pool.submit(thing.use)
+    del thing
+    deadline = time.monotonic() + LIMIT_S
+    while pool.stats().idle != pool.stats().threads or pool.stats().queued:
+        assert time.monotonic() < deadline
+        os.sched_yield()
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one() -> None:
+    calls: list[str] = []
+    pool = WorkerPool(
+        on_error=lambda error, function: calls.append("error"),
+        prepare=lambda: calls.append("prepare"),
+        cleanup=lambda: calls.append("cleanup"),
+    )
+    pool.submit_many([(int, ("no number",)), (int, ())])
+    assert pool.close(LIMIT_S) == []
+    assert calls == ["prepare", "error", "cleanup", "cleanup"]
+
+
+def test_at_the_cap_the_error_names_the_option_and_stuck_jobs_get_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    gate = threading.Event()
+    answers: list[tuple[str, object]] = []
+
+    def exhausted(error: PoolExhausted, function: Callable[..., object], arguments: tuple[object, ...]) -> None:
+        answers.append((str(error), arguments))
+        gate.set()
+
+    pool = WorkerPool(max_threads=3, stall_limit_s=0.1, on_exhausted=exhausted)
+    pool.submit_many([(gate.wait, (LIMIT_S,))] * 3 + [(print, ("never printed",))])
+    assert gate.wait(LIMIT_S)
+    assert pool.close(LIMIT_S) == []
+    ((text, arguments),) = answers
+    assert "max_worker_threads" in text
+    assert arguments == ("never printed",)
+    assert ["max_worker_threads" in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_the_cap_is_kept(pool: WorkerPool) -> None:
+    pool.max_threads = 4
+    gate = threading.Event()
+    started = threading.Semaphore(0)
+
+    def job() -> None:
+        started.release()
+        assert gate.wait(LIMIT_S)
+
+    pool.submit_many([(job, ())] * 10)
+    for _ in range(4):
+        assert started.acquire(timeout=LIMIT_S)
+    assert not started.acquire(timeout=0.05)
+    assert pool.stats().threads == 4
+    gate.set()
+
+
+def test_close_drains_then_refuses() -> None:
+    pool = WorkerPool()
+    done: list[int] = []
+    pool.submit_many((done.append, (number,)) for number in range(100))
+    assert pool.close(LIMIT_S) == []
+    assert sorted(done) == list(range(100))
+    assert pool.close() == []
+    with pytest.raises(NotInitialized):
+        pool.submit(print)
+    with pytest.raises(NotInitialized):
+        pool.submit_many([])
+
+
+def test_close_is_bounded_and_names_what_hangs(caplog: pytest.LogCaptureFixture) -> None:
+    pool = WorkerPool(max_threads=1)
+    gate, started = threading.Event(), threading.Event()
+
+    def hanging_job() -> None:
+        started.set()
+        assert gate.wait(LIMIT_S)
+
+    pool.submit_many([(hanging_job, ()), (print, ("never printed",))])
+    assert started.wait(LIMIT_S)
+    left = pool.close(0.05)
+    gate.set()
+    assert len(left) == 2
+    assert "hanging_job" in left[0] and "never started" in left[1]
+    assert "gate.wait" in caplog.text  # the place where it hangs
+
+
+def test_close_may_be_called_by_a_job() -> None:
+    pool = WorkerPool()
+    results: list[list[str]] = []
+    done = threading.Event()
+
+    def job() -> None:
+        results.append(pool.close(1.0))
+        done.set()
+
+    pool.submit(job)
+    assert done.wait(LIMIT_S)
+    assert results == [[]]
+
+
+def test_a_forked_child_is_refused_and_an_exit_with_running_threads_is_clean() -> None:
+    script = """
+        import os, threading
+        from rpcdist.errors import ForkedProcess
+        from rpcdist.rpc._executors.worker_pool import WorkerPool
+        from rpcdist.transport import fork
+        fork.mark_running()
+        pool = WorkerPool()
+        done = threading.Event()
+        pool.submit(done.set)
+        assert done.wait(30)
+        child = os.fork()
+        if child == 0:
+            try:
+                pool.submit(print)
+            except ForkedProcess:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        pool.submit(print, "the last words")
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (0, "the last words\n"), ended.stderr

@@ -1,0 +1,371 @@
+"""The shell of the reference counting: three managers over connections in memory, and real `RRef` objects."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rpcdist._proto import rref_pb2, value_pb2
+from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
+from rpcdist.rpc._rref.handles import copy_outcome
+from rpcdist.rpc._rref.identifiers import UniqueId
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.protobuf import id_to_pb
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.rref import RRef
+
+
+class Host:
+    """An agent in memory: control messages wait in the cluster's queue until `Cluster.run` delivers them."""
+
+    def __init__(self, cluster: Cluster, worker_id: int) -> None:
+        self.worker_id = worker_id
+        self.worker_name = f"w{worker_id}"
+        self.incarnation = 100 + worker_id
+        self.cluster = cluster
+        self.manager = RRefManager(self)
+
+    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
+        self.cluster.queue.append((self, to, rref_pb2.RRefMessage.FromString(message.SerializeToString())))
+
+    def worker_name_of(self, worker_id: int) -> str:
+        return f"w{worker_id}"
+
+    def incarnation_of(self, worker_id: int) -> int:
+        return self.cluster.incarnations[worker_id]
+
+    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
+        result: Future[Any] = Future()
+        manager = self.cluster.hosts[owner].manager
+        value = manager.get_value_future(id_to_pb(rref), id_to_pb(fork), self.worker_id)
+        value.add_done_callback(lambda done: copy_outcome(done, result))
+        return result
+
+    def wake(self) -> None: ...
+
+    def own(self, value: object) -> RRef[Any]:
+        rref: RRef[Any] = RRef.__new__(RRef)
+        rref._set(self.manager, self.manager.own(value))
+        return rref
+
+
+class Cluster:
+    def __init__(self) -> None:
+        self.queue: list[tuple[Host, int, rref_pb2.RRefMessage]] = []
+        self.incarnations = {worker: 100 + worker for worker in range(3)}
+        self.hosts = [Host(self, worker) for worker in range(3)]
+
+    def run(self) -> None:
+        """Notices dropped handles and delivers until nothing is under way."""
+        gc.collect()
+        while True:
+            for host in self.hosts:
+                host.manager.drain()
+            if not self.queue:
+                return
+            sender, to, message = self.queue.pop(0)
+            self.hosts[to].manager.on_message(sender.worker_id, sender.incarnation, message)
+
+    def send(self, rref: RRef[Any], sender: int, to: int) -> RRef[Any]:
+        fork = self.hosts[sender].manager.share(rref, to)
+        fork = value_pb2.RRefFork.FromString(fork.SerializeToString())
+        manager = self.hosts[to].manager
+        claimed: RRef[Any] = manager.claim(manager.receive(fork, sender))
+        return claimed
+
+    def remote(self, creator: int, owner: int, value: object = None) -> tuple[RRef[Any], Callable[[], None]]:
+        """A reference, and what delivers the call, runs it, and delivers the reply."""
+        manager, owners = self.hosts[creator].manager, self.hosts[owner].manager
+        rref, fork = manager.create_remote(owner)
+        future: Future[Any] = Future()
+        manager.track_creation(rref, fork, future)
+
+        def deliver() -> None:
+            owners.set_value(owners.accept_creation(fork, creator), value)
+            future.set_result(None)
+
+        return rref, deliver
+
+    def info(self, worker: int) -> tuple[int, ...]:
+        info = self.hosts[worker].manager.debug_info()
+        return tuple(int(info[f"num_{key}"]) for key in ("owner_rrefs", "forks", "pending_users", "pending_futures"))
+
+    def assert_empty(self) -> None:
+        self.run()
+        for host in self.hosts:
+            assert host.manager._protocol.is_empty, host.manager
+            assert not host.manager._values and not host.manager._fetches and not host.manager._states
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    yield cluster
+    for host in cluster.hosts:
+        host.manager.close()
+
+
+def test_owner(cluster: Cluster) -> None:
+    value = ["anything"]
+    rref = cluster.hosts[0].own(value)
+    assert rref.to_here() is value and rref.local_value() is value
+    assert rref.is_owner() and rref.confirmed_by_owner() and rref.owner_name() == "w0" and rref.owner().id == 0
+    assert str(rref) == repr(rref) == "OwnerRRef(GloballyUniqueId(created_on=0, local_id=0))"
+    assert cluster.info(0) == (0, 0, 0, 0)  # what nobody else knows is in no table
+    del rref
+    cluster.assert_empty()
+
+
+def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
+    rref, deliver = cluster.remote(0, 1, 35)
+    assert str(rref) == (
+        "UserRRef(RRefId = GloballyUniqueId(created_on=0, local_id=0), "
+        "ForkId = GloballyUniqueId(created_on=0, local_id=1))"
+    )
+    at_2 = cluster.send(rref, 0, 2)
+    at_1 = cluster.send(at_2, 2, 1)
+    cluster.run()
+    fetched = at_2._manager.fetch(at_2._handle.state, 1.0)
+    assert not fetched.done() and not rref.confirmed_by_owner()
+    deliver()
+    cluster.run()
+    assert fetched.value() == rref.to_here() == at_2.to_here() == at_1.local_value() == 35
+    assert rref.confirmed_by_owner() and at_2.confirmed_by_owner() and at_1.is_owner()
+    assert cluster.info(1) == (1, 2, 0, 0)
+    live = [str(live) for host in cluster.hosts for live in host.manager.debug_rrefs()]
+    assert "GloballyUniqueId(created_on=0, local_id=0) at w1: ready, held by w0, w1, w2" in live
+    del rref, at_1, at_2
+    cluster.assert_empty()
+
+
+def test_dropping_frees_the_value(cluster: Cluster) -> None:
+    class Value:
+        pass
+
+    freed = threading.Event()
+    value = Value()
+    import weakref
+
+    weakref.finalize(value, freed.set)
+    rref = cluster.hosts[1].own(value)
+    at_0 = cluster.send(rref, 1, 0)
+    del value, rref
+    cluster.run()
+    assert not freed.is_set() and isinstance(at_0.to_here(), Value)
+    del at_0
+    cluster.assert_empty()
+    gc.collect()
+    assert freed.is_set()
+
+
+def test_discarded_tokens_are_given_back(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    manager = cluster.hosts[0].manager
+    token = manager.receive(cluster.hosts[1].manager.share(rref, 0), 1)
+    assert manager.claim(token) is manager.claim(token)
+    manager.discard(token)
+    manager.discard(token)
+    del rref
+    cluster.assert_empty()
+    with pytest.raises(RRefError, match="given up"):
+        manager.claim(token)
+
+
+def test_confirmation(cluster: Cluster) -> None:
+    rref, deliver = cluster.remote(0, 1)
+    manager = cluster.hosts[2].manager
+    token = manager.receive(cluster.hosts[0].manager.share(rref, 2), 0)
+    confirmation = manager.confirmation([token])
+    assert confirmation is not None and not confirmation.done()
+    deliver()
+    cluster.run()
+    assert confirmation.done() and manager.confirmation([token]) is None
+
+
+def test_errors_of_the_remote_function(cluster: Cluster) -> None:
+    owners = cluster.hosts[1].manager
+    rref, fork = cluster.hosts[0].manager.create_remote(1)
+    owners.set_error(owners.accept_creation(fork, 0), ValueError("boom"))
+    cluster.hosts[0].manager.on_created(fork)
+    at_2 = cluster.send(rref, 0, 2)
+    cluster.run()
+    for user in (rref, at_2):
+        with pytest.raises(ValueError, match="boom"):
+            user.to_here()
+    del rref, at_2, user
+    cluster.assert_empty()
+
+
+@pytest.mark.parametrize("arrives", [False, True])
+def test_creation_that_timed_out(cluster: Cluster, arrives: bool) -> None:
+    owners, manager = cluster.hosts[1].manager, cluster.hosts[0].manager
+    rref, fork = manager.create_remote(1)
+    at_2 = cluster.send(rref, 0, 2)
+    entry = owners.accept_creation(fork, 0) if arrives else None
+    manager.on_creation_failed(fork, DeadlineExceeded("RPC ran for more than set timeout (10 ms)"))
+    cluster.run()
+    with pytest.raises(RRefError, match=r"RRef creation .*timed out"):
+        rref.to_here()
+    with pytest.raises(RRefError, match="RRef creation"):
+        manager.share(rref, 2)
+    if entry is not None:
+        assert cluster.info(1) == (1, 2, 0, 0)  # both are held until they are dropped
+        owners.set_value(entry, 7)
+        assert at_2.to_here() == 7
+    else:
+        with pytest.raises(RRefError, match="RRef creation"):
+            at_2.to_here()
+        with pytest.raises(RRefError, match="RRef creation"):
+            owners.accept_creation(fork, 0)  # too late: its creator was told that it is not there
+    del rref, at_2
+    cluster.assert_empty()
+
+
+def test_remote_to_oneself(cluster: Cluster) -> None:
+    rref, deliver = cluster.remote(1, 1, 5)
+    assert rref.is_owner()
+    with pytest.raises(DeadlineExceeded, match="RPC ran for more than set timeout"):
+        rref.to_here(timeout=0.01)
+    deliver()
+    assert rref.to_here() == rref.local_value() == 5
+    rref = deliver = None  # type: ignore[assignment]
+    cluster.assert_empty()
+
+
+def test_lost_share(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    manager = cluster.hosts[1].manager
+    lost, arrived = manager.share(rref, 0), manager.share(rref, 0)
+    token = cluster.hosts[0].manager.receive(arrived, 1)
+    manager.connection_broken(0)
+    cluster.run()
+    assert cluster.info(1) == (1, 1, 0, 0)
+    late = cluster.hosts[0].manager.claim(cluster.hosts[0].manager.receive(lost, 1))
+    with pytest.raises(RRefError, match="gave up the message"):
+        late.to_here()
+    assert cluster.hosts[0].manager.claim(token).to_here() == 1
+    del rref, late, token
+    cluster.assert_empty()
+
+
+def test_lease(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    first, second = cluster.send(rref, 1, 0), cluster.send(rref, 1, 0)
+    cluster.hosts[1].manager.lease_ended(0)
+    assert cluster.info(1) == (0, 0, 0, 0)
+    with pytest.raises(RRefError, match="dropped its references"):
+        first.to_here()
+    cluster.run()
+    with pytest.raises(LeaseExpired):
+        second.to_here()
+    with pytest.raises(LeaseExpired):
+        cluster.hosts[0].manager.share(first, 2)
+    del rref, first, second
+    cluster.assert_empty()
+
+
+def test_lost_owner(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    at_0 = cluster.send(rref, 1, 0)
+    pending, _ = cluster.remote(0, 1)
+    cluster.hosts[0].manager.worker_lost(1, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    for user in (at_0, pending):
+        with pytest.raises(OwnerLost, match=r"'w1' .*it was killed"):
+            user.to_here()
+    with pytest.raises(OwnerLost):
+        cluster.remote(0, 1)
+    del rref, at_0, pending, user
+    cluster.assert_empty()
+
+
+def test_replaced_owner(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    at_0 = cluster.send(rref, 1, 0)
+    cluster.incarnations[1] = 999
+    with pytest.raises(OwnerLost, match="took its place"):
+        at_0.to_here()
+    at_2 = cluster.hosts[2].manager.claim(cluster.hosts[2].manager.receive(cluster.hosts[1].manager.share(rref, 2), 1))
+    with pytest.raises(OwnerLost):
+        at_2.to_here()
+
+
+def test_uses_that_are_refused(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    user = cluster.send(rref, 1, 0)
+    for refused in (pickle.dumps, copy.deepcopy):
+        with pytest.raises(RuntimeError, match="rref"):
+            refused(rref)
+    with pytest.raises(RuntimeError, match="Can not pickle rref in python pickler"):
+        pickle.dumps(user)
+    text = (
+        r"For UserRRef\(rref_id=GloballyUniqueId\(created_on=1, local_id=0\), "
+        r"fork_id=GloballyUniqueId\(created_on=1, local_id=1\)\), can't call localValue\(\) on user "
+        r"WorkerInfo\(id=0, name=w0\). Call it on owner WorkerInfo\(id=1, name=w1\)"
+    )
+    with pytest.raises(RuntimeError, match=text):
+        user.local_value()
+    with pytest.raises(RuntimeError, match="User RRefs require 'dist_autograd_ctx_id' to be specified"):
+        user.backward()
+    with pytest.raises(RuntimeError, match=r"RRef should contain a tensor for .backward\(\)"):
+        rref.backward()
+
+
+def test_shutdown(cluster: Cluster) -> None:
+    rref = cluster.hosts[1].own(1)
+    user = cluster.send(rref, 1, 0)
+    with pytest.raises(RuntimeError, match="Leaking RRef GloballyUniqueId"):
+        cluster.hosts[1].manager.check_leaks()
+    assert cluster.hosts[0].manager.delete_all_user_and_unforked_owner_rrefs(1.0)
+    cluster.run()
+    cluster.hosts[1].manager.check_leaks()
+    with pytest.raises(RuntimeError, match=r"Cannot call to_here\(\) on it after deletion."):
+        user.to_here()
+    with pytest.raises(RuntimeError, match=r"Cannot call fork an UserRRef after deletion."):
+        user._serialize()
+    for host in cluster.hosts:
+        host.manager.close()
+        host.manager.close()
+    assert rref.to_here() == 1
+
+
+async def test_await(cluster: Cluster) -> None:
+    rref, deliver = cluster.remote(0, 1, 3)
+    here, deliver_here = cluster.remote(0, 0, 4)
+    deliver()
+    deliver_here()
+    assert await rref == 3 and await here == 4
+    lost = cluster.send(cluster.hosts[1].own(1), 1, 0)
+    cluster.hosts[0].manager.worker_lost(1, WorkerLost("w1", "a connection", 3.0, "it was killed"))
+    with pytest.raises(OwnerLost):
+        await lost
+
+
+def test_threads(cluster: Cluster) -> None:
+    """Shares, drops and deliveries race; in the end nothing is left."""
+    rref, deliver = cluster.remote(0, 1, 1)
+    deliver()
+    failures: list[BaseException] = []
+
+    def share(to: int) -> None:
+        try:
+            for _ in range(200):
+                cluster.send(cluster.send(rref, 0, to), to, 3 - to)
+        except BaseException as exc:
+            failures.append(exc)
+
+    threads = [threading.Thread(target=share, args=(1 + number % 2,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        cluster.run()
+    for thread in threads:
+        thread.join()
+    assert not failures
+    rref = deliver = None  # type: ignore[assignment]
+    cluster.assert_empty()

@@ -1,0 +1,374 @@
+"""The user loop: outcomes, deadlines, cancellation."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import gc
+import os
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from rpcdist.deadline import NEVER, Deadline, current_deadline
+from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
+from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
+from rpcdist.rpc.future import Future
+
+LIMIT_S = 30.0
+KINDS: list[LoopKind] = ["uvloop", "asyncio"] if sys.platform != "win32" else ["asyncio"]
+
+
+@pytest.fixture(params=KINDS)
+def loop(request: pytest.FixtureRequest) -> Iterator[UserLoop]:
+    user_loop = UserLoop(request.param)
+    user_loop.start()
+    yield user_loop
+    assert user_loop.close(LIMIT_S) == []
+
+
+class Outcome:
+    """An `on_done` that keeps what it got."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[object, BaseException | None]] = []
+        self.thread: str | None = None
+        self._done = threading.Event()
+
+    def __call__(self, result: object, error: BaseException | None) -> None:
+        self.calls.append((result, error))
+        self.thread = threading.current_thread().name
+        self._done.set()
+
+    def get(self) -> object:
+        assert self._done.wait(LIMIT_S)
+        ((result, error),) = self.calls
+        if error is not None:
+            raise error
+        return result
+
+
+def run(loop: UserLoop, start: Callable[[], Awaitable[Any]], deadline: Deadline = NEVER) -> Any:
+    outcome = Outcome()
+    loop.submit(start, outcome, deadline)
+    return outcome.get()
+
+
+# -- outcomes ----------------------------------------------------------------------------------------------------------
+
+
+async def five() -> int:
+    await asyncio.sleep(0)
+    return 5
+
+
+async def value_error() -> None:
+    raise ValueError("x")
+
+
+async def cancelled_error() -> None:
+    raise asyncio.CancelledError
+
+
+async def system_exit() -> None:
+    await asyncio.sleep(0)
+    sys.exit(3)
+
+
+async def keyboard_interrupt() -> None:
+    raise KeyboardInterrupt
+
+
+def not_awaitable() -> Any:
+    return 3
+
+
+def fails_to_start() -> Any:
+    raise KeyError("start")
+
+
+async def expired() -> None:
+    raise TimeoutError
+
+
+@pytest.mark.parametrize(
+    ("start", "kind"),
+    [
+        (value_error, ValueError),
+        (cancelled_error, Cancelled),
+        (system_exit, SystemExit),
+        (keyboard_interrupt, KeyboardInterrupt),
+        (not_awaitable, TypeError),
+        (fails_to_start, KeyError),
+        (expired, TimeoutError),
+    ],
+)
+def test_errors_are_outcomes(loop: UserLoop, start: Callable[[], Awaitable[Any]], kind: type[BaseException]) -> None:
+    with pytest.raises(kind):
+        run(loop, start)
+    assert run(loop, five) == 5  # and the loop goes on
+
+
+def test_result_and_thread(loop: UserLoop) -> None:
+    outcome = Outcome()
+    call = loop.submit(five, outcome)
+    assert outcome.get() == 5
+    assert outcome.thread == "rpcdist-user-loop"
+    assert call.done() and "five ended" in repr(call)
+    assert len(loop) == 0
+    call.cancel()  # too late, and harmless
+
+
+def test_any_awaitable_will_do(loop: UserLoop) -> None:
+    future: Future[int] = Future()
+    future.set_result(4)
+    assert run(loop, lambda: future) == 4
+
+
+def test_a_failing_on_done_is_logged(loop: UserLoop, caplog: pytest.LogCaptureFixture) -> None:
+    def on_done(result: object, error: BaseException | None) -> None:
+        raise ValueError("on_done")
+
+    loop.submit(five, on_done)
+    assert run(loop, five) == 5
+    assert "the completion of five failed" in caplog.text
+
+
+def test_asyncio_tools_work_inside(loop: UserLoop) -> None:
+    async def handler() -> list[int]:
+        async with asyncio.timeout(LIMIT_S), asyncio.TaskGroup() as group:
+            tasks = [group.create_task(five()) for _ in range(3)]
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.sleep(LIMIT_S), 0.01)
+        task = asyncio.current_task()
+        assert task is not None and "handler" in task.get_name()
+        assert task.get_stack() and "running" in repr(task.get_coro())
+        return [task.result() for task in tasks]
+
+    assert run(loop, handler) == [5, 5, 5]
+
+
+def test_blocking_waits_are_refused(loop: UserLoop) -> None:
+    async def handler() -> None:
+        Future[int]().wait()
+
+    with pytest.raises(BlockingInLoop):
+        run(loop, handler)
+
+
+def test_a_task_of_user_code_that_exits_does_not_end_the_loop(
+    loop: UserLoop, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
+) -> None:
+    async def handler() -> str:
+        task = asyncio.create_task(system_exit())
+        await asyncio.wait([task])
+        return repr(task.exception())
+
+    assert run(loop, handler) == "SystemExit(3)"
+    assert run(loop, five) == 5
+    assert "the loop goes on" in caplog.text
+    reported_loop_errors.clear()
+
+
+# -- deadlines, cancellation, contexts ---------------------------------------------------------------------------------
+
+
+async def forever() -> None:
+    await asyncio.Event().wait()
+
+
+def test_the_deadline_cancels(loop: UserLoop) -> None:
+    ended = threading.Event()
+
+    async def handler() -> None:
+        try:
+            assert current_deadline.get().is_finite
+            await forever()
+        finally:
+            ended.set()
+
+    with pytest.raises(DeadlineExceeded, match="handler"):
+        run(loop, handler, Deadline.after(0.02))
+    assert ended.is_set()
+    with pytest.raises(DeadlineExceeded, match="before"):
+        run(loop, handler, Deadline.after(0))
+
+
+def test_cancel_from_another_thread(loop: UserLoop) -> None:
+    started = threading.Event()
+
+    async def handler() -> None:
+        started.set()
+        await forever()
+
+    outcome = Outcome()
+    call = loop.submit(handler, outcome)
+    assert started.wait(LIMIT_S)
+    call.cancel()
+    call.cancel()
+    with pytest.raises(Cancelled):
+        outcome.get()
+
+
+def test_cancel_before_the_first_step(loop: UserLoop) -> None:
+    for _ in range(200):
+        outcome = Outcome()
+        loop.submit(forever, outcome).cancel()
+        with pytest.raises(Cancelled):
+            outcome.get()
+
+
+def test_a_coroutine_may_answer_its_cancellation(loop: UserLoop) -> None:
+    async def handler() -> str:
+        try:
+            await forever()
+        except asyncio.CancelledError:
+            return "saved"
+        return "not reached"
+
+    assert run(loop, handler, Deadline.after(0.01)) == "saved"
+
+
+def test_contexts_are_copied(loop: UserLoop) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    variable.set(1)
+    context = contextvars.copy_context()
+
+    async def handler() -> int:
+        before = variable.get()
+        variable.set(before + 1)
+        await asyncio.sleep(0)
+        assert variable.get() == before + 1
+        return before
+
+    for _ in range(2):
+        outcome = Outcome()
+        loop.submit(handler, outcome, NEVER, context)
+        assert outcome.get() == 1
+    assert run(loop, handler) == 0  # none given: an empty one
+
+
+def test_ten_thousand_waiting_handlers_cost_no_thread(loop: UserLoop) -> None:
+    gate = asyncio.Event()
+    num_done = 0
+    all_done = threading.Event()
+
+    async def handler() -> None:
+        await gate.wait()
+
+    def on_done(result: object, error: BaseException | None) -> None:
+        nonlocal num_done
+        num_done += 1
+        if num_done == 10_000:
+            all_done.set()
+
+    before = threading.active_count()
+    calls = loop.submit_many([(handler, on_done, Deadline.after(60), None)] * 10_000)
+    assert run(loop, five) == 5
+    assert len(calls) == len(loop) == 10_000
+    assert threading.active_count() <= before
+    loop.loop.call_soon_threadsafe(gate.set)
+    assert all_done.wait(LIMIT_S)
+
+
+# -- closing -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_cancels_what_is_left(kind: LoopKind) -> None:
+    loop = UserLoop(kind)
+    loop.start()
+    outcomes = [Outcome() for _ in range(10)]
+    for outcome in outcomes:
+        loop.submit(forever, outcome)
+    assert loop.close(LIMIT_S) == loop.close() == []
+    for outcome in outcomes:
+        with pytest.raises(Cancelled):
+            outcome.get()
+    with pytest.raises(NotInitialized):
+        loop.submit(five, Outcome())
+    with pytest.raises(NotInitialized):
+        loop.submit_many([])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_close_names_a_coroutine_that_refuses_to_end(
+    kind: LoopKind, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
+) -> None:
+    loop = UserLoop(kind)
+    loop.start()
+    started = threading.Event()
+
+    async def stubborn() -> None:
+        started.set()
+        while True:
+            try:
+                await asyncio.sleep(LIMIT_S)
+            except asyncio.CancelledError:
+                pass
+
+    outcome = Outcome()
+    loop.submit(stubborn, outcome)
+    assert started.wait(LIMIT_S)
+    (left,) = loop.close(0.1)
+    assert "stubborn" in left and os.path.basename(__file__) in left
+    assert "stubborn" in caplog.text
+    with pytest.raises(Cancelled, match="did not end"):
+        outcome.get()
+    del loop, outcome
+    gc.collect()
+    reported_loop_errors.clear()  # "Task was destroyed but it is pending": so it was
+
+
+def test_close_names_the_place_where_the_thread_is_blocked() -> None:
+    loop = UserLoop("asyncio")
+    loop.start()
+    gate, started = threading.Event(), threading.Event()
+
+    async def blocked() -> None:
+        started.set()
+        gate.wait(LIMIT_S)
+
+    outcome = Outcome()
+    loop.submit(blocked, outcome)
+    assert started.wait(LIMIT_S)
+    (left,) = loop.close(0.05)
+    gate.set()
+    assert "gate.wait" in left
+    with pytest.raises(Cancelled):
+        outcome.get()
+
+
+def test_never_started_and_wrong_kind() -> None:
+    loop = UserLoop()
+    assert loop.close() == []
+    with pytest.raises(ConfigError, match="uvloop"):
+        UserLoop("tokio")  # type: ignore[arg-type]
+
+
+def test_a_forked_child_is_refused() -> None:
+    script = """
+        import os
+        from rpcdist.errors import ForkedProcess
+        from rpcdist.rpc._executors.user_loop import UserLoop
+        from rpcdist.transport import fork
+        fork.mark_running()
+        loop = UserLoop()
+        loop.start()
+        child = os.fork()
+        if child == 0:
+            try:
+                loop.submit(None, None)
+            except ForkedProcess:
+                os._exit(7)
+            os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    """
+    command = [sys.executable, "-W", "ignore", "-c", textwrap.dedent(script)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert ended.returncode == 0, ended.stderr

@@ -1,0 +1,413 @@
+"""Who gets to whom over the local lane: names that others took, strangers, limits, fallbacks and forks."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import struct
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
+from rpcdist.ids import Identity
+from rpcdist.transport import Node, _local_channel, _server
+from rpcdist.transport import link as link_module
+from rpcdist.transport._local_channel import LANES_VARIABLE, accept_local, connect_local, listen_local
+from rpcdist.transport.handshake import ServerHandshake
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local lane without abstract sockets")
+
+LENGTH = struct.Struct("<I")
+
+
+@pytest.fixture(autouse=True)
+def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LANES_VARIABLE, "auto")
+    monkeypatch.setattr(link_module, "LOCAL_LIMIT_S", UNIT_S)
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+@pytest.fixture
+def server(nodes: Nodes) -> Node:
+    server = nodes.make("server", serve=True)
+    server.handle_role("echo", Recorder(echo=True))
+    return server
+
+
+def works(client: Node, server: Node) -> bool:
+    """Opens a link, and sends something there and back; whether it went over the lane."""
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(b"x" * 100_000)])
+    assert answers.wait()[0].reply.id == 1 and answers.buffers == [[b"x" * 100_000]]
+    client.run(link.close(), LIMIT_S)
+    return is_local(link)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+# ---------------------------------------------------------------- which lane
+
+
+def test_neighbours_meet_on_the_lane_and_find_it_gone_with_the_server(nodes: Nodes, server: Node) -> None:
+    client = nodes.make("client")
+    assert works(client, server) and works(client, server)
+    address = server.address
+    assert address is not None
+    nodes.stop(server)
+
+    async def connect() -> object:
+        return connect_local(address)
+
+    assert client.run(connect(), LIMIT_S) is None
+    with pytest.raises(ConnectFailed, match="refused"):
+        client.run(client.connect(address, "echo", LIMIT_S, handler=Recorder(), retry=False), LIMIT_S)
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
+    monkeypatch.setenv(LANES_VARIABLE, "grpc" if side == "server" else "auto")
+    server = nodes.make("server", serve=True)
+    server.handle_role("echo", Recorder(echo=True))
+    monkeypatch.setenv(LANES_VARIABLE, "grpc" if side == "client" else "auto")
+    assert not works(nodes.make("client"), server)
+
+
+def test_without_abstract_sockets_there_is_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_local_channel, "has_abstract_sockets", lambda: False)
+    server = nodes.make("server", serve=True)
+    server.handle_role("echo", Recorder(echo=True))
+    assert not works(nodes.make("client"), server)
+
+
+def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
+    nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    (tmp_path / "overflowuid").write_text(f"{os.getuid()}\n")
+    monkeypatch.setattr(_local_channel, "_OVERFLOW_UID", tmp_path / "overflowuid")
+    assert not works(nodes.make("client"), server)
+
+
+def test_a_lane_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LANES_VARIABLE, "pigeons")
+    node = nodes.make("server")
+    with pytest.raises(ConfigError, match="RPCDIST_LANES is 'auto' or 'grpc', not 'pigeons'"):
+        node.serve("127.0.0.1", 0)
+    assert node.address is None
+
+
+# ---------------------------------------------------------------- names that others took
+
+
+class Squatter:
+    """Listens under the name of a worker's lane before that does, and keeps what it is told.
+
+    Args:
+        answer: what it does with a connection.
+    """
+
+    def __init__(self, port: int, answer: Callable[[Squatter, socket.socket], None]) -> None:
+        self.heard = b""
+        self.ended = threading.Event()
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(_local_channel._name(f"127.0.0.1:{port}"))
+        self._listener.listen()
+        self._thread = threading.Thread(target=self._serve, args=(answer,))
+        self._thread.start()
+
+    def _serve(self, answer: Callable[[Squatter, socket.socket], None]) -> None:
+        connection, _ = self._listener.accept()
+        connection.settimeout(LIMIT_S)
+        with connection, suppress(OSError):
+            answer(self, connection)
+
+    def receive(self, connection: socket.socket) -> bytes:
+        data = connection.recv(1 << 16)
+        self.heard += data
+        return data
+
+    def close(self) -> None:
+        self.ended.set()
+        self._thread.join(LIMIT_S)
+        self._listener.close()
+
+
+def be_silent(squatter: Squatter, connection: socket.socket) -> None:
+    while squatter.receive(connection):
+        pass
+
+
+def talk_nonsense(squatter: Squatter, connection: socket.socket) -> None:
+    connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+    be_silent(squatter, connection)
+
+
+def announce_too_much(squatter: Squatter, connection: socket.socket) -> None:
+    connection.sendall(LENGTH.pack(1 << 30))
+    be_silent(squatter, connection)
+
+
+def hang_up(squatter: Squatter, connection: socket.socket) -> None:
+    squatter.receive(connection)
+
+
+def belong_to_another_job(squatter: Squatter, connection: socket.socket) -> None:
+    """Answers like a worker that holds another token."""
+    side = ServerHandshake(b"the token of another job", "default", Identity("other", 3, 4))
+    while data := squatter.receive(connection):
+        reply = side.receive(rpc_pb2.Envelope.FromString(data[LENGTH.size :]).handshake)
+        if reply is None:
+            break
+        answer = rpc_pb2.Envelope(handshake=reply).SerializeToString()
+        connection.sendall(LENGTH.pack(len(answer)) + answer)
+
+
+def take_a_neighbours_place(squatter: Squatter, connection: socket.socket) -> None:
+    """Answers with the right token, but is somebody else than the one expected."""
+    side = ServerHandshake(TOKEN.encode(), "default", Identity("other", 3, 4))
+    while data := squatter.receive(connection):
+        reply = side.receive(rpc_pb2.Envelope.FromString(data[LENGTH.size :]).handshake)
+        if reply is None:
+            break
+        answer = rpc_pb2.Envelope(handshake=reply).SerializeToString()
+        connection.sendall(LENGTH.pack(len(answer)) + answer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [be_silent, talk_nonsense, announce_too_much, hang_up, belong_to_another_job, take_a_neighbours_place],
+    ids=lambda answer: answer.__name__,
+)
+def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
+    nodes: Nodes, answer: Callable[[Squatter, socket.socket], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server, client, answers = nodes.make("server"), nodes.make("client"), Recorder()
+    port = free_port()
+    squatter = Squatter(port, answer)
+    try:
+        server.serve("127.0.0.1", port)
+        assert "its name is taken" in caplog.text
+        server.handle_role("echo", Recorder(echo=True))
+        link = open_link(client, server, handler=answers, expected=server.identity)
+        assert link.peer == server.identity and not is_local(link)
+        link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="a secret")))
+        assert answers.wait()[0].reply.id == 1
+    finally:
+        squatter.close()
+    assert f"no local lane to 127.0.0.1:{port}, so gRPC is used: " in caplog.text
+    assert squatter.heard and TOKEN.encode() not in squatter.heard and b"a secret" not in squatter.heard
+
+
+def test_another_users_process_under_the_name_is_not_spoken_to(
+    nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(_local_channel, "same_user", lambda connection: False)
+    assert not works(nodes.make("client"), server)
+    assert "another user's process listens under the name of the local lane" in caplog.text
+
+
+# ---------------------------------------------------------------- strangers
+
+
+@contextmanager
+def stranger(server: Node) -> Iterator[socket.socket]:
+    assert server.address is not None
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(LIMIT_S)
+        connection.connect(_local_channel._name(server.address))
+        yield connection
+
+
+def all_of(connection: socket.socket) -> bytes:
+    """What comes until the server hangs up."""
+    data = b""
+    with suppress(ConnectionResetError):  # something that was sent was not read
+        while more := connection.recv(1 << 16):
+            data += more
+    return data
+
+
+def framed(data: bytes) -> bytes:
+    return LENGTH.pack(len(data)) + data
+
+
+CALL = rpc_pb2.Envelope(messages=[rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=b"cos\nabort\n(tR."))])
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (framed(CALL.SerializeToString()), b"a message arrived before the handshake was finished"),
+        (framed(b"\xff" * 100), b"100 bytes arrived that are no envelope"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a frame of"),
+        (LENGTH.pack(4097), b"announced a frame of 4097 bytes"),
+        (framed(b""), b"before the handshake was finished"),
+    ],
+    ids=["a call", "no envelope", "http", "too large", "empty"],
+)
+def test_strangers_are_told_and_shown_out(
+    nodes: Nodes, server: Node, data: bytes, says: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    for _ in range(3):
+        with stranger(server) as connection:
+            connection.sendall(data)
+            assert says in all_of(connection)
+    warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "refused a connection from a process of this host" in warnings[0]
+    assert works(nodes.make("client"), server)
+    assert server._server._unproven == 0
+
+
+def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: Node) -> None:
+    monkeypatch.setattr(_server, "HANDSHAKE_LIMIT_S", UNIT_S)
+    with stranger(server) as silent:
+        assert b"the handshake took longer than 0.4 s" in all_of(silent)
+
+
+def test_strangers_have_limited_company(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_server, "MAX_UNPROVEN_LOCAL", 2)
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    server.handle_role("echo", Recorder(echo=True))
+    for _ in range(4):
+        assert works(client, server)  # who is proven is not counted any more
+    with stranger(server), stranger(server):
+        assert not works(client, server)  # they are in the way on the lane, and gRPC is not
+    assert works(client, server)
+
+
+def test_processes_of_other_users_are_closed_unread(
+    nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(_local_channel, "same_user", lambda connection: False)
+        with stranger(server) as connection:
+            assert all_of(connection) == b""
+    assert works(nodes.make("client"), server)
+
+
+def test_the_wrong_token_fails_on_the_lane_and_grpc_says_so(nodes: Nodes, server: Node) -> None:
+    client = nodes.make("client", token="another token, just as long")
+    with pytest.raises(AuthenticationFailed, match="did not prove the job token"):
+        open_link(client, server, handler=Recorder())
+
+
+def test_the_listener_outlives_a_lack_of_descriptors(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    ours, theirs = socket.socketpair()
+    attempts: list[Any] = [OSError(24, "Too many open files"), OSError(24, "Too many open files"), (ours, "")]
+
+    class Loop:
+        async def sock_accept(self, listener: object) -> Any:
+            attempt = attempts.pop(0)
+            if isinstance(attempt, OSError):
+                raise attempt
+            monkeypatch.undo()
+            return attempt
+
+    async def run() -> None:
+        monkeypatch.setattr(asyncio, "get_running_loop", Loop)
+        stream = await accept_local(theirs)
+        stream.abort("done")
+
+    monkeypatch.setattr(_local_channel, "_SHORTAGE_PAUSE_S", 0.0)
+    asyncio.run(run())
+    theirs.close()
+    assert caplog.text.count("could not be accepted") == 2
+
+
+def test_a_stopped_listener_gives_its_name_back(nodes: Nodes) -> None:
+    node = nodes.make("server", serve=True)
+    second = node.serve("127.0.0.1", free_port())
+    node.stop_serving(second)
+    listener = listen_local(second)
+    assert listener is not None
+    listener.close()
+
+
+# ---------------------------------------------------------------- forks
+
+
+FORKS = """
+    import os, socket, sys
+    sys.path.insert(0, {tests!r})
+    from transport_nodes import Memory, Recorder, is_local, LIMIT_S
+    from rpcdist._proto import rpc_pb2
+    from rpcdist.transport import NodeOptions, acquire_node
+
+    node = acquire_node(NodeOptions(token="a token for this test only"))
+    address = node.serve("127.0.0.1", 0)
+    node.handle_role("echo", Recorder(echo=True))
+    answers = Recorder()
+    link = node.run(node.connect(address, "echo", LIMIT_S, handler=answers), LIMIT_S)
+    assert is_local(link)
+
+    def lanes():
+        found = 0
+        for name in os.listdir("/proc/self/fd"):
+            try:
+                copy = socket.socket(fileno=os.dup(int(name)))
+            except OSError:
+                continue
+            with copy:
+                if copy.family == socket.AF_UNIX:
+                    names = [copy.getsockname()]
+                    try:
+                        names.append(copy.getpeername())
+                    except OSError:
+                        pass
+                    found += any(b"rpcdist-lane" in (n if isinstance(n, bytes) else n.encode()) for n in names)
+        return found
+
+    assert lanes() == 3, lanes()                        # the listener, and both ends
+    for number in range(1, 4):
+        link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=number)), [Memory(b"x" * (8 << 20))])
+        child = os.fork()                               # in the middle of a transfer
+        if child == 0:
+            link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=99)))    # goes nowhere
+            os._exit(3 if lanes() == 0 else 4)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
+    assert sorted(message.reply.id for message in answers.wait(3)) == [1, 2, 3]
+    assert all(buffers == [b"x" * (8 << 20)] for buffers in answers.buffers)
+    node.release()
+    print("done")
+"""
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
+def test_a_forked_child_has_no_part_in_the_lane_and_does_not_disturb_it(loop: str) -> None:
+    script = textwrap.dedent(FORKS).format(tests=os.path.dirname(__file__))
+    environment = {**os.environ, "RPCDIST_LOOP": loop}
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", script],
+        capture_output=True,
+        text=True,
+        timeout=3 * LIMIT_S,
+        check=False,
+        env=environment,
+    )
+    assert done.returncode == 0 and done.stdout == "done\n", done.stderr

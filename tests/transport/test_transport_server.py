@@ -1,0 +1,342 @@
+"""The one server of a process, and links to it: two nodes in this process talk over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
+
+from rpcdist._proto import membership_pb2, rpc_pb2
+from rpcdist.errors import (
+    AuthenticationFailed,
+    BlockingInLoop,
+    CallRefused,
+    ConnectFailed,
+    DeadlineExceeded,
+    ProtocolViolation,
+    RpcdistError,
+    TransportError,
+)
+from rpcdist.ids import Identity
+from rpcdist.transport import Link, Node, Session
+from rpcdist.transport._local_channel import LANES_VARIABLE
+
+SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
+
+
+@pytest.fixture(params=["auto", "grpc"])
+def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
+    """On either lane, where a session has a taker; what only makes unary calls is on gRPC always."""
+    monkeypatch.setenv(LANES_VARIABLE, request.param)
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+# ---------------------------------------------------------------- serving
+
+
+def test_a_port_is_picked_bound_and_given_back(nodes: Nodes) -> None:
+    node = nodes.make("server", serve=True)
+    assert node.address is not None
+    host, port = node.address.split(":")
+    assert host == "127.0.0.1" and int(port) > 0
+    assert node.serve("127.0.0.1", 0) == node.serve("127.0.0.1", int(port)) == node.address  # it serves already
+    with pytest.raises(TransportError, match=rf"cannot listen on 127\.0\.0\.1 port {port}.*in use.*MASTER_PORT"):
+        nodes.make("other").serve("127.0.0.1", int(port))
+    nodes.stop(node)
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", int(port)))
+    with pytest.raises(RpcdistError, match="is closed"):
+        node.serve("127.0.0.1", 0)
+
+
+def test_nobody_answers(nodes: Nodes) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{probe.getsockname()[1]}"  # bound, but it does not listen
+        node = nodes.make("client")
+        started = time.monotonic()
+        with pytest.raises(ConnectFailed, match=rf"could not connect to {address} after 0\.4 s"):
+            node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
+        assert time.monotonic() - started < 5 * UNIT_S
+        with pytest.raises(ConnectFailed, match="refused"):
+            node.run(node.connect(address, "echo", LIMIT_S, retry=False), LIMIT_S)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (nobody answered there|.*timed out)"):
+            node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
+    assert not node.links
+
+
+def test_a_server_that_comes_later_is_found(nodes: Nodes) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    client, server = nodes.make("client"), nodes.make("server")
+    connecting = asyncio.run_coroutine_threadsafe(client.connect(f"127.0.0.1:{port}", "echo", LIMIT_S), client.io.loop)
+    server.handle_role("echo", Recorder())
+    server.serve("127.0.0.1", port)
+    assert connecting.result(LIMIT_S).peer == server.identity
+
+
+# ---------------------------------------------------------------- who is who
+
+
+def test_both_sides_know_each_other(nodes: Nodes) -> None:
+    client, server = nodes.make("client"), nodes.make("server", serve=True)
+    recorder = Recorder(echo=True)
+    server.handle_role("echo", recorder)
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    assert link.peer == server.identity and is_local(link) is (os.environ[LANES_VARIABLE] == "auto")
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=5)))
+    assert [message.reply.id for message in answers.wait()] == [5]
+    assert [(session.peer, session.role) for session in recorder.sessions] == [(client.identity, "echo")]
+    assert repr(link).startswith("<Link to server at 127.0.0.1:")
+    client.run(link.close(), LIMIT_S)
+    assert answers.wait_closed() == "closed at this end"
+    recorder.wait_closed()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"token": "another token, just as long"}, "did not prove the job token.*RPCDIST_TOKEN"),
+        ({"job": "another"}, "job 'default'.*job 'another'"),
+    ],
+)
+def test_who_does_not_belong_here_is_refused(
+    nodes: Nodes, options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client", **options)
+    for _ in range(3):
+        with pytest.raises(AuthenticationFailed, match=says):
+            open_link(client, server)
+    assert not server.sessions and not client.links
+    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == 1 and "refused a connection from ipv4:127.0.0.1" in warnings[0].getMessage()
+
+
+def test_another_process_than_the_one_expected(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    expected = server.identity._replace(incarnation=server.identity.incarnation ^ 2)
+    with pytest.raises(AuthenticationFailed, match="answers at the address of"):
+        open_link(client, server, expected=expected)
+    assert open_link(client, server, expected=server.identity).peer == server.identity
+
+
+def test_a_policy_refuses_by_name(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    server.handle_role("echo", Recorder(), lambda identity: f"{identity.name} is not welcome")
+    with pytest.raises(AuthenticationFailed, match="client is not welcome"):
+        open_link(client, server)
+    server.handle_role("echo", Recorder(), lambda identity: None)
+    open_link(client, server)
+
+
+def test_peers_wait_for_a_role_that_is_announced(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    server.expect_role("echo")
+    answers, recorder = Recorder(), Recorder(echo=True)
+    link = open_link(client, server, handler=answers)
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)))
+    server.handle_role("echo", recorder)
+    assert [message.reply.id for message in answers.wait()] == [1]
+
+
+# ---------------------------------------------------------------- sessions
+
+
+def test_messages_keep_their_order_and_large_ones_do_not_stop_the_others(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    server.handle_role("echo", Recorder(echo=True))
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    data = bytes(range(256)) * (5 << 12)  # 5 MiB
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(data), Memory(b""), Memory(b"x")])
+    for id in range(2, 200):
+        link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=id)))
+    ids = [message.reply.id for message in answers.wait(199)]
+    assert [id for id in ids if id != 1] == list(range(2, 200))
+    assert answers.buffers[ids.index(1)] == [data, b"", b"x"]
+
+
+def test_a_message_that_is_larger_than_an_envelope(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    recorder = Recorder()
+    server.handle_role("echo", recorder)
+    link = open_link(client, server)
+    call = rpc_pb2.Call(id=1, function_pickle=b"x" * (9 << 20))
+    link.session.send(rpc_pb2.Message(call=call), [Memory(b"beside it")])
+    assert recorder.wait()[0].call == call and recorder.buffers == [[b"beside it"]]
+
+
+def test_the_end_of_the_server_ends_sessions_and_says_why(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    server.handle_role("echo", Recorder())
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    nodes.stop(server)
+    assert "the peer shut down" in answers.wait_closed()
+    with pytest.raises(ConnectFailed, match="the peer shut down"):
+        client.run(unary(link, "Members"), LIMIT_S)
+
+
+def test_closing_one_session_names_the_reason_and_leaves_the_others(nodes: Nodes) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    recorder = Recorder(echo=True)
+    server.handle_role("echo", recorder)
+    first, second = Recorder(), Recorder()
+    open_link(client, server, handler=first)
+    link = open_link(client, server, handler=second)
+    recorder.sessions[0].close("because of a test")
+    assert "because of a test" in first.wait_closed()
+    assert recorder.wait_closed() == "because of a test"
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=3)))
+    assert second.wait()[0].reply.id == 3 and not second.closed
+
+
+def test_a_message_that_the_handler_chokes_on_ends_its_session(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+
+    class Choking(Recorder):
+        def on_messages(self, session: Session, messages: Any) -> None:
+            raise KeyError("on purpose")
+
+    server.handle_role("echo", Choking())
+    answers = Recorder()
+    open_link(client, server, handler=answers).session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)))
+    assert "could not be handled: KeyError('on purpose')" in answers.wait_closed()
+    assert "a message from client could not be handled" in caplog.text
+
+
+def test_silence_ends_a_session_and_idleness_does_not(nodes: Nodes) -> None:
+    server = nodes.make("server", serve=True, peer_timeout_s=UNIT_S)
+    client = nodes.make("client", peer_timeout_s=UNIT_S)
+    server.handle_role("echo", Recorder())
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    time.sleep(4 * UNIT_S)  # idle: only heartbeats
+    assert not answers.closed and link.session.closed_reason is None
+    release = threading.Event()
+    server.io.call_soon(release.wait, LIMIT_S)  # the server's loop hangs
+    try:
+        assert "no sign of life for 0." in answers.wait_closed()
+    finally:
+        release.set()
+
+
+# ---------------------------------------------------------------- unary calls
+
+
+async def unary(link: Link, method: str, timeout_s: float | None = LIMIT_S) -> Any:
+    request = membership_pb2.MembersRequest()
+    return await link.unary("Membership", method, request, membership_pb2.JoinReply, timeout_s)
+
+
+class Answers:
+    """A service; `Leave` never ends by itself, and tells when it was cancelled."""
+
+    def __init__(self) -> None:
+        self.peers: list[Identity] = []
+        self.cancelled = threading.Event()
+        self.error: Exception = CallRefused("not for you")
+
+    async def members(self, peer: Identity, request: Any) -> membership_pb2.JoinReply:
+        self.peers.append(peer)
+        return membership_pb2.JoinReply(version=7)
+
+    async def leave(self, peer: Identity, request: Any) -> membership_pb2.LeaveReply:
+        try:
+            await asyncio.sleep(LIMIT_S)
+        except asyncio.CancelledError:
+            self.cancelled.set()
+            raise
+        return membership_pb2.LeaveReply()
+
+    async def join(self, peer: Identity, request: Any) -> membership_pb2.JoinReply:
+        raise self.error
+
+
+@pytest.fixture
+def served(nodes: Nodes) -> tuple[Node, Node, Answers]:
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    answers = Answers()
+    methods = {"Members": answers.members, "Leave": answers.leave, "Join": answers.join}
+    server.add_service(SERVICE, methods)
+    return server, client, answers
+
+
+def test_a_unary_call_knows_who_calls(served: tuple[Node, Node, Answers]) -> None:
+    server, client, answers = served
+    link = open_link(client, server, role="membership")
+
+    async def many() -> list[Any]:
+        return await asyncio.gather(*(unary(link, "Members") for _ in range(100)))
+
+    assert {reply.version for reply in client.run(many(), LIMIT_S)} == {7}
+    assert set(answers.peers) == {client.identity} and len(answers.peers) == 100
+
+
+def test_errors_of_unary_calls(served: tuple[Node, Node, Answers], caplog: pytest.LogCaptureFixture) -> None:
+    server, client, answers = served
+    link = open_link(client, server, role="membership")
+    with pytest.raises(TransportError, match="not for you"):
+        client.run(unary(link, "Join"), LIMIT_S)
+    answers.error = KeyError("a bug")
+    with pytest.raises(RpcdistError, match=r"INTERNAL: KeyError\('a bug'\)"):
+        client.run(unary(link, "Join"), LIMIT_S)
+    assert "the handler of /rpcdist.Membership/Join failed" in caplog.text
+    with pytest.raises(ProtocolViolation, match="Method not found"):
+        client.run(unary(link, "NoSuchMethod"), LIMIT_S)
+    assert client.run(unary(link, "Members"), LIMIT_S).version == 7
+
+
+def test_deadline_and_cancellation_of_a_unary_call_reach_the_handler(served: tuple[Node, Node, Answers]) -> None:
+    server, client, answers = served
+    link = open_link(client, server, role="membership")
+    with pytest.raises(DeadlineExceeded, match="in time"):
+        client.run(unary(link, "Leave", UNIT_S), LIMIT_S)
+    assert answers.cancelled.wait(LIMIT_S)
+    answers.cancelled.clear()
+    with pytest.raises(DeadlineExceeded):
+        client.run(unary(link, "Leave"), UNIT_S)  # the wait is over, and cancels the call
+    assert answers.cancelled.wait(LIMIT_S)
+
+
+def test_a_unary_call_ends_with_its_link(served: tuple[Node, Node, Answers]) -> None:
+    server, client, answers = served
+    link = open_link(client, server, role="membership")
+    calling = asyncio.run_coroutine_threadsafe(unary(link, "Leave", None), client.io.loop)
+    client.run(asyncio.sleep(0.05), LIMIT_S)
+    server.io.call_soon(next(iter(server.sessions)).close, "because of a test")
+    with pytest.raises(RpcdistError, match=r"because of a test|was closed"):
+        calling.result(LIMIT_S)
+    assert answers.cancelled.wait(LIMIT_S)
+
+
+# ---------------------------------------------------------------- threads
+
+
+async def test_blocking_calls_on_a_loop_are_refused(nodes: Nodes) -> None:
+    node = nodes.make("node")
+    with pytest.raises(BlockingInLoop, match="await"):
+        node.run(asyncio.sleep(0), LIMIT_S)
+
+
+def test_a_wait_for_the_loop_is_bounded(nodes: Nodes) -> None:
+    node = nodes.make("node")
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=r"0\.1 s"):
+        node.run(asyncio.sleep(LIMIT_S), 0.1)
+    assert time.monotonic() - started < LIMIT_S / 2
