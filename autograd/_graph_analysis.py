@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
-from rpcdist.autograd._pass_events import LocalGraph, Recv, Send
+from rpcdist.autograd._pass_events import LocalGraph, Recv, SendRecord
 
 __all__ = ["Analysis", "Leaf", "analyse"]
 
@@ -74,10 +74,10 @@ def analyse(
         AutogradError: the graph leads into another context.
     """
     edges = list(roots)
-    numbered: list[Send] = []
+    numbered: list[SendRecord] = []
     for send in sends:
         tensors = send.node.next_functions
-        numbered.append(Send(send.id, send.to, send.stamp, len(edges), len(tensors)))
+        numbered.append(SendRecord(send.id, send.to, send.stamp, len(edges), len(tensors)))
         edges += [GradientEdge(cast(Node, node), number) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks

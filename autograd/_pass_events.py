@@ -22,9 +22,9 @@ __all__ = [
     "PeerBegan",
     "Recv",
     "Run",
-    "Send",
     "SendBegin",
     "SendDone",
+    "SendRecord",
     "SendVerdicts",
     "Started",
     "Verdicts",
@@ -35,7 +35,7 @@ Verdicts = Mapping[int, int | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendRecord:
     """A message that this worker sent.
 
     Attributes:
@@ -93,7 +93,7 @@ class LocalGraph:
     """
 
     num_roots: int
-    sends: tuple[Send, ...] = ()
+    sends: tuple[SendRecord, ...] = ()
     recvs: tuple[Recv, ...] = ()
     groups: tuple[int, ...] = ()
 

@@ -33,9 +33,9 @@ from rpcdist.autograd._pass_events import (
     PeerBegan,
     Recv,
     Run,
-    Send,
     SendBegin,
     SendDone,
+    SendRecord,
     SendVerdicts,
     Started,
     Verdicts,
@@ -56,7 +56,7 @@ class _Group:
 
     number: int
     sources: int
-    sends: list[Send] = field(default_factory=list)  # a send whose tensors lie apart is in several
+    sends: list[SendRecord] = field(default_factory=list)  # a send whose tensors lie apart is in several
     recvs: list[Recv] = field(default_factory=list)
     phase: _GroupPhase = _GroupPhase.WAITING
     runs_freely: bool = False
@@ -77,7 +77,7 @@ class PassState:
         self.is_started = False
         self.is_done = False
         self._early: list[Event] = []
-        self._sends: dict[int, Send] = {}
+        self._sends: dict[int, SendRecord] = {}
         self._recvs: tuple[Recv, ...] = ()
         self._roots = 0
         self._decided = 0
@@ -205,7 +205,7 @@ class PassState:
             if send is not None and verdict is not None:
                 self._decide(send, verdict)
 
-    def _decide(self, send: Send, used: int) -> None:
+    def _decide(self, send: SendRecord, used: int) -> None:
         if send.mask & ~self._decided:
             self._decided |= send.mask
             self._used |= (used << send.first) & send.mask
@@ -276,7 +276,7 @@ class PassState:
         waits = tuple(send.id for send in pending)
         return Run((group.number,), used, arrived, waits, tuple(recv.id for recv in recvs))
 
-    def _must_block(self, used: int, sends: list[Send], recvs: list[Recv], pending: list[Send]) -> bool:
+    def _must_block(self, used: int, sends: list[SendRecord], recvs: list[Recv], pending: list[SendRecord]) -> bool:
         """Whether a missing gradient may depend on recvs of this very group, and the first gradients are there.
 
         A gradient depends on recvs of its own stamp (a worker that calls itself) or greater ones. The gradient of the

@@ -147,7 +147,7 @@ class Row:
         unit: what the number is shown in.
         scale: what the measured value is multiplied with for that.
         ratio: limit on ours / torch's: an upper one, or for rates (`more_is_better`) a lower one.
-        lane_ratio: the same where the local lane is in use.
+        channel_ratio: the same where the local channel is in use.
         limit: upper limit on ours alone, in `unit`.
     """
 
@@ -157,7 +157,7 @@ class Row:
     unit: str
     scale: float
     ratio: float | None = None
-    lane_ratio: float | None = None
+    channel_ratio: float | None = None
     limit: float | None = None
     more_is_better: bool = False
 
@@ -172,10 +172,10 @@ class Case:
 
 
 def echo_case(
-    label: str, size_bytes: int, num_calls: int, ratio: float | None = None, lane_ratio: float | None = None
+    label: str, size_bytes: int, num_calls: int, ratio: float | None = None, channel_ratio: float | None = None
 ) -> Case:
     unit, scale = ("us", 1e6) if size_bytes < MIB else ("ms", 1e3)
-    row = Row("echo of a float tensor, p50", label, "p50", unit, scale, ratio, lane_ratio)
+    row = Row("echo of a float tensor, p50", label, "p50", unit, scale, ratio, channel_ratio)
     return Case(f"echo-{label.replace(' ', '')}", measure_echo(size_bytes, num_calls), (row,))
 
 
@@ -184,21 +184,21 @@ CASES = (
         "noop",
         measure_noop,
         (
-            Row("rpc_sync of a no-op, p50", "", "p50", "us", 1e6, ratio=1.4, lane_ratio=0.5),
+            Row("rpc_sync of a no-op, p50", "", "p50", "us", 1e6, ratio=1.4, channel_ratio=0.5),
             Row("rpc_sync of a no-op, p99", "", "p99", "us", 1e6),
         ),
     ),
     Case(
         "in-flight",
         measure_in_flight,
-        (Row("rpc_async, 1,000 in flight", "", "rate", "calls/s", 1, 2.0, lane_ratio=3.0, more_is_better=True),),
+        (Row("rpc_async, 1,000 in flight", "", "rate", "calls/s", 1, 2.0, channel_ratio=3.0, more_is_better=True),),
     ),
     echo_case("1 KiB", KIB, 200),
     echo_case("64 KiB", 64 * KIB, 100),
     echo_case("1 MiB", MIB, 40, 2.0, 0.5),
     echo_case("16 MiB", 16 * MIB, 8, 2.0, 0.3),
     echo_case("64 MiB", 64 * MIB, 4, 2.0, 0.3),
-    Case("remote", measure_remote, (Row("remote() + to_here(), p50", "", "p50", "us", 1e6, 1.5, lane_ratio=0.6),)),
+    Case("remote", measure_remote, (Row("remote() + to_here(), p50", "", "p50", "us", 1e6, 1.5, channel_ratio=0.6),)),
     Case(
         "noop-under-load",
         measure_noop_under_load,

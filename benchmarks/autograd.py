@@ -50,7 +50,7 @@ def compare(arguments: argparse.Namespace) -> int:
     table = layout(rpc.HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("autograd.py" if rpc.lane_is_used() else "autograd.py --lanes grpc", [*about, "", *table])
+        write_results("autograd.py" if rpc.channel_is_used() else "autograd.py --channels grpc", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
@@ -60,12 +60,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="few calls: shows that it runs, not how fast")
     parser.add_argument("--rounds", type=int, default=5, help="alternating rounds (default: %(default)s)")
     parser.add_argument("--only", action="append", choices=names, help="this case; may be given several times")
-    rpc.add_lanes(parser)
+    rpc.add_channels(parser)
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args(namespace=argparse.Namespace(pin=False, ours="rpcdist.rpc"))
     arguments.only = arguments.only or names
-    os.environ.update(OMP_NUM_THREADS="1", RPCDIST_LANES=arguments.lanes)  # the pairs inherit it
+    os.environ.update(OMP_NUM_THREADS="1", RPCDIST_CHANNELS=arguments.channels)  # the pairs inherit it
     try:
         return compare(arguments)
     except PairFailed as error:

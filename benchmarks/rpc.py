@@ -80,7 +80,7 @@ def judge(row: Row, ours: float, ratio: float | None) -> tuple[str, bool | None]
     """The budget in words, and whether it was kept; None where there is no budget."""
     if row.limit is not None:
         return f"at most {row.limit:g} {row.unit}", ours <= row.limit
-    limit = row.lane_ratio if lane_is_used() else row.ratio
+    limit = row.channel_ratio if channel_is_used() else row.ratio
     if limit is None or ratio is None:
         return "", None
     if row.more_is_better:
@@ -88,9 +88,9 @@ def judge(row: Row, ours: float, ratio: float | None) -> tuple[str, bool | None]
     return f"at most {limit:g}x", ratio <= limit
 
 
-def lane_is_used() -> bool:
-    """Whether our pair may use the local lane; torch's may always use shared memory."""
-    return sys.platform == "linux" and os.environ.get("RPCDIST_LANES") != "grpc"
+def channel_is_used() -> bool:
+    """Whether our pair may use the local channel; torch's may always use shared memory."""
+    return sys.platform == "linux" and os.environ.get("RPCDIST_CHANNELS") != "grpc"
 
 
 # ---- showing
@@ -102,7 +102,7 @@ def describe_machine(arguments: argparse.Namespace) -> list[str]:
     return [
         *about_machine("rpcdist", "torch", "grpcio", "protobuf", "uvloop"),
         f"- 2 pairs of 2 processes, {pinned}, 1 OpenMP thread each; medians of {arguments.rounds} alternating rounds",
-        f"- ours is `{arguments.ours}` {'with the local lane' if lane_is_used() else 'over gRPC alone'}, torch is "
+        f"- ours is `{arguments.ours}` {'on the local channel' if channel_is_used() else 'over gRPC alone'}, torch is "
         "`torch.distributed.rpc`",
     ]
 
@@ -131,7 +131,7 @@ def compare(arguments: argparse.Namespace) -> int:
     table = layout(HEAD, lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("rpc.py" if lane_is_used() else "rpc.py --lanes grpc", [*about, "", *table])
+        write_results("rpc.py" if channel_is_used() else "rpc.py --channels grpc", [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
@@ -149,8 +149,8 @@ def profile(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def add_lanes(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--lanes", choices=("auto", "grpc"), default=os.environ.get("RPCDIST_LANES", "auto"),
+def add_channels(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--channels", choices=("auto", "grpc"), default=os.environ.get("RPCDIST_CHANNELS", "auto"),
                         help="grpc: over gRPC alone, as between hosts (default: %(default)s)")  # fmt: skip
 
 
@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="alternating rounds (default: 7, or 2 with --quick)")
     parser.add_argument("--only", action="append", choices=names, help="this case; may be given several times")
     parser.add_argument("--pin", action="store_true", help="pin each caller to one core and each callee to another")
-    add_lanes(parser)
+    add_channels(parser)
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     parser.add_argument("--profile", action="store_true", help="show where the time goes in our processes instead")
@@ -172,7 +172,7 @@ def main() -> int:
         parser.error(f"--rounds {arguments.rounds}: at least 1")
     arguments.rounds = arguments.rounds or (2 if arguments.quick else 7)
     arguments.only = arguments.only or names
-    os.environ.update(OMP_NUM_THREADS="1", RPCDIST_LANES=arguments.lanes)  # the pairs inherit it
+    os.environ.update(OMP_NUM_THREADS="1", RPCDIST_CHANNELS=arguments.channels)  # the pairs inherit it
     try:
         return profile(arguments) if arguments.profile else compare(arguments)
     except PairFailed as error:

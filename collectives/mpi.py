@@ -17,7 +17,7 @@ from rpcdist.collectives._group.topology import exchange
 from rpcdist.collectives._group.watched_backend import GroupWatch
 from rpcdist.collectives._mpi.mpi_library import Pause, load_mpi
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
-from rpcdist.collectives._mpi.mpi_transport import MpiPlane, abandon
+from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, ConfigError
 
@@ -55,8 +55,8 @@ class MpiBackend(EngineBackend):
         self._watch: GroupWatch | None = None
         self._communicators = self._make_communicators(self._deadline)
         agreement, data, headers, elements = self._communicators
-        plane = MpiPlane(self._mpi, agreement, data)
-        self._engine = GroupEngine(plane, context.name, context.ranks, context.timeout_s)
+        transport = MpiTransport(self._mpi, agreement, data)
+        self._engine = GroupEngine(transport, context.name, context.ranks, context.timeout_s)
         self._mpi_messages = MpiMessages(
             self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere
         )

@@ -22,7 +22,7 @@ from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.topology import exchange
 from rpcdist.collectives._group.watched_backend import GroupWatch
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
-from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, Runtime, Stream
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
@@ -59,7 +59,7 @@ class NcclOptions:
 class _Message:
     """A send or receive of a batch that is being put together."""
 
-    call: Callable[[torch.Tensor, int, Stream], None]
+    call: Callable[[torch.Tensor, int, CudaStream], None]
     tensor: torch.Tensor
     peer: int
     work: NcclWork
@@ -221,7 +221,7 @@ class NcclBackend(Backend):
         self,
         work: NcclWork,
         asynchronous: bool,
-        call: Callable[[Stream], list[torch.Tensor]],
+        call: Callable[[CudaStream], list[torch.Tensor]],
         finish: Callable[[], None] | None,
     ) -> None:
         stream = self._stream(asynchronous)
@@ -282,7 +282,7 @@ class NcclBackend(Backend):
     def _message(
         self,
         title: str,
-        call: Callable[[torch.Tensor, int, Stream], None],
+        call: Callable[[torch.Tensor, int, CudaStream], None],
         tensor: torch.Tensor,
         peer: int,
         tag: int,
@@ -343,7 +343,7 @@ class NcclBackend(Backend):
     def _deadline(self, timeout_s: float | None) -> Deadline:
         return Deadline.after(self.context.timeout_s if timeout_s is None else timeout_s)
 
-    def _stream(self, asynchronous: bool) -> Stream:
+    def _stream(self, asynchronous: bool) -> CudaStream:
         """The current stream, or the group's own, which then waits for what the current one has been given so far."""
         current = self._runtime.current_stream()
         if not asynchronous:

@@ -19,13 +19,13 @@ from rpcdist.errors import ConfigError, RpcdistError
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store
 
-__all__ = ["Carrier", "ProcessGroup"]
+__all__ = ["BackendBinding", "ProcessGroup"]
 
 CPU_BACKENDS: Final = frozenset({"tcp", "gloo", "mpi"})
 """Those that reach the CPU's memory only: tensors of other devices go through it."""
 
 
-class Carrier:
+class BackendBinding:
     """What carries the operations of one group on the tensors of one device type.
 
     Attributes:
@@ -105,8 +105,8 @@ class ProcessGroup(LowerCaseOperations):
         self._places = {world_rank: rank for rank, world_rank in enumerate(ranks)}
         self._store = store
         self._backends = dict(backends)
-        self._carriers = {
-            device_type: Carrier(
+        self._bindings = {
+            device_type: BackendBinding(
                 self, backend, Place(rank, len(ranks), device_type != "cpu" and backend.name in CPU_BACKENDS)
             )
             for device_type, backend in backends.items()
@@ -193,14 +193,14 @@ class ProcessGroup(LowerCaseOperations):
 
     # ------------------------------------------------------------ what carries it
 
-    def carrier(self, device_type: str) -> Carrier:
+    def binding(self, device_type: str) -> BackendBinding:
         """What carries the operations on tensors of a device type.
 
         Raises:
             ConfigError: the group has no backend for it, or was destroyed.
         """
         try:
-            return self._carriers[device_type]
+            return self._bindings[device_type]
         except KeyError:
             raise self._no_backend(device_type) from None
 
@@ -221,7 +221,7 @@ class ProcessGroup(LowerCaseOperations):
 
     def backend(self, device: torch.device | str) -> backend_contract.Backend:
         """The backend for a device."""
-        return self.carrier(torch.device(device).type).backend
+        return self.binding(torch.device(device).type).backend
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Sets the limit of the operations that start from now on."""
@@ -253,7 +253,7 @@ class ProcessGroup(LowerCaseOperations):
             return
         self._closed = True
         backends = self._distinct_backends()
-        self._carriers.clear()
+        self._bindings.clear()
         self._backends.clear()
         for backend in backends:
             backend.close(self.timeout_s)

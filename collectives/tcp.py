@@ -12,15 +12,15 @@ from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
 from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
-from rpcdist.collectives._group.setup_watch import Beginning
-from rpcdist.collectives._group.topology import Meeting, find_hosts, meet, share_memory, watch_sockets
+from rpcdist.collectives._group.setup_watch import SetupWatch
+from rpcdist.collectives._group.topology import Bootstrap, find_hosts, meet, share_memory, watch_sockets
 from rpcdist.collectives._group.watch import Watch
-from rpcdist.collectives._transports.base import Plane
-from rpcdist.collectives._transports.hierarchical import Hosts, HybridPlane
+from rpcdist.collectives._transports.base import Transport
+from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
-from rpcdist.collectives._transports.shm import SharedMemoryPlane, segment_size, unsupported_here
-from rpcdist.collectives._transports.single import SoloPlane
-from rpcdist.collectives._transports.sockets.socket_transport import SocketPlane
+from rpcdist.collectives._transports.shm import ShmTransport, segment_size, unsupported_here
+from rpcdist.collectives._transports.single import SingleRankTransport
+from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
 from rpcdist.transport.sockets import SocketHub
@@ -71,9 +71,9 @@ class TcpBackend(EngineBackend):
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
         self._process: LocalProcess | None = None
         self._watch: Watch | None = None
-        self._plane: Plane
+        self._transport: Transport
         if context.size == 1:
-            self._plane = SoloPlane()
+            self._transport = SingleRankTransport()
             self._mailboxes = Mailboxes(context.name, 0, context.ranks)
             self._engine = self._new_engine()
         else:
@@ -87,30 +87,30 @@ class TcpBackend(EngineBackend):
 
     def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
         context, hub = self.context, process.hub
-        meeting = meet(context, hub, deadline, options.unix_sockets)
-        beginning = Beginning(context)
-        self._watch = Watch(process.node, context.rank, context.ranks, context.name, beginning)
+        bootstrap = meet(context, hub, deadline, options.unix_sockets)
+        setup = SetupWatch(context)
+        self._watch = Watch(process.node, context.rank, context.ranks, context.name, setup)
         try:
-            sockets = watch_sockets(context, hub, meeting, deadline)
+            sockets = watch_sockets(context, hub, bootstrap, deadline)
             self._watch.start(sockets, deadline.remaining_s() + 1)
-            checked = dataclasses.replace(context, check=beginning.check)
-            self._plane = _make_plane(checked, hub, meeting, options, deadline)
+            checked = dataclasses.replace(context, check=setup.check)
+            self._transport = _make_transport(checked, hub, bootstrap, options, deadline)
         except BaseException:
             self._watch.close(0)
             raise
-        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, meeting.uid, meeting.addresses)
+        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, bootstrap.uid, bootstrap.addresses)
         self._engine = self._new_engine()
         self._engine.reporter = self._watch
-        beginning.end(self._engine)
+        setup.end(self._engine)
 
     def _new_engine(self) -> GroupEngine:
-        engine = GroupEngine(self._plane, self.context.name, self.context.ranks, self.context.timeout_s)
+        engine = GroupEngine(self._transport, self.context.name, self.context.ranks, self.context.timeout_s)
         engine.on_failure = self._mailboxes.fail
         engine.on_departure = self._mailboxes.peer_lost
         return engine
 
     def __repr__(self) -> str:
-        medium = type(self._plane).__name__.removesuffix("Plane")
+        medium = type(self._transport).__name__.removesuffix("Transport")
         return f"<TcpBackend rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
 
     @property
@@ -132,43 +132,45 @@ class TcpBackend(EngineBackend):
         self._mailboxes.close()
         if self._watch is not None:
             self._watch.close(self._engine.sequence)
-        self._plane.close()
+        self._transport.close()
         self._engine.free()
 
 
-def _make_plane(
-    context: GroupContext, hub: SocketHub, meeting: Meeting, options: TcpOptions, deadline: Deadline
-) -> Plane:
-    """The fastest plane that the ranks share."""
+def _make_transport(
+    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, options: TcpOptions, deadline: Deadline
+) -> Transport:
+    """The fastest transport that the ranks share."""
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:
         logger.warning("collectives use TCP within this host: %s", refused)
-    hosts = find_hosts(context, hub, meeting, allowed and refused is None, deadline)
+    hosts = find_hosts(context, hub, bootstrap, allowed and refused is None, deadline)
     largest = max(map(len, hosts.members))
     size_bytes = segment_size(len(hosts.members[hosts.index_of(context.rank)])) if largest > 1 else 0
     segment = None
     if largest > 1:
-        segment, hosts = share_memory(context, hub, meeting, hosts, size_bytes, deadline)
-    addresses = list(meeting.addresses)
+        segment, hosts = share_memory(context, hub, bootstrap, hosts, size_bytes, deadline)
+    addresses = list(bootstrap.addresses)
     if len(hosts.members) == context.size:
-        return SocketPlane(context.rank, context.size, hub, f"{meeting.uid}/all", addresses)
+        return SocketTransport(context.rank, context.size, hub, f"{bootstrap.uid}/all", addresses)
     mine = hosts.members[hosts.index_of(context.rank)]
-    local: Plane
+    local: Transport
     if segment is None:
-        local = SoloPlane()
+        local = SingleRankTransport()
     else:
-        local = SharedMemoryPlane(mine.index(context.rank), len(mine), segment)
+        local = ShmTransport(mine.index(context.rank), len(mine), segment)
     if len(hosts.members) == 1:
         return local
-    return _make_hybrid(context, hub, meeting, hosts, local)
+    return _make_hybrid(context, hub, bootstrap, hosts, local)
 
 
-def _make_hybrid(context: GroupContext, hub: SocketHub, meeting: Meeting, hosts: Hosts, local: Plane) -> Plane:
+def _make_hybrid(
+    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, hosts: Hosts, local: Transport
+) -> Transport:
     leaders = hosts.leaders
     between = None
     if context.rank in leaders:
-        addresses = [meeting.addresses[rank] for rank in leaders]
-        between = SocketPlane(leaders.index(context.rank), len(leaders), hub, f"{meeting.uid}/leaders", addresses)
-    everyone = SocketPlane(context.rank, context.size, hub, f"{meeting.uid}/all", list(meeting.addresses))
-    return HybridPlane(context.rank, hosts, local, between, everyone)
+        addresses = [bootstrap.addresses[rank] for rank in leaders]
+        between = SocketTransport(leaders.index(context.rank), len(leaders), hub, f"{bootstrap.uid}/leaders", addresses)
+    everyone = SocketTransport(context.rank, context.size, hub, f"{bootstrap.uid}/all", list(bootstrap.addresses))
+    return HierarchicalTransport(context.rank, hosts, local, between, everyone)

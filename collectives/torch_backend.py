@@ -171,7 +171,7 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         return [torch.device(name) for name in self._group.device_types]
 
     def _get_backend(self, device: torch.device) -> TorchProcessGroup:
-        self._group.carrier(torch.device(device).type)  # raises for one that the group does not carry
+        self._group.binding(torch.device(device).type)  # raises for one that the group does not carry
         return self
 
     def supports_tensor_alloc(self, device: torch.device) -> bool:

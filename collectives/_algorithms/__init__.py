@@ -6,6 +6,6 @@
 from __future__ import annotations
 
 from rpcdist.collectives._algorithms.choose import Algorithm, choose, plan_for
-from rpcdist.collectives._algorithms.steps import Plan, Receive, Region, Round, Send, grid
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, grid
 
-__all__ = ["Algorithm", "Plan", "Receive", "Region", "Round", "Send", "choose", "grid", "plan_for"]
+__all__ = ["Algorithm", "Plan", "ReceiveStep", "Region", "Round", "SendStep", "choose", "grid", "plan_for"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rpcdist.collectives._algorithms.steps import Plan, Receive, Region, Round, Send, chain, merge
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, chain, merge
 from rpcdist.collectives._algorithms.tree import barrier
 
 __all__ = ["direct_all_gather", "gather", "pairwise_all_to_all", "scatter"]
@@ -13,8 +13,8 @@ __all__ = ["direct_all_gather", "gather", "pairwise_all_to_all", "scatter"]
 def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
     """Everybody sends to everybody in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
     others = [(rank + distance) % size for distance in range(1, size)]
-    sends = tuple(Send(peer, Region(rank, 0, counts[rank])) for peer in others)
-    receives = tuple(Receive(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
+    sends = tuple(SendStep(peer, Region(rank, 0, counts[rank])) for peer in others)
+    receives = tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
     return (Round(sends, receives),) if size > 1 else ()
 
 
@@ -22,9 +22,9 @@ def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
     """All send to the root at once. Buffer i is rank i's chunk; elsewhere there is only the own one."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
-        moves = Round((), tuple(Receive(peer, Region(peer, 0, counts[peer])) for peer in others))
+        moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
     else:
-        moves = Round((Send(root, Region(rank, 0, counts[rank])),))
+        moves = Round((SendStep(root, Region(rank, 0, counts[rank])),))
     return merge((moves,), barrier(rank, size)) if size > 1 else ()
 
 
@@ -32,9 +32,9 @@ def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
     """The root sends to all at once. Buffers as in `gather`."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
-        moves = Round(tuple(Send(peer, Region(peer, 0, counts[peer])) for peer in others))
+        moves = Round(tuple(SendStep(peer, Region(peer, 0, counts[peer])) for peer in others))
     else:
-        moves = Round((), (Receive(root, Region(rank, 0, counts[rank])),))
+        moves = Round((), (ReceiveStep(root, Region(rank, 0, counts[rank])),))
     return merge((moves,), barrier(rank, size)) if size > 1 else ()
 
 
@@ -53,6 +53,6 @@ def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Seq
     rounds = []
     for distance in range(1, size):
         ahead, behind = (rank + distance) % size, (rank - distance) % size
-        send = Send(ahead, Region(ahead, 0, sent[ahead]))
-        rounds.append(Round((send,), (Receive(behind, Region(size + behind, 0, received[behind])),)))
+        send = SendStep(ahead, Region(ahead, 0, sent[ahead]))
+        rounds.append(Round((send,), (ReceiveStep(behind, Region(size + behind, 0, received[behind])),)))
     return chain(tuple(rounds), barrier(rank, size))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from rpcdist.collectives._algorithms.steps import Plan, Receive, Region, Round, Send, chain, split_evenly
+from rpcdist.collectives._algorithms.steps import Plan, ReceiveStep, Region, Round, SendStep, chain, split_evenly
 
 __all__ = ["ring_all_gather", "ring_all_reduce", "ring_reduce_scatter"]
 
@@ -33,8 +33,8 @@ def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
         leaving, coming = parts[(rank - 1 - step) % size], parts[(rank - 2 - step) % size]
         rounds.append(
             Round(
-                (Send((rank + 1) % size, leaving),),
-                (Receive((rank - 1) % size, coming, operand=coming),),
+                (SendStep((rank + 1) % size, leaving),),
+                (ReceiveStep((rank - 1) % size, coming, operand=coming),),
                 coming if step == size - 2 else None,
             )
         )
@@ -45,8 +45,8 @@ def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
     """Before, each rank has part `rank`; afterwards all of them."""
     return tuple(
         Round(
-            (Send((rank + 1) % size, parts[(rank - step) % size]),),
-            (Receive((rank - 1) % size, parts[(rank - 1 - step) % size]),),
+            (SendStep((rank + 1) % size, parts[(rank - step) % size]),),
+            (ReceiveStep((rank - 1) % size, parts[(rank - 1 - step) % size]),),
         )
         for step in range(size - 1)
     )
@@ -80,8 +80,8 @@ def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
         coming = Region(size if last else size + 1 + step % 2, 0, counts[chunk])
         rounds.append(
             Round(
-                (Send((rank + 1) % size, leaving),),
-                (Receive((rank - 1) % size, coming, operand=Region(chunk, 0, counts[chunk])),),
+                (SendStep((rank + 1) % size, leaving),),
+                (ReceiveStep((rank - 1) % size, coming, operand=Region(chunk, 0, counts[chunk])),),
                 coming if last else None,
             )
         )

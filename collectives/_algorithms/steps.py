@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
 
-__all__ = ["NOTHING", "Plan", "Receive", "Region", "Round", "Send", "chain", "grid", "merge", "split_evenly"]
+__all__ = ["NOTHING", "Plan", "ReceiveStep", "Region", "Round", "SendStep", "chain", "grid", "merge", "split_evenly"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ NOTHING = Region(0, 0, 0)
 
 
 @dataclass(frozen=True, slots=True)
-class Send:
+class SendStep:
     """Sends a region to a peer."""
 
     peer: int
@@ -57,7 +57,7 @@ class Send:
 
 
 @dataclass(frozen=True, slots=True)
-class Receive:
+class ReceiveStep:
     """Receives a region from a peer.
 
     Attributes:
@@ -89,8 +89,8 @@ class Round:
             ranks may get it from here.
     """
 
-    sends: tuple[Send, ...] = ()
-    receives: tuple[Receive, ...] = ()
+    sends: tuple[SendStep, ...] = ()
+    receives: tuple[ReceiveStep, ...] = ()
     final: Region | None = None
 
     def __repr__(self) -> str:

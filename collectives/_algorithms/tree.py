@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rpcdist.collectives._algorithms.steps import NOTHING, Plan, Receive, Region, Round, Send, merge
+from rpcdist.collectives._algorithms.steps import NOTHING, Plan, ReceiveStep, Region, Round, SendStep, merge
 
 __all__ = [
     "barrier",
@@ -26,7 +26,9 @@ def barrier(rank: int, size: int) -> Plan:
     rounds = []
     distance = 1
     while distance < size:
-        rounds.append(Round((Send((rank + distance) % size, NOTHING),), (Receive((rank - distance) % size, NOTHING),)))
+        rounds.append(
+            Round((SendStep((rank + distance) % size, NOTHING),), (ReceiveStep((rank - distance) % size, NOTHING),))
+        )
         distance *= 2
     return tuple(rounds)
 
@@ -52,7 +54,7 @@ def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
     while distance < power:
         peer = rank ^ distance
         if rank < power:
-            rounds.append(Round((Send(peer, whole),), (Receive(peer, whole, operand=whole, late=True),)))
+            rounds.append(Round((SendStep(peer, whole),), (ReceiveStep(peer, whole, operand=whole, late=True),)))
         else:
             rounds.append(Round())
         distance *= 2
@@ -65,14 +67,14 @@ def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
 
 def _fold(rank: int, power: int, extra: int, whole: Region) -> Round:
     if rank >= power:
-        return Round((Send(rank - power, whole),))
-    return Round((), (Receive(rank + power, whole, operand=whole),)) if rank < extra else Round()
+        return Round((SendStep(rank - power, whole),))
+    return Round((), (ReceiveStep(rank + power, whole, operand=whole),)) if rank < extra else Round()
 
 
 def _unfold(rank: int, power: int, extra: int, whole: Region) -> Round:
     if rank >= power:
-        return Round((), (Receive(rank - power, whole),))
-    return Round((Send(rank + power, whole),)) if rank < extra else Round()
+        return Round((), (ReceiveStep(rank - power, whole),))
+    return Round((SendStep(rank + power, whole),)) if rank < extra else Round()
 
 
 def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
@@ -83,8 +85,8 @@ def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
     distance = 1
     while distance < size:
         peer_ahead, peer_behind = (rank + distance) % size, (rank - distance) % size
-        sends = (Send(peer_ahead, whole),) if place < distance and place + distance < size else ()
-        receives = (Receive(peer_behind, whole),) if distance <= place < 2 * distance else ()
+        sends = (SendStep(peer_ahead, whole),) if place < distance and place + distance < size else ()
+        receives = (ReceiveStep(peer_behind, whole),) if distance <= place < 2 * distance else ()
         rounds.append(Round(sends, receives))
         distance *= 2
     return merge(tuple(rounds), barrier(rank, size))
@@ -101,12 +103,12 @@ def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
     rounds = []
     distance = 1 << max(0, (size - 1).bit_length() - 1)
     while distance >= 1 and size > 1:
-        sends: tuple[Send, ...] = ()
-        receives: tuple[Receive, ...] = ()
+        sends: tuple[SendStep, ...] = ()
+        receives: tuple[ReceiveStep, ...] = ()
         if distance <= place < 2 * distance:
-            sends = (Send((rank - distance) % size, mine),)
+            sends = (SendStep((rank - distance) % size, mine),)
         elif place < distance and place + distance < size:
-            receives = (Receive((rank + distance) % size, reduced, operand=mine),)
+            receives = (ReceiveStep((rank + distance) % size, reduced, operand=mine),)
             mine = reduced
         rounds.append(Round(sends, receives))
         distance //= 2
@@ -130,8 +132,10 @@ def chain_broadcast(rank: int, size: int, root: int, count: int, piece: int) -> 
     rounds = []
     for number in range(len(pieces) + size - 2):
         leaving, coming = number - place, number - place + 1
-        sends = (Send((rank + 1) % size, pieces[leaving]),) if place < size - 1 and 0 <= leaving < len(pieces) else ()
-        receives = (Receive((rank - 1) % size, pieces[coming]),) if place and 0 <= coming < len(pieces) else ()
+        sends = (
+            (SendStep((rank + 1) % size, pieces[leaving]),) if place < size - 1 and 0 <= leaving < len(pieces) else ()
+        )
+        receives = (ReceiveStep((rank - 1) % size, pieces[coming]),) if place and 0 <= coming < len(pieces) else ()
         rounds.append(Round(sends, receives))
     return merge(tuple(rounds), barrier(rank, size))
 
@@ -147,14 +151,14 @@ def chain_reduce(rank: int, size: int, root: int, count: int, piece: int) -> Pla
     rounds = []
     for number in range(len(starts) + size - 2):
         leaving, coming = number - place, number - place + 1
-        sends: tuple[Send, ...] = ()
-        receives: tuple[Receive, ...] = ()
+        sends: tuple[SendStep, ...] = ()
+        receives: tuple[ReceiveStep, ...] = ()
         final = None
         if place < size - 1 and 0 <= leaving < len(starts):
-            sends = (Send((rank + 1) % size, _piece(leaving, starts, count, 0 if place == 0 else 2)),)
+            sends = (SendStep((rank + 1) % size, _piece(leaving, starts, count, 0 if place == 0 else 2)),)
         if place and 0 <= coming < len(starts):
             target = _piece(coming, starts, count, 2 if place < size - 1 else 1)
-            receives = (Receive((rank - 1) % size, target, operand=_piece(coming, starts, count, 0)),)
+            receives = (ReceiveStep((rank - 1) % size, target, operand=_piece(coming, starts, count, 0)),)
             final = target if place == size - 1 else None
         rounds.append(Round(sends, receives, final))
     return merge(tuple(rounds), barrier(rank, size))

@@ -1,1 +1,3 @@
-"""TODO"""
+"""The functions that users call, one file for each family."""
+
+__all__: list[str] = []

@@ -35,8 +35,8 @@ def all_reduce_coalesced(
         return None
     if not tensors:
         raise ConfigError("all_reduce_coalesced: `tensors` is empty; give at least one tensor")
-    carrier = found.carrier(tensors[0].device.type)
-    work = carrier.submit(lowering.all_reduce_coalesced(carrier.place, tensors, op), async_op)
+    binding = found.binding(tensors[0].device.type)
+    work = binding.submit(lowering.all_reduce_coalesced(binding.place, tensors, op), async_op)
     return work.get_future() if async_op else None
 
 
@@ -61,8 +61,8 @@ def all_gather_coalesced(
     for place, tensor in enumerate(input_tensor_list):
         outputs = [each[place] for each in output_tensor_lists]
         check_same_dtype([tensor, *outputs])
-        carrier = found.carrier(tensor.device.type)
-        works.append(carrier.submit(lowering.all_gather(carrier.place, outputs, tensor), async_op))
+        binding = found.binding(tensor.device.type)
+        works.append(binding.submit(lowering.all_gather(binding.place, outputs, tensor), async_op))
     if not async_op:
         return None
     if not works:

@@ -34,7 +34,7 @@ from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rpcdist.collectives.process_group import Carrier
+    from rpcdist.collectives.process_group import BackendBinding
 
 __all__ = ["LowerCaseOperations", "receive_tensor", "send_tensor"]
 
@@ -47,15 +47,15 @@ TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 class LowerCaseOperations:
     """Mixed into `ProcessGroup`."""
 
-    def carrier(self, device_type: str) -> Carrier:
+    def binding(self, device_type: str) -> BackendBinding:
         raise NotImplementedError  # pragma: no cover  (the group's)
 
     @property
     def object_device(self) -> str:
         raise NotImplementedError  # pragma: no cover
 
-    def _carrier_of(self, tensor: torch.Tensor) -> Carrier:
-        return self.carrier(tensor.device.type)
+    def _binding_of(self, tensor: torch.Tensor) -> BackendBinding:
+        return self.binding(tensor.device.type)
 
     # ------------------------------------------------------------ one tensor
 
@@ -63,13 +63,13 @@ class LowerCaseOperations:
         """`opts`: AllreduceOptions, or a ReduceOp."""
         tensor = _one(tensors)
         given = _options(AllreduceOptions, opts, "reduceOp", timeout)
-        return self._carrier_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
+        return self._binding_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
         """All tensors have one dtype; they are reduced in one operation."""
         given = _options(AllreduceCoalescedOptions, opts, "reduceOp")
-        carrier = self._carrier_of(tensors[0])
-        return _submit(carrier, lowering.all_reduce_coalesced(carrier.place, list(tensors), given.reduceOp), given)
+        binding = self._binding_of(tensors[0])
+        return _submit(binding, lowering.all_reduce_coalesced(binding.place, list(tensors), given.reduceOp), given)
 
     def reduce(
         self, tensors: Tensors, opts: object = None, op: object = ReduceOp.SUM, timeout: timedelta | None = None
@@ -77,15 +77,15 @@ class LowerCaseOperations:
         """`opts`: ReduceOptions, or the root's rank."""
         tensor = _one(tensors)
         given = _options(ReduceOptions, opts, "rootRank", timeout, reduceOp=op)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.reduce(carrier.place, tensor, given.rootRank, given.reduceOp), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.reduce(binding.place, tensor, given.rootRank, given.reduceOp), given)
 
     def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> Work:
         """`opts`: BroadcastOptions, or the root's rank."""
         tensor = _one(tensors)
         given = _options(BroadcastOptions, opts, "rootRank", timeout)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.broadcast(carrier.place, tensor, given.rootRank), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.broadcast(binding.place, tensor, given.rootRank), given)
 
     # ------------------------------------------------------------ gathering
 
@@ -93,14 +93,14 @@ class LowerCaseOperations:
         """One list of outputs (in a list, or itself) and one input (in a list, or itself)."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(AllgatherOptions, opts)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.all_gather(carrier.place, outputs, tensor), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.all_gather(binding.place, outputs, tensor), given)
 
     def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """The inputs of all ranks in one tensor."""
         given = _options(AllgatherOptions, opts)
-        carrier = self._carrier_of(input)
-        return _submit(carrier, lowering.all_gather_single(carrier.place, output, input), given)
+        binding = self._binding_of(input)
+        return _submit(binding, lowering.all_gather_single(binding.place, output, input), given)
 
     _allgather_base = all_gather_single
 
@@ -110,8 +110,8 @@ class LowerCaseOperations:
         """`opts`: GatherOptions, or the root's rank; `output_tensors` is empty everywhere else."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
         given = _options(GatherOptions, opts, "rootRank", timeout)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.gather(carrier.place, outputs, tensor, given.rootRank), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.gather(binding.place, outputs, tensor, given.rootRank), given)
 
     def scatter(
         self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, timeout: timedelta | None = None
@@ -119,21 +119,21 @@ class LowerCaseOperations:
         """`opts`: ScatterOptions, or the root's rank; `input_tensors` is empty everywhere else."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
         given = _options(ScatterOptions, opts, "rootRank", timeout)
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.scatter(carrier.place, tensor, inputs, given.rootRank), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.scatter(binding.place, tensor, inputs, given.rootRank), given)
 
     def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None) -> Work:
         """`opts`: ReduceScatterOptions, or a ReduceOp."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
         given = _options(ReduceScatterOptions, opts, "reduceOp")
-        carrier = self._carrier_of(tensor)
-        return _submit(carrier, lowering.reduce_scatter(carrier.place, tensor, inputs, given.reduceOp), given)
+        binding = self._binding_of(tensor)
+        return _submit(binding, lowering.reduce_scatter(binding.place, tensor, inputs, given.reduceOp), given)
 
     def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> Work:
         """One chunk of the input for each rank."""
         given = _options(ReduceScatterOptions, opts, "reduceOp")
-        carrier = self._carrier_of(output)
-        return _submit(carrier, lowering.reduce_scatter_single(carrier.place, output, input, given.reduceOp), given)
+        binding = self._binding_of(output)
+        return _submit(binding, lowering.reduce_scatter_single(binding.place, output, input, given.reduceOp), given)
 
     _reduce_scatter_base = reduce_scatter_single
 
@@ -171,8 +171,8 @@ class LowerCaseOperations:
     ) -> Work:
         """One tensor from and one for each rank."""
         given = _options(AllToAllOptions, opts)
-        carrier = self._carrier_of(input_tensors[0])
-        return _submit(carrier, lowering.all_to_all(carrier.place, list(output_tensors), list(input_tensors)), given)
+        binding = self._binding_of(input_tensors[0])
+        return _submit(binding, lowering.all_to_all(binding.place, list(output_tensors), list(input_tensors)), given)
 
     def all_to_all_single(
         self,
@@ -184,9 +184,9 @@ class LowerCaseOperations:
     ) -> Work:
         """Parts of one tensor, cut along its first dimension."""
         given = _options(AllToAllOptions, opts)
-        carrier = self._carrier_of(input)
-        lowered = lowering.all_to_all_single(carrier.place, output, input, output_split_sizes, input_split_sizes)
-        return _submit(carrier, lowered, given)
+        binding = self._binding_of(input)
+        lowered = lowering.all_to_all_single(binding.place, output, input, output_split_sizes, input_split_sizes)
+        return _submit(binding, lowered, given)
 
     alltoall_base = all_to_all_single
 
@@ -194,54 +194,54 @@ class LowerCaseOperations:
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """To a rank of the group; done when the tensor may be changed again."""
-        return send_tensor(self._carrier_of(_one(tensors)), _one(tensors), dst_rank, tag)
+        return send_tensor(self._binding_of(_one(tensors)), _one(tensors), dst_rank, tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         """From a rank of the group."""
-        return receive_tensor(self._carrier_of(_one(tensors)), _one(tensors), src_rank, tag)
+        return receive_tensor(self._binding_of(_one(tensors)), _one(tensors), src_rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """From whichever rank sends first."""
-        return receive_tensor(self._carrier_of(_one(tensors)), _one(tensors), None, tag)
+        return receive_tensor(self._binding_of(_one(tensors)), _one(tensors), None, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
         """Done when all ranks have come."""
         given = _options(BarrierOptions, opts, timeout=timeout)
         device = getattr(given, "device", None)
-        carrier = self.carrier(self.object_device if device is None else device.type)
-        return _submit(carrier, lowering.barrier(), given)
+        binding = self.binding(self.object_device if device is None else device.type)
+        return _submit(binding, lowering.barrier(), given)
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         """Waits for all ranks; its error names those that did not come, all of them in either case."""
         given = _options(BarrierOptions, None, timeout=timeout)
-        self.carrier(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
+        self.binding(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
 
 
-def send_tensor(carrier: Carrier, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+def send_tensor(binding: BackendBinding, tensor: torch.Tensor, peer: int, tag: int) -> Work:
     """Starts to send."""
-    _check_peer(carrier, peer, tag, "destination")
-    dense = Copies(carrier.place.staged, moves_only=True).read(tensor)
-    return carrier.backend.send(dense, peer, tag, asynchronous=True, timeout_s=carrier.group.changed_timeout_s)
+    _check_peer(binding, peer, tag, "destination")
+    dense = Copies(binding.place.staged, moves_only=True).read(tensor)
+    return binding.backend.send(dense, peer, tag, asynchronous=True, timeout_s=binding.group.changed_timeout_s)
 
 
-def receive_tensor(carrier: Carrier, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+def receive_tensor(binding: BackendBinding, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
     """Starts to receive."""
-    _check_peer(carrier, peer, tag, "source")
-    copies = Copies(carrier.place.staged, moves_only=True)
+    _check_peer(binding, peer, tag, "source")
+    copies = Copies(binding.place.staged, moves_only=True)
     dense = copies.write(tensor)
-    return carrier.backend.recv(
-        dense, peer, tag, asynchronous=True, timeout_s=carrier.group.changed_timeout_s, finish=copies.finish()
+    return binding.backend.recv(
+        dense, peer, tag, asynchronous=True, timeout_s=binding.group.changed_timeout_s, finish=copies.finish()
     )
 
 
-def _check_peer(carrier: Carrier, peer: int | None, tag: int, name: str) -> None:
+def _check_peer(binding: BackendBinding, peer: int | None, tag: int, name: str) -> None:
     if not isinstance(tag, int):
         raise TypeError(f"`tag` is a whole number, not {tag!r}")
     if not 0 <= tag < 2**31:
         raise ConfigError(f"Tag must be nonnegative and below 2**31, not {tag}")
     if peer is None:
         return
-    rank, size, _ = carrier.place
+    rank, size, _ = binding.place
     if not 0 <= peer < size:
         raise ConfigError(f"Invalid {name} rank {peer}: the group's ranks are 0 to {size - 1}")
     if peer == rank:
@@ -256,8 +256,8 @@ def _last(works: Iterable[Work]) -> Work:
     return found[-1] if found else Work.finished("nothing")
 
 
-def _submit(carrier: Carrier, lowered: lowering.Lowered, given: OperationOptions) -> Work:
-    return carrier.submit(lowered, given.asyncOp, given.timeout_s)
+def _submit(binding: BackendBinding, lowered: lowering.Lowered, given: OperationOptions) -> Work:
+    return binding.submit(lowered, given.asyncOp, given.timeout_s)
 
 
 def _options(

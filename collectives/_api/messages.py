@@ -37,7 +37,7 @@ def isend(
     if found is None:
         return None
     peer = resolve_group_rank(found, dst, group_dst)
-    return send_tensor(found.carrier(tensor.device.type), tensor, peer, tag)
+    return send_tensor(found.binding(tensor.device.type), tensor, peer, tag)
 
 
 def irecv(
@@ -62,7 +62,7 @@ def irecv(
         return None
     anyone = src is None and group_src is None
     peer = None if anyone else resolve_group_rank(found, src, group_src)
-    return receive_tensor(found.carrier(tensor.device.type), tensor, peer, tag)
+    return receive_tensor(found.binding(tensor.device.type), tensor, peer, tag)
 
 
 def send(
@@ -164,6 +164,6 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 
 def _start(one: P2POp) -> Work:
-    carrier = one.group.carrier(one.tensor.device.type)
+    binding = one.group.binding(one.tensor.device.type)
     start = send_tensor if one.op is isend else receive_tensor
-    return start(carrier, one.tensor, one.group_peer, one.tag)
+    return start(binding, one.tensor, one.group_peer, one.tag)

@@ -22,7 +22,7 @@ from rpcdist.collectives._group.registry import Group, group_or_default, member_
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_same_dtype, check_tensor, check_tensor_list, check_timeout
 from rpcdist.collectives._operations.operation import ReduceOp
-from rpcdist.collectives.process_group import Carrier, ProcessGroup
+from rpcdist.collectives.process_group import BackendBinding, ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
@@ -56,7 +56,7 @@ def all_reduce(
     found = member_group(group, "all_reduce")
     if found is None:
         return None
-    work = found.carrier(tensor.device.type).all_reduce(tensor, op, async_op)
+    work = found.binding(tensor.device.type).all_reduce(tensor, op, async_op)
     return work if async_op else None
 
 
@@ -74,8 +74,8 @@ def reduce(
     if found is None:
         return None
     root = resolve_group_rank(found, dst, group_dst)
-    carrier = found.carrier(tensor.device.type)
-    return carrier.run(lowering.reduce(carrier.place, tensor, root, op), async_op)
+    binding = found.binding(tensor.device.type)
+    return binding.run(lowering.reduce(binding.place, tensor, root, op), async_op)
 
 
 def broadcast(
@@ -91,8 +91,8 @@ def broadcast(
     if found is None:
         return None
     root = resolve_group_rank(found, src, group_src)
-    carrier = found.carrier(tensor.device.type)
-    return carrier.run(lowering.broadcast(carrier.place, tensor, root), async_op)
+    binding = found.binding(tensor.device.type)
+    return binding.run(lowering.broadcast(binding.place, tensor, root), async_op)
 
 
 def all_gather(
@@ -105,8 +105,8 @@ def all_gather(
     found = member_group(group, "all_gather")
     if found is None:
         return None
-    carrier = _carrier(found, tensor, *tensor_list)
-    return carrier.run(lowering.all_gather(carrier.place, tensor_list, tensor), async_op)
+    binding = _binding(found, tensor, *tensor_list)
+    return binding.run(lowering.all_gather(binding.place, tensor_list, tensor), async_op)
 
 
 def all_gather_single(
@@ -121,8 +121,8 @@ def all_gather_single(
     found = member_group(group, "all_gather_single")
     if found is None:
         return None
-    carrier = _carrier(found, input_tensor, output_tensor)
-    return carrier.run(lowering.all_gather_single(carrier.place, output_tensor, input_tensor), async_op)
+    binding = _binding(found, input_tensor, output_tensor)
+    return binding.run(lowering.all_gather_single(binding.place, output_tensor, input_tensor), async_op)
 
 
 def all_gather_into_tensor(
@@ -150,8 +150,8 @@ def gather(
         return None
     root = _root(found, dst, group_dst)
     _check_list_at(found.rank() == root, outputs, "gather_list", "destination")
-    carrier = _carrier(found, tensor, *outputs)
-    return carrier.run(lowering.gather(carrier.place, outputs, tensor, root), async_op)
+    binding = _binding(found, tensor, *outputs)
+    return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
 
 
 def scatter(
@@ -172,8 +172,8 @@ def scatter(
         return None
     root = _root(found, src, group_src)
     _check_list_at(found.rank() == root, inputs, "scatter_list", "source")
-    carrier = _carrier(found, tensor, *inputs)
-    return carrier.run(lowering.scatter(carrier.place, tensor, inputs, root), async_op)
+    binding = _binding(found, tensor, *inputs)
+    return binding.run(lowering.scatter(binding.place, tensor, inputs, root), async_op)
 
 
 def reduce_scatter(
@@ -190,8 +190,8 @@ def reduce_scatter(
     found = member_group(group, "reduce_scatter")
     if found is None:
         return None
-    carrier = _carrier(found, output, *input_list)
-    return carrier.run(lowering.reduce_scatter(carrier.place, output, input_list, op), async_op)
+    binding = _binding(found, output, *input_list)
+    return binding.run(lowering.reduce_scatter(binding.place, output, input_list, op), async_op)
 
 
 def reduce_scatter_single(
@@ -210,8 +210,8 @@ def reduce_scatter_single(
     found = member_group(group, "reduce_scatter_single")
     if found is None:
         return None
-    carrier = _carrier(found, output, input)
-    return carrier.run(lowering.reduce_scatter_single(carrier.place, output, input, op), async_op)
+    binding = _binding(found, output, input)
+    return binding.run(lowering.reduce_scatter_single(binding.place, output, input, op), async_op)
 
 
 def reduce_scatter_tensor(
@@ -240,8 +240,8 @@ def all_to_all(
         return None
     if not input_tensor_list:
         raise ConfigError("all_to_all: `input_tensor_list` is empty; give one tensor for each rank")
-    carrier = _carrier(found, *input_tensor_list, *output_tensor_list)
-    return carrier.run(lowering.all_to_all(carrier.place, output_tensor_list, input_tensor_list), async_op)
+    binding = _binding(found, *input_tensor_list, *output_tensor_list)
+    return binding.run(lowering.all_to_all(binding.place, output_tensor_list, input_tensor_list), async_op)
 
 
 def all_to_all_single(
@@ -266,11 +266,11 @@ def all_to_all_single(
     found = member_group(group, "all_to_all_single")
     if found is None:
         return None
-    carrier = _carrier(found, input, output)
+    binding = _binding(found, input, output)
     lowered = lowering.all_to_all_single(
-        carrier.place, output, input, output_split_sizes or (), input_split_sizes or ()
+        binding.place, output, input, output_split_sizes or (), input_split_sizes or ()
     )
-    return carrier.run(lowered, async_op)
+    return binding.run(lowered, async_op)
 
 
 def barrier(
@@ -292,8 +292,8 @@ def barrier(
         return None
     timeout_s = None if timeout is None else check_timeout(timeout).total_seconds()
     bound = found.bound_device_id
-    carrier = found.carrier(found.object_device if bound is None else bound.type)
-    return carrier.run(lowering.barrier(), async_op, timeout_s)
+    binding = found.binding(found.object_device if bound is None else bound.type)
+    return binding.run(lowering.barrier(), async_op, timeout_s)
 
 
 def monitored_barrier(
@@ -319,12 +319,12 @@ def monitored_barrier(
     found.monitored_barrier(None if timeout is None else check_timeout(timeout), wait_all_ranks)
 
 
-def _carrier(found: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> Carrier:
+def _binding(found: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:
     device = first.device
     for tensor in rest:
         if tensor.device != device:
             raise ConfigError(f"all tensors have to be on one device; found {device} and {tensor.device}")
-    return found.carrier(device.type)
+    return found.binding(device.type)
 
 
 def _root(found: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:

@@ -26,7 +26,13 @@ import torch
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure, list_ranks
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
-from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._transports.base import (
+    Control,
+    Transport,
+    TransportMismatch,
+    TransportPeerLost,
+    TransportTimeout,
+)
 from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
@@ -72,7 +78,7 @@ class _Title:
 
 
 class _Job(Control):
-    """One operation, and what its plane is told."""
+    """One operation, and what its transport is told."""
 
     __slots__ = ("_engine", "deadline", "fingerprint", "finish", "name", "operation", "record", "sequence", "work")
 
@@ -122,14 +128,14 @@ class Engine:
         on_departure: told of a rank that left, and of that in words; likewise.
     """
 
-    def __init__(self, plane: Plane, group: str, world_ranks: tuple[int, ...], timeout_s: float) -> None:
+    def __init__(self, transport: Transport, group: str, world_ranks: tuple[int, ...], timeout_s: float) -> None:
         self.group = group
         self.failure: GroupFailure | None = None
         self.departed: dict[int, int] = {}
         self.reporter = Reporter()
         self.on_failure: Callable[[CollectiveError], object] | None = None
         self.on_departure: Callable[[int, str], object] | None = None
-        self._plane = plane
+        self._transport = transport
         self._world_ranks = world_ranks
         self._timeout_s = timeout_s
         self._sequence = 0
@@ -251,12 +257,12 @@ class Engine:
         try:
             job.check()
             job.fingerprint = job.operation.fingerprint(job.sequence)
-            self._plane.run(job.operation, job)
+            self._transport.run(job.operation, job)
             if job.finish is not None:
                 job.finish()
         except CollectiveError as exc:
             error = exc
-        except (PlaneMismatch, PlanePeerLost, PlaneTimeout) as exc:
+        except (TransportMismatch, TransportPeerLost, TransportTimeout) as exc:
             error = self._judge(job, exc)
         except BaseException as exc:  # Ctrl-C as well: the other ranks must not wait for this one
             error = exc
@@ -271,19 +277,19 @@ class Engine:
             job.work.fail(error)
             self._dump()
 
-    def _judge(self, job: _Job, exc: PlaneMismatch | PlanePeerLost | PlaneTimeout) -> CollectiveError:
-        """What a plane's report means; tells the other ranks."""
-        if isinstance(exc, PlaneMismatch):
+    def _judge(self, job: _Job, exc: TransportMismatch | TransportPeerLost | TransportTimeout) -> CollectiveError:
+        """What a transport's report means; tells the other ranks."""
+        if isinstance(exc, TransportMismatch):
             views = "; ".join(f"rank {self._name(rank)} called {view}" for rank, view in sorted(exc.views.items()))
             failure = GroupFailure(FailureKind.MISMATCH, f"the ranks called different operations: {views}")
-        elif isinstance(exc, PlanePeerLost):
+        elif isinstance(exc, TransportPeerLost):
             failure = self._judge_lost(job, exc)
         else:
             failure = self._judge_timeout(job, exc)
         failure = self._fail_everywhere(failure)
         return failure.error(job.title)
 
-    def _judge_lost(self, job: _Job, exc: PlanePeerLost) -> GroupFailure:
+    def _judge_lost(self, job: _Job, exc: TransportPeerLost) -> GroupFailure:
         if self.reporter.report_lost(exc.rank, exc.reason):
             self._await_verdict(exc.rank)
         # The first that left is the reason; others may have given up, and closed their connections, because of it.
@@ -293,7 +299,7 @@ class Engine:
         reason = f"the connection of {self._me()} with rank {self._name(exc.rank)} broke: {exc.reason}"
         return GroupFailure(FailureKind.LOST, reason, (exc.rank,))
 
-    def _judge_timeout(self, job: _Job, exc: PlaneTimeout) -> GroupFailure:
+    def _judge_timeout(self, job: _Job, exc: TransportTimeout) -> GroupFailure:
         if self.reporter.report_timeout(job.title, job.sequence, exc.waiting_for):
             self._await_verdict(None)
         names = list_ranks([self._world_ranks[rank] for rank in exc.waiting_for])
@@ -363,7 +369,7 @@ class Engine:
             pass
 
     def _me(self) -> str:
-        return f"rank {self._name(self._plane.rank)}"
+        return f"rank {self._name(self._transport.rank)}"
 
     def _name(self, rank: int) -> int:
         return self._world_ranks[rank]
@@ -372,7 +378,7 @@ class Engine:
         if self._dumped:
             return
         self._dumped = True
-        path = flight_recorder.write_dump(self._name(self._plane.rank))
+        path = flight_recorder.write_dump(self._name(self._transport.rank))
         if path is not None:
             logger.error("group %r failed (%s); its last operations are in %s", self.group, self.failure, path)
 

@@ -28,7 +28,7 @@ class GroupEngine(Engine):
         """See `Backend.run_part`."""
         job = self._current
         assert job is not None, "run_part is for the `finish` of a running operation"
-        self._plane.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
+        self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
 
 
 class Messages(Protocol):

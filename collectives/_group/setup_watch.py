@@ -8,10 +8,10 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.watch import WatchListener
 
-__all__ = ["Beginning"]
+__all__ = ["SetupWatch"]
 
 
-class Beginning(WatchListener):
+class SetupWatch(WatchListener):
     """Keeps what the watch tells until there is an engine, and passes everything on to it from then on.
 
     Args:

@@ -26,7 +26,7 @@ from rpcdist.errors import DistNetworkError, RendezvousError, RpcdistError, Stor
 from rpcdist.transport.shared_memory import Segment, accept, offer
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["Meeting", "exchange", "find_hosts", "share_memory"]
+__all__ = ["Bootstrap", "exchange", "find_hosts", "share_memory"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class Bootstrap:
     """How the ranks of a group reach one another.
 
     Attributes:
@@ -71,26 +71,26 @@ def exchange(context: GroupContext, key: str, value: str, deadline: Deadline) ->
     return [value.decode() for value in store.multi_get(keys)]
 
 
-def meet(context: GroupContext, hub: SocketHub, deadline: Deadline, unix_sockets: bool = True) -> Meeting:
+def meet(context: GroupContext, hub: SocketHub, deadline: Deadline, unix_sockets: bool = True) -> Bootstrap:
     """Publishes where this rank is, without its Unix socket if others shall not use that, and learns where all are."""
     address = HubAddress.parse(hub.address)
     if not unix_sockets:
         address = dataclasses.replace(address, unix_name="")
     mine = {"hub": str(address), "boot": _boot_id(), "uid": secrets.token_hex(8)}
-    entries = [json.loads(text) for text in exchange(context, "meeting", json.dumps(mine), deadline)]
-    return Meeting(
+    entries = [json.loads(text) for text in exchange(context, "bootstrap", json.dumps(mine), deadline)]
+    return Bootstrap(
         uid=str(entries[0]["uid"]),
         addresses=tuple(str(entry["hub"]) for entry in entries),
         boots=tuple(str(entry["boot"]) for entry in entries),
     )
 
 
-def find_hosts(context: GroupContext, hub: SocketHub, meeting: Meeting, allowed: bool, deadline: Deadline) -> Hosts:
+def find_hosts(context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, allowed: bool, deadline: Deadline) -> Hosts:
     """Finds out who shares a host. With `allowed` false on a rank, that rank stays alone."""
-    prefix = f"{meeting.uid}/probe/"
+    prefix = f"{bootstrap.uid}/probe/"
     hub.announce(prefix, _close_probe)
     try:
-        leader = _lowest_reachable(context.rank, hub, meeting) if allowed else context.rank
+        leader = _lowest_reachable(context.rank, hub, bootstrap) if allowed else context.rank
         texts = exchange(context, "host", json.dumps([leader, allowed]), deadline)
     finally:
         hub.withdraw(prefix)
@@ -100,12 +100,12 @@ def find_hosts(context: GroupContext, hub: SocketHub, meeting: Meeting, allowed:
     return Hosts.from_leaders(leaders)
 
 
-def _lowest_reachable(rank: int, hub: SocketHub, meeting: Meeting) -> int:
+def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
     for other in range(rank):
-        if meeting.boots[other] != meeting.boots[rank]:
+        if bootstrap.boots[other] != bootstrap.boots[rank]:
             continue
         try:
-            hub.connect(meeting.addresses[other], f"{meeting.uid}/probe/{rank}", PROBE_LIMIT_S, unix=True).close()
+            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", PROBE_LIMIT_S, unix=True).close()
             return other
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)
@@ -117,7 +117,7 @@ def _close_probe(purpose: str, sock: socket.socket) -> None:
 
 
 def share_memory(
-    context: GroupContext, hub: SocketHub, meeting: Meeting, hosts: Hosts, size_bytes: int, deadline: Deadline
+    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, hosts: Hosts, size_bytes: int, deadline: Deadline
 ) -> tuple[Segment | None, Hosts]:
     """Gives every host with several ranks its memory.
 
@@ -130,7 +130,7 @@ def share_memory(
     limit = deadline.earlier(Deadline.after(MEMORY_LIMIT_S))
     try:
         if len(members) > 1:
-            segment = _share_on_host(context, members, hub, meeting, size_bytes, limit)
+            segment = _share_on_host(context, members, hub, bootstrap, size_bytes, limit)
     except (RpcdistError, OSError) as exc:
         reason = f"{type(exc).__name__}: {exc}"
     outcomes = exchange(context, "memory", reason, deadline)
@@ -150,14 +150,14 @@ def _share_on_host(
     context: GroupContext,
     members: tuple[int, ...],
     hub: SocketHub,
-    meeting: Meeting,
+    bootstrap: Bootstrap,
     size_bytes: int,
     deadline: Deadline,
 ) -> Segment:
-    rank, purpose = context.rank, f"{meeting.uid}/memory/"
+    rank, purpose = context.rank, f"{bootstrap.uid}/memory/"
     if rank != members[0]:
         with hub.connect(
-            meeting.addresses[members[0]], f"{purpose}{rank}", deadline.remaining_s(), unix=True
+            bootstrap.addresses[members[0]], f"{purpose}{rank}", deadline.remaining_s(), unix=True
         ) as connection:
             _await_offer(context, connection, deadline)
             return accept(connection, deadline.remaining_s())
@@ -189,12 +189,12 @@ def _boot_id() -> str:
 
 
 def watch_sockets(
-    context: GroupContext, hub: SocketHub, meeting: Meeting, deadline: Deadline
+    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, deadline: Deadline
 ) -> dict[int, socket.socket]:
     """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0."""
-    purpose = f"{meeting.uid}/watch/"
+    purpose = f"{bootstrap.uid}/watch/"
     if context.rank != 0:
-        return {0: hub.connect(meeting.addresses[0], f"{purpose}{context.rank}", deadline.remaining_s())}
+        return {0: hub.connect(bootstrap.addresses[0], f"{purpose}{context.rank}", deadline.remaining_s())}
     found: dict[int, socket.socket] = {}
     try:
         for rank in range(1, context.size):

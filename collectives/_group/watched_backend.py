@@ -30,8 +30,8 @@ class GroupWatch:
     def __init__(self, context: GroupContext, listener: WatchListener, deadline: Deadline) -> None:
         self._process: LocalProcess = acquire_local_process(bind_host(context.store))
         try:
-            meeting = meet(context, self._process.hub, deadline)
-            sockets = watch_sockets(context, self._process.hub, meeting, deadline)
+            bootstrap = meet(context, self._process.hub, deadline)
+            sockets = watch_sockets(context, self._process.hub, bootstrap, deadline)
             self.watch = Watch(self._process.node, context.rank, context.ranks, context.name, listener)
             self.watch.start(sockets, deadline.remaining_s() + 1)
         except BaseException:

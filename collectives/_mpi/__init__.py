@@ -1,1 +1,3 @@
-"""TODO"""
+"""The parts of the `mpi` backend."""
+
+__all__: list[str] = []

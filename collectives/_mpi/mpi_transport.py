@@ -1,4 +1,4 @@
-"""Collective operations over MPI: the plane of the `mpi` backend.
+"""Collective operations over MPI: the transport of the `mpi` backend.
 
 Every call of MPI is a nonblocking one that is polled, so a rank that does not come is noticed (MPI has no time
 limits), and no thread ever sleeps inside MPI. Before an operation, all ranks exchange what they are about to do, on a
@@ -20,14 +20,14 @@ from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes, as_elements, m
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.adjacent import joined
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlaneTimeout
+from rpcdist.collectives._transports.base import Control, Transport, TransportMismatch, TransportTimeout
 
 if TYPE_CHECKING:
     from types import ModuleType
 
     from mpi4py import MPI
 
-__all__ = ["MpiPlane", "abandon"]
+__all__ = ["MpiTransport", "abandon"]
 
 _abandoned: Final[list[object]] = []
 
@@ -37,12 +37,12 @@ def abandon(*things: object) -> None:
     _abandoned.append(things)
 
 
-class MpiPlane(Plane):
+class MpiTransport(Transport):
     """See above.
 
     Args:
         mpi: from `load_mpi`.
-        agreement: a communicator of the group's members in their order, for this plane alone.
+        agreement: a communicator of the group's members in their order, for this transport alone.
         data: another one.
     """
 
@@ -88,7 +88,7 @@ class MpiPlane(Plane):
         pieces = [bytes(views[at : at + self._view_bytes]) for at in range(0, len(views), self._view_bytes)]
         if any(piece[:FINGERPRINT_BYTES] != fingerprint for piece in pieces):
             fingerprints = [piece[:FINGERPRINT_BYTES] for piece in pieces]
-            raise PlaneMismatch({rank: describe_fingerprint(view) for rank, view in enumerate(fingerprints)})
+            raise TransportMismatch({rank: describe_fingerprint(view) for rank, view in enumerate(fingerprints)})
         if operation.kind is Kind.ALL_TO_ALL:
             self._compare_sizes([self._splits.unpack_from(piece, FINGERPRINT_BYTES) for piece in pieces])
 
@@ -107,7 +107,7 @@ class MpiPlane(Plane):
                         sender: f"all_to_all that sends {sent} bytes to rank {receiver}",
                         receiver: f"all_to_all that expects {expected} bytes from rank {sender}",
                     }
-                    raise PlaneMismatch(views)
+                    raise TransportMismatch(views)
 
     def _wait(self, request: MPI.Request, *memory: object) -> None:
         """Waits for one call of MPI; `memory` is what it reads and writes."""
@@ -118,7 +118,7 @@ class MpiPlane(Plane):
             while not request.Test():
                 control.check()
                 if control.deadline.expired():
-                    raise PlaneTimeout(frozenset(range(self.size)) - {self.rank})
+                    raise TransportTimeout(frozenset(range(self.size)) - {self.rank})
                 pause()
         except BaseException:
             abandon(request, memory)

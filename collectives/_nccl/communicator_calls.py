@@ -13,7 +13,7 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import Communicator, Runtime, Stream
+from rpcdist.collectives._nccl.nccl_library import Communicator, CudaStream, Runtime
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.adjacent import joined
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
@@ -125,15 +125,15 @@ class NcclCalls:
             Kind.BARRIER: self._barrier,
         }
 
-    def enqueue(self, operation: Operation, stream: Stream) -> list[torch.Tensor]:
+    def enqueue(self, operation: Operation, stream: CudaStream) -> list[torch.Tensor]:
         """Call it with `stream` as torch's current one. Returns tensors that have to live until it is done."""
         return self._calls[operation.kind](operation, stream.cuda_stream)
 
-    def send(self, tensor: torch.Tensor, peer: int, stream: Stream) -> None:
+    def send(self, tensor: torch.Tensor, peer: int, stream: CudaStream) -> None:
         if tensor.nbytes:
             self._communicator.send(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
 
-    def recv(self, tensor: torch.Tensor, peer: int, stream: Stream) -> None:
+    def recv(self, tensor: torch.Tensor, peer: int, stream: CudaStream) -> None:
         if tensor.nbytes:
             self._communicator.recv(tensor.data_ptr(), tensor.nbytes, _UINT8, peer, stream.cuda_stream)
 

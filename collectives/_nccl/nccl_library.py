@@ -20,7 +20,7 @@ from rpcdist.errors import ConfigError
 if TYPE_CHECKING:
     from types import ModuleType
 
-__all__ = ["OLDEST_CUPY", "Communicator", "CudaRuntime", "Event", "Runtime", "Stream", "nccl_is_usable"]
+__all__ = ["OLDEST_CUPY", "Communicator", "CudaEvent", "CudaRuntime", "CudaStream", "Runtime", "nccl_is_usable"]
 
 OLDEST_CUPY: Final = 14
 """CuPy 14.0.0 has `commSplit`, and unique ids that are `bytes`; 13.6.0, the newest before it, has neither."""
@@ -31,7 +31,7 @@ _ADVICE: Final = (
 )
 
 
-class Event(Protocol):
+class CudaEvent(Protocol):
     """A point in a stream."""
 
     def query(self) -> bool: ...
@@ -39,15 +39,15 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
-class Stream(Protocol):
+class CudaStream(Protocol):
     """A queue of work of one device."""
 
     @property
     def cuda_stream(self) -> int: ...
 
-    def record_event(self) -> Event: ...
+    def record_event(self) -> CudaEvent: ...
 
-    def wait_event(self, event: Event) -> None: ...
+    def wait_event(self, event: CudaEvent) -> None: ...
 
 
 class Communicator(Protocol):
@@ -107,12 +107,12 @@ class Runtime(Protocol):
     def grouped(self) -> AbstractContextManager[None]:
         """The calls in this block start together, at its end."""
 
-    def on(self, stream: Stream) -> AbstractContextManager[object]:
+    def on(self, stream: CudaStream) -> AbstractContextManager[object]:
         """What torch does in this block goes to the stream."""
 
-    def current_stream(self) -> Stream: ...
+    def current_stream(self) -> CudaStream: ...
 
-    def new_stream(self) -> Stream: ...
+    def new_stream(self) -> CudaStream: ...
 
     def is_capturing(self) -> bool:
         """Whether the current stream records a CUDA graph."""
@@ -150,16 +150,16 @@ class CudaRuntime:
                 self._nccl.groupEnd()
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: CudaStream) -> Iterator[None]:
         assert isinstance(stream, torch.cuda.Stream)
         with torch.cuda.device(self.device), torch.cuda.stream(stream):
             yield
 
-    def current_stream(self) -> Stream:
-        return cast("Stream", torch.cuda.current_stream(self.device))  # torch's takes torch's events only
+    def current_stream(self) -> CudaStream:
+        return cast("CudaStream", torch.cuda.current_stream(self.device))  # torch's takes torch's events only
 
-    def new_stream(self) -> Stream:
-        return cast("Stream", torch.cuda.Stream(self.device))
+    def new_stream(self) -> CudaStream:
+        return cast("CudaStream", torch.cuda.Stream(self.device))
 
     def is_capturing(self) -> bool:
         return torch.cuda.is_current_stream_capturing()

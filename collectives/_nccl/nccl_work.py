@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import Event, Runtime, Stream
+from rpcdist.collectives._nccl.nccl_library import CudaEvent, CudaStream, Runtime
 from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
@@ -55,14 +55,14 @@ class NcclWork(Work):
         self._runtime = runtime
         self._keep = keep
         self._blocking = blocking
-        self._event: Event | None = None
+        self._event: CudaEvent | None = None
         self._enqueued = threading.Event()
         self._peer = -1
         self._device_future: torch.futures.Future[list[torch.Tensor]] | None = None
 
     # ------------------------------------------------------------ for the backend
 
-    def enqueued(self, stream: Stream, keep: list[torch.Tensor], peer: int = -1) -> None:
+    def enqueued(self, stream: CudaStream, keep: list[torch.Tensor], peer: int = -1) -> None:
         """Everything has gone to the stream; `peer` is the sender, for a receive."""
         self._keep.extend(keep)
         self._peer = peer

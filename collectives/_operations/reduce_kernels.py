@@ -1,6 +1,6 @@
-"""How tensors of several ranks become one, element by element: the arithmetic that all planes share.
+"""How tensors of several ranks become one, element by element: the arithmetic that all transports share.
 
-Every dtype is reduced in a dtype of the same bits that torch has fast kernels for (`Reducer.dtype`): torch cannot add
+Each dtype is reduced in one of the same bits that torch has fast kernels for (`ReduceKernel.dtype`): torch cannot add
 unsigned integers of 16 bits and more, but their sum has the same bits as that of signed ones; a sum of complex numbers
 is a sum of twice as many real ones. Views cost nothing, so nothing is converted.
 
@@ -18,7 +18,7 @@ import torch
 
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 
-__all__ = ["Reducer", "finish", "premultiply", "premultiply_to", "reduce_into", "reducer", "unsupported"]
+__all__ = ["ReduceKernel", "finish", "premultiply", "premultiply_to", "reduce_into", "reducer", "unsupported"]
 
 Combine = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], object]
 
@@ -39,7 +39,7 @@ _ORDERED: Final = frozenset({ReduceOp.MIN, ReduceOp.MAX})
 
 
 @dataclass(frozen=True, slots=True)
-class Reducer:
+class ReduceKernel:
     """How to reduce tensors of one dtype by one operation.
 
     Attributes:
@@ -70,7 +70,7 @@ def unsupported(op: ReduceOp, dtype: torch.dtype) -> str | None:
 
 
 @cache
-def reducer(op: ReduceOp, dtype: torch.dtype) -> Reducer:
+def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
     """How to reduce tensors of `dtype` by `op`.
 
     Raises:
@@ -80,12 +80,12 @@ def reducer(op: ReduceOp, dtype: torch.dtype) -> Reducer:
     if reason is not None:
         raise ValueError(reason)
     if dtype is torch.bool:
-        return Reducer(torch.uint8, _BOOL_COMBINE[op], None)
+        return ReduceKernel(torch.uint8, _BOOL_COMBINE[op], None)
     if op in _SUMS and dtype.is_complex:
         dtype = _REAL_OF[dtype]
     view = _SIGNED_OF.get(dtype, dtype)
     combine = _COMBINE[op] if view is dtype or op not in _ORDERED else _unsigned_order(op, view)
-    return Reducer(view, combine, _divider(dtype) if op is ReduceOp.AVG else None)
+    return ReduceKernel(view, combine, _divider(dtype) if op is ReduceOp.AVG else None)
 
 
 def reduce_into(op: ReduceOp, accumulator: torch.Tensor, other: torch.Tensor) -> None:

@@ -14,12 +14,12 @@ import torch
 from rpcdist.collectives._operations.lowering import Lowered
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp, dtype_code
 from rpcdist.collectives._operations.reduce_ops import canonical_op
-from rpcdist.collectives._transports.base import PlaneMismatch
+from rpcdist.collectives._transports.base import TransportMismatch
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
 
 if TYPE_CHECKING:
-    from rpcdist.collectives.process_group import Carrier
+    from rpcdist.collectives.process_group import BackendBinding
 
 __all__ = ["all_reduce_sparse"]
 
@@ -27,7 +27,7 @@ Run = Callable[[Operation], object]
 
 
 def all_reduce_sparse(
-    carrier: Carrier, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None
+    binding: BackendBinding, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None
 ) -> Work:
     """Replaces a sparse COO tensor by the sum of all ranks' tensors, which have its shape and dtype.
 
@@ -41,19 +41,19 @@ def all_reduce_sparse(
         raise ConfigError("all_reduce of sparse tensors supports ReduceOp.SUM only; call to_dense() for the others")
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
-    exchange = _Exchange(carrier.place.rank, carrier.place.size, tensor, carrier.place.staged)
-    backend, facts = carrier.backend, exchange.facts_operation()
+    exchange = _Exchange(binding.place.rank, binding.place.size, tensor, binding.place.staged)
+    backend, facts = binding.backend, exchange.facts_operation()
     if backend.runs_parts:
         lowered = Lowered(facts, lambda: exchange.go_on(backend.run_part), [tensor])
-        return carrier.submit(lowered, async_op, timeout_s)
+        return binding.submit(lowered, async_op, timeout_s)
 
     def run(operation: Operation) -> None:
-        carrier.submit(Lowered(operation, None, []), False, timeout_s)
+        binding.submit(Lowered(operation, None, []), False, timeout_s)
 
     run(facts)
     try:
         exchange.go_on(run)
-    except PlaneMismatch as exc:
+    except TransportMismatch as exc:
         raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {exc.views}") from exc
     return Work.finished("all_reduce of a sparse tensor", [tensor])
 
@@ -78,7 +78,7 @@ class _Exchange:
         self._all_facts = torch.empty(size, len(facts), dtype=torch.int64, device=self._device)
 
     def facts_operation(self) -> Operation:
-        """What every rank has; of another size where the number of dimensions differs, which the plane reports."""
+        """What every rank has; of another size where the number of dimensions differs, which the transport reports."""
         return Operation(Kind.ALL_GATHER, (self._facts,), tuple(self._all_facts.unbind()))
 
     def go_on(self, run: Run) -> None:
@@ -95,7 +95,7 @@ class _Exchange:
     def _compare(self, everybody: list[list[int]]) -> None:
         """Every rank sees the same difference, so all of them raise."""
         if any(facts[1:] != everybody[0][1:] for facts in everybody):
-            raise PlaneMismatch({rank: _view(facts) for rank, facts in enumerate(everybody)})
+            raise TransportMismatch({rank: _view(facts) for rank, facts in enumerate(everybody)})
 
     def _gather(self, mine: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
         """The rows of all ranks, one after the other; each rank's are padded to the longest on the way."""

@@ -1,8 +1,8 @@
-"""Between a group's engine, which decides when an operation runs, and a plane, which moves its bytes.
+"""Between a group's engine, which decides when an operation runs, and a transport, which moves its bytes.
 
-A plane carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
+A transport carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
 calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
-plane needs no lock.
+transport needs no lock.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from abc import ABC, abstractmethod
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.deadline import Deadline
 
-__all__ = ["Control", "PartControl", "Plane", "PlaneMismatch", "PlanePeerLost", "PlaneTimeout"]
+__all__ = ["Control", "PartControl", "Transport", "TransportMismatch", "TransportPeerLost", "TransportTimeout"]
 
 
-class PlaneMismatch(Exception):
+class TransportMismatch(Exception):
     """A peer's fingerprint, or the size of its message, is another than expected. The engine tells every rank.
 
     Attributes:
@@ -27,7 +27,7 @@ class PlaneMismatch(Exception):
         self.views = views
 
 
-class PlanePeerLost(Exception):
+class TransportPeerLost(Exception):
     """The connection with a peer ended. The engine waits shortly for the watch to say why, and tells every rank."""
 
     def __init__(self, rank: int, reason: str) -> None:
@@ -36,7 +36,7 @@ class PlanePeerLost(Exception):
         self.reason = reason
 
 
-class PlaneTimeout(Exception):
+class TransportTimeout(Exception):
     """The deadline passed.
 
     Attributes:
@@ -49,7 +49,7 @@ class PlaneTimeout(Exception):
 
 
 class Control(ABC):
-    """What a plane asks while it waits. Made by the engine, one for each operation."""
+    """What a transport asks while it waits. Made by the engine, one for each operation."""
 
     deadline: Deadline
     sequence: int
@@ -94,7 +94,7 @@ class PartControl(Control):
         self._whole.check()
 
 
-class Plane(ABC):
+class Transport(ABC):
     """The medium of one group.
 
     Attributes:
@@ -113,7 +113,7 @@ class Plane(ABC):
         until its receivers have seen its fingerprint.
 
         Raises:
-            PlaneMismatch, PlanePeerLost, PlaneTimeout: and after each of them the plane is never used again.
+            TransportMismatch, TransportPeerLost, TransportTimeout: after any of them the transport is never used again.
             CollectiveError: from `control.check()`.
         """
 

@@ -1,8 +1,8 @@
-"""The plane of a group that spans several hosts with several ranks each: shared memory inside, sockets between.
+"""The transport of a group that spans several hosts with several ranks each: shared memory inside, sockets between.
 
-Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own plane, on the
-plane of the leaders, on the host's own plane again. ALL_TO_ALL has nothing to gain from leaders, and runs on a socket
-plane of all ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
+Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own transport, on the
+transport of the leaders, on the host's own transport again. ALL_TO_ALL gains nothing from leaders, and runs on a socket
+transport of all ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
 """
 
 from __future__ import annotations
@@ -15,9 +15,16 @@ import torch
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, PartControl, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._transports.base import (
+    Control,
+    PartControl,
+    Transport,
+    TransportMismatch,
+    TransportPeerLost,
+    TransportTimeout,
+)
 
-__all__ = ["Hosts", "HybridPlane"]
+__all__ = ["HierarchicalTransport", "Hosts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,43 +55,45 @@ class Hosts:
 
 
 class _Part:
-    """A plane of some ranks of the group."""
+    """A transport of some ranks of the group."""
 
-    def __init__(self, plane: Plane, ranks: tuple[int, ...]) -> None:
-        self.plane = plane
+    def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
+        self.transport = transport
         self.ranks = ranks
         self._count = 0
 
     def run(self, whole: Control, operation: Operation) -> None:
         self._count += 1
         with self._group_ranks():
-            self.plane.run(operation, PartControl(whole, self._count, whole.fingerprint))
+            self.transport.run(operation, PartControl(whole, self._count, whole.fingerprint))
 
     @contextmanager
     def _group_ranks(self) -> Iterator[None]:
-        """What the plane reports by its own ranks, by the group's."""
+        """What the transport reports by its own ranks, by the group's."""
         try:
             yield
-        except PlaneMismatch as exc:
-            raise PlaneMismatch({self.ranks[rank]: view for rank, view in exc.views.items()}) from exc
-        except PlanePeerLost as exc:
-            raise PlanePeerLost(self.ranks[exc.rank], exc.reason) from exc
-        except PlaneTimeout as exc:
-            raise PlaneTimeout(frozenset(self.ranks[rank] for rank in exc.waiting_for)) from exc
+        except TransportMismatch as exc:
+            raise TransportMismatch({self.ranks[rank]: view for rank, view in exc.views.items()}) from exc
+        except TransportPeerLost as exc:
+            raise TransportPeerLost(self.ranks[exc.rank], exc.reason) from exc
+        except TransportTimeout as exc:
+            raise TransportTimeout(frozenset(self.ranks[rank] for rank in exc.waiting_for)) from exc
 
 
-class HybridPlane(Plane):
+class HierarchicalTransport(Transport):
     """See above.
 
     Args:
         rank: of this process in the group.
         hosts: of the whole group.
-        local: the plane of this host's ranks.
-        between: the plane of the leaders; None on a rank that does not lead.
-        everyone: a socket plane of all ranks.
+        local: the transport of this host's ranks.
+        between: the transport of the leaders; None on a rank that does not lead.
+        everyone: a socket transport of all ranks.
     """
 
-    def __init__(self, rank: int, hosts: Hosts, local: Plane, between: Plane | None, everyone: Plane) -> None:
+    def __init__(
+        self, rank: int, hosts: Hosts, local: Transport, between: Transport | None, everyone: Transport
+    ) -> None:
         self.rank = rank
         self.size = sum(map(len, hosts.members))
         self._hosts = hosts
@@ -110,7 +119,7 @@ class HybridPlane(Plane):
     def close(self) -> None:
         for part in (self._local, self._between, self._everyone):
             if part is not None:
-                part.plane.close()
+                part.transport.close()
 
     # ------------------------------------------------------------ parts
 

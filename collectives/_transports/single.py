@@ -1,15 +1,15 @@
-"""The plane of a group of one rank: every operation is at most a copy."""
+"""The transport of a group of one rank: every operation is at most a copy."""
 
 from __future__ import annotations
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import Control, Plane
+from rpcdist.collectives._transports.base import Control, Transport
 
-__all__ = ["SoloPlane"]
+__all__ = ["SingleRankTransport"]
 
 
-class SoloPlane(Plane):
+class SingleRankTransport(Transport):
     """A world of size 1."""
 
     rank = 0

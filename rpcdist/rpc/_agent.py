@@ -35,7 +35,7 @@ from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, encode_into
-from rpcdist.rpc._values.arrived import Arrived, OutgoingRRefs
+from rpcdist.rpc._values.arrived import ArrivedValue, OutgoingRRefs
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef
@@ -222,10 +222,10 @@ class Agent:
     ) -> None:
         payload: object = None
         if reply.HasField("value"):
-            payload = Arrived(reply.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
+            payload = ArrivedValue(reply.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
         call = self.caller.calls.take(reply.id)
         if call is None:  # it timed out or was cancelled here
-            if isinstance(payload, Arrived):
+            if isinstance(payload, ArrivedValue):
                 payload.discard()
             elif reply.stream:
                 session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
@@ -233,12 +233,12 @@ class Agent:
         if reply.stream:
             timeout_s = None if call.timeout_s == float("inf") else call.timeout_s
             payload = self.streams.open(call, session, timeout_s)
-        elif isinstance(payload, Arrived):
+        elif isinstance(payload, ArrivedValue):
             payload.autograd = call.autograd
-        call.completer.replied(reply, payload, jobs)
+        call.reply_sink.replied(reply, payload, jobs)
 
     def _on_stream_item(self, session: AnySession, item: rpc_pb2.StreamItem, buffers: Sequence[ReceiveBuffer]) -> None:
-        arrived = Arrived(item.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
+        arrived = ArrivedValue(item.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
         self.streams.item(item.id, arrived)
 
     async def _deliver_rref(self, peer: Identity, message: rref_pb2.RRefMessage) -> rref_pb2.RRefDelivered:

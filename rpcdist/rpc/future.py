@@ -10,7 +10,7 @@ cancelled, and waited for with a limit.
 
 Rules:
  1. A future is completed once. Who takes `_once`, a lock that is never given back, completes it.
- 2. Observers are appended first, and `_finished` is checked afterwards; the completer sets `_finished` first and takes
+ 2. Observers are appended first, and `_finished` is checked afterwards; the reply_sink sets `_finished` first and takes
     the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly once. There is
     no lock to hold: a signal handler or a finalizer may complete a future in the middle of any of this.
  3. `_deliver` hands in how the result is made (on the I/O loop, cheap). A thread that is blocked in `wait` makes it
@@ -350,7 +350,7 @@ class Future(torch.futures.Future[T]):
             observer()
 
     def _forget(self, observer: LockType | Callable[[], object]) -> bool:
-        """Takes an observer off the list; False if the completer did, and calls it."""
+        """Takes an observer off the list; False if the reply_sink did, and calls it."""
         try:
             self._observers.remove(observer)
         except ValueError:

@@ -39,7 +39,7 @@ __all__ = [
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
-# What torch accepts as private arguments. The names mean nothing here: lanes are negotiated by the transport layer.
+# What torch accepts as private arguments. The names mean nothing here: channels are negotiated by the transport layer.
 _TRANSPORTS = frozenset({"ibv", "shm", "uv"})
 _CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
 

@@ -1,7 +1,7 @@
 """How messages become bytes: pure functions over the protobuf wire format of `proto/rpc.proto`.
 
 The writer joins messages that were serialized where they were made, so an envelope costs one copy of its bytes and no
-protobuf object; a piece of a large buffer is written around the buffer's own memory for the same reason. What comes out
+protobuf object; a chunk of a large buffer is written around the buffer's own memory for the same reason. What comes out
 is an ordinary `Envelope`, which any protobuf implementation reads.
 """
 
@@ -15,39 +15,39 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 
 __all__ = [
+    "CHUNK_BYTES",
+    "CHUNK_HEAD_BYTES",
+    "CHUNK_WINDOW_BYTES",
     "MAX_ENVELOPE_BYTES",
     "MAX_FRAME_BYTES",
-    "PIECE_BYTES",
-    "PIECE_HEAD_BYTES",
-    "PIECE_WINDOW_BYTES",
-    "Piece",
-    "PieceHead",
+    "Chunk",
+    "ChunkHead",
+    "chunk_envelope",
+    "chunk_head",
     "frame",
     "parse",
-    "parse_piece_head",
-    "piece_envelope",
-    "piece_head",
+    "parse_chunk_head",
     "varint",
 ]
 
-PIECE_BYTES = 1 << 19
-"""Payload of one piece. Measured on gRPC: one 64 MiB message 0.4 GB/s, pieces of this size 1.4 GB/s."""
-PIECE_WINDOW_BYTES = 8 << 20
-"""So much of pieces may be under way in one direction of a session. What is queued in sockets delays small messages,
+CHUNK_BYTES = 1 << 19
+"""Payload of one chunk. Measured on gRPC: one 64 MiB message 0.4 GB/s, chunks of this size 1.4 GB/s."""
+CHUNK_WINDOW_BYTES = 8 << 20
+"""So much of chunks may be under way in one direction of a session. What is queued in sockets delays small messages,
 and gRPC's own window grows to many MiB. Measured, 2 MiB and 8 MiB: the p99 of a no-op beside four echoes of 16 MiB is
 14 and 33 ms, and an echo of 64 MiB takes 2.1 and 1.6 times as long as in torch."""
 MAX_FRAME_BYTES = 1 << 20
-"""A message above this travels as pieces itself."""
+"""A message above this travels as chunks itself."""
 MAX_ENVELOPE_BYTES = 1 << 20
 """The writer starts a new envelope when this is reached, so no envelope exceeds the sum of this and one frame."""
 
-PIECE_HEAD_BYTES = 64
-"""No `piece_head` is longer: five tags and as many numbers of at most ten bytes."""
+CHUNK_HEAD_BYTES = 64
+"""No `chunk_head` is longer: five tags and as many numbers of at most ten bytes."""
 
-_PIECE_TAG = 0x7A  # Envelope.piece, field 15, length-delimited
+_CHUNK_TAG = 0x7A  # Envelope.chunk, field 15, length-delimited
 
 
-class Piece(NamedTuple):
+class Chunk(NamedTuple):
     """A part of a large buffer as it arrived; `data` is a view of the envelope's bytes."""
 
     transfer: int
@@ -56,8 +56,8 @@ class Piece(NamedTuple):
     data: memoryview
 
 
-class PieceHead(NamedTuple):
-    """What an envelope says before the bytes of its piece; `size` counts those, and `head_size` what came before."""
+class ChunkHead(NamedTuple):
+    """What an envelope says before the bytes of its chunk; `size` counts those, and `head_size` what came before."""
 
     transfer: int
     buffer: int
@@ -90,34 +90,34 @@ def unframe(data: bytes) -> rpc_pb2.Message:
     return rpc_pb2.Envelope.FromString(data).messages[0]
 
 
-def piece_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
-    """The first bytes of an envelope that carries one piece; the `size` bytes of the piece follow."""
+def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
+    """The first bytes of an envelope that carries one chunk; the `size` bytes of the chunk follow."""
     head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(size))
     return b"".join((b"\x7a", varint(len(head) + size), head))
 
 
-def piece_envelope(transfer: int, buffer: int, offset: int, data: memoryview) -> bytes:
-    """An envelope that carries one piece, in one run of bytes: this copies the payload, once."""
-    return b"".join((piece_head(transfer, buffer, offset, len(data)), data))
+def chunk_envelope(transfer: int, buffer: int, offset: int, data: memoryview) -> bytes:
+    """An envelope that carries one chunk, in one run of bytes: this copies the payload, once."""
+    return b"".join((chunk_head(transfer, buffer, offset, len(data)), data))
 
 
-def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Piece:
+def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Chunk:
     """Reads an envelope.
 
     Raises:
         ProtocolViolation: the bytes are no envelope.
     """
-    if data and data[0] == _PIECE_TAG:
-        piece = _parse_piece(data)
-        if piece is not None:
-            return piece
+    if data and data[0] == _CHUNK_TAG:
+        chunk = _parse_chunk(data)
+        if chunk is not None:
+            return chunk
     try:
         envelope = rpc_pb2.Envelope.FromString(bytes(data))
     except DecodeError as exc:
         raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope") from exc
-    if envelope.HasField("piece"):  # written by another implementation, in another order of fields
-        piece_pb = envelope.piece
-        return Piece(piece_pb.transfer, piece_pb.buffer, piece_pb.offset, memoryview(piece_pb.data))
+    if envelope.HasField("chunk"):  # written by another implementation, in another order of fields
+        chunk_pb = envelope.chunk
+        return Chunk(chunk_pb.transfer, chunk_pb.buffer, chunk_pb.offset, memoryview(chunk_pb.data))
     return envelope
 
 
@@ -133,16 +133,16 @@ def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, in
     raise IndexError
 
 
-def parse_piece_head(data: bytes | bytearray | memoryview, size: int) -> PieceHead | None:
-    """What the first bytes of an envelope say, if it carries a piece in the layout of `piece_head`; else None.
+def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHead | None:
+    """What the first bytes of an envelope say, if it carries a chunk in the layout of `chunk_head`; else None.
 
     Args:
-        data: the envelope's first `PIECE_HEAD_BYTES`, or all of it.
+        data: the envelope's first `CHUNK_HEAD_BYTES`, or all of it.
         size: of the whole envelope, in bytes.
     """
     fields = []
     try:
-        if data[0] != _PIECE_TAG:
+        if data[0] != _CHUNK_TAG:
             return None
         length, at = _read_varint(data, 1)
         if at + length != size:
@@ -154,13 +154,13 @@ def parse_piece_head(data: bytes | bytearray | memoryview, size: int) -> PieceHe
             fields.append(value)
     except IndexError:
         return None
-    head = PieceHead(fields[0], fields[1], fields[2], fields[3], at)
+    head = ChunkHead(fields[0], fields[1], fields[2], fields[3], at)
     return head if at + head.size == size else None
 
 
-def _parse_piece(data: bytes | bytearray) -> Piece | None:
-    """The piece in the layout that `piece_envelope` writes, without a copy; None if the layout is another."""
-    head = parse_piece_head(data, len(data))
+def _parse_chunk(data: bytes | bytearray) -> Chunk | None:
+    """The chunk in the layout that `chunk_envelope` writes, without a copy; None if the layout is another."""
+    head = parse_chunk_head(data, len(data))
     if head is None:
         return None
-    return Piece(head.transfer, head.buffer, head.offset, memoryview(data)[head.head_size :])
+    return Chunk(head.transfer, head.buffer, head.offset, memoryview(data)[head.head_size :])

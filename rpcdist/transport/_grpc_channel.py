@@ -1,4 +1,4 @@
-"""The gRPC lane: streams, unary calls and channel options; every grpc error becomes one of ours here."""
+"""The gRPC channel: streams, unary calls and channel options; every grpc error becomes one of ours here."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES
+from rpcdist.transport._frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 
 __all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "ClientStream", "ServerStream", "mapped_errors"]
 
-_LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + PIECE_BYTES
+_LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
 _COMMON_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", _LARGEST_MESSAGE_BYTES),

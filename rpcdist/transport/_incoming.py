@@ -1,8 +1,8 @@
-"""Reassembly of large buffers from pieces: pure bookkeeping, no I/O.
+"""Reassembly of large buffers from chunks: pure bookkeeping, no I/O.
 
 Invariants:
     1. A message is delivered once, when every byte of every buffer that it announced has arrived.
-    2. The pieces of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
+    2. The chunks of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
     3. Memory is taken when a message is announced, and given back when its transfer is aborted.
 """
 
@@ -13,7 +13,7 @@ from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._frames import Piece
+from rpcdist.transport._frames import Chunk
 
 __all__ = ["Delivery", "Incoming", "ReceiveBuffer", "heap_buffer"]
 
@@ -88,35 +88,35 @@ class Incoming:
             return None
         return self._deliver(transfer)
 
-    def piece(self, piece: Piece) -> Delivery | None:
-        """Stores a piece; returns the message when it was the last one.
+    def chunk(self, chunk: Chunk) -> Delivery | None:
+        """Stores a chunk; returns the message when it was the last one.
 
-        A piece of an unknown transfer belongs to one that was aborted, and is dropped.
+        A chunk of an unknown transfer belongs to one that was aborted, and is dropped.
         """
-        size = len(piece.data)
-        place = self.place(piece.transfer, piece.buffer, piece.offset, size)
+        size = len(chunk.data)
+        place = self.place(chunk.transfer, chunk.buffer, chunk.offset, size)
         if place is None:
             return None
-        place[:] = piece.data
-        return self.placed(piece.transfer, piece.buffer, size)
+        place[:] = chunk.data
+        return self.placed(chunk.transfer, chunk.buffer, size)
 
     def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
-        """Where the bytes of a piece belong, for who can receive them there; `placed` follows. None: drop them."""
+        """Where the bytes of a chunk belong, for who can receive them there; `placed` follows. None: drop them."""
         transfer = self._transfers.get(number)
         if transfer is None:
             return None
         if buffer >= len(transfer.buffers):
-            raise ProtocolViolation(f"a piece for buffer {buffer} of {len(transfer.buffers)}")
+            raise ProtocolViolation(f"a chunk for buffer {buffer} of {len(transfer.buffers)}")
         view = transfer.buffers[buffer].view
         at = transfer.filled[buffer]
         if offset != at or at + size > len(view):
             raise ProtocolViolation(
-                f"a piece of {size} bytes at {offset} came, expected at {at} of {len(view)} announced bytes"
+                f"a chunk of {size} bytes at {offset} came, expected at {at} of {len(view)} announced bytes"
             )
         return view[at : at + size]
 
     def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
-        """The bytes of a piece are where `place` said; returns the message when they were the last ones."""
+        """The bytes of a chunk are where `place` said; returns the message when they were the last ones."""
         transfer = self._transfers.get(number)
         if transfer is None:  # aborted meanwhile
             return None

@@ -1,7 +1,7 @@
-"""The lane between two workers of one user on one host: sessions as on gRPC, over an abstract Unix socket.
+"""The channel between two workers of one user on one host: sessions as on gRPC, over an abstract Unix socket.
 
 A worker that serves host:port also listens under a name made of that address, so a peer on the same host that knows the
-address finds the lane, and a peer elsewhere (another host, another network namespace) finds nothing and takes gRPC.
+address finds the channel, and a peer elsewhere (another host, another network namespace) finds nothing and takes gRPC.
 A name is a hint and proves nothing: anybody on the host can take it first. So the kernel says whose process the other
 end is, the handshake is the same as on gRPC and comes first as well, and whatever goes wrong before it is done leaves
 gRPC to be tried, whose answer counts.
@@ -21,25 +21,32 @@ from rpcdist.transport import fork
 from rpcdist.transport._local_stream import LocalStream
 from rpcdist.transport._sockets_wire import has_abstract_sockets, same_user
 
-__all__ = ["LANES_VARIABLE", "LocalStream", "accept_local", "connect_local", "listen_local", "local_lanes_allowed"]
+__all__ = [
+    "CHANNELS_VARIABLE",
+    "LocalStream",
+    "accept_local",
+    "connect_local",
+    "listen_local",
+    "local_channels_allowed",
+]
 
 logger = logging.getLogger(__name__)
 
-LANES_VARIABLE: Final = "RPCDIST_LANES"
+CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
 _BACKLOG: Final = 512
 _SHORTAGE_PAUSE_S: Final = 0.1
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 
 
-def local_lanes_allowed() -> bool:
-    """Whether this process may use lanes beside gRPC: where they exist, unless `RPCDIST_LANES=grpc` says no.
+def local_channels_allowed() -> bool:
+    """Whether this process may use channels beside gRPC: where they exist, unless `RPCDIST_CHANNELS=grpc` says no.
 
     Raises:
         ConfigError: the variable has another value than "auto" or "grpc".
     """
-    text = os.environ.get(LANES_VARIABLE, "auto")
+    text = os.environ.get(CHANNELS_VARIABLE, "auto")
     if text not in ("auto", "grpc"):
-        raise ConfigError(f"{LANES_VARIABLE} is 'auto' or 'grpc', not {text!r}")
+        raise ConfigError(f"{CHANNELS_VARIABLE} is 'auto' or 'grpc', not {text!r}")
     return text == "auto" and has_abstract_sockets() and not _looks_like_anybody()
 
 
@@ -52,12 +59,12 @@ def _looks_like_anybody() -> bool:
 
 
 def _name(address: str) -> str:
-    return f"\0rpcdist-lane-{address}"
+    return f"\0rpcdist-channel-{address}"
 
 
 def listen_local(address: str) -> socket.socket | None:
     """Listens for peers on this host that look for `address`; None where that is impossible: they will take gRPC."""
-    if not local_lanes_allowed():
+    if not local_channels_allowed():
         return None
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fork.note_socket(listener)
@@ -66,7 +73,7 @@ def listen_local(address: str) -> socket.socket | None:
         listener.listen(_BACKLOG)
     except OSError as exc:
         listener.close()
-        logger.warning("no local lane to %s: its name is taken (%s); peers on this host use gRPC", address, exc)
+        logger.warning("no local channel to %s: its name is taken (%s); peers on this host use gRPC", address, exc)
         return None
     listener.setblocking(False)
     return listener
@@ -96,8 +103,8 @@ async def accept_local(listener: socket.socket) -> LocalStream:
 
 
 def connect_local(address: str) -> LocalStream | None:
-    """Connects to the lane of the worker at `address`; None if there is none on this host. On the I/O loop."""
-    if not local_lanes_allowed():
+    """Connects to the channel of the worker at `address`; None if there is none on this host. On the I/O loop."""
+    if not local_channels_allowed():
         return None
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     fork.note_socket(connection)
@@ -106,8 +113,8 @@ def connect_local(address: str) -> LocalStream | None:
         connection.connect(_name(address))
         if same_user(connection):
             return LocalStream(connection, address)
-        logger.warning("another user's process listens under the name of the local lane to %s; using gRPC", address)
+        logger.warning("another user's process listens under the name of the local channel to %s; using gRPC", address)
     except OSError as exc:  # nobody there, or a full backlog
-        logger.debug("no local lane to %s: %s", address, exc)
+        logger.debug("no local channel to %s: %s", address, exc)
     connection.close()
     return None

@@ -1,12 +1,12 @@
-"""A connected Unix socket as the lane of a session: frames in both directions, without copies of large payloads.
+"""A connected Unix socket as the channel of a session: frames in both directions, without copies of large payloads.
 
 A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
 why the sender closes.
 
     before the proof    `read` and `write`, like any `ByteStream`; frames are limited to the size of the handshake, and
                         nothing is received beyond one scratch buffer
-    after it            `deliver` hands each frame to the session as it arrives, and the payload of a piece is received
-                        straight into the memory where it belongs; `put` sends from any thread, a piece straight out of
+    after it            `deliver` hands each frame to the session as it arrives, and the payload of a chunk is received
+                        straight into the memory where it belongs; `put` sends from any thread, a chunk straight out of
                         the memory of its tensor
 
 [Note: reading to the end] A peer that dies with something unread in its socket leaves its data and an error here.
@@ -27,13 +27,13 @@ from contextlib import suppress
 from typing import Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
-from rpcdist.transport._frames import MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, PIECE_BYTES, PIECE_HEAD_BYTES, PieceHead
-from rpcdist.transport._frames import parse_piece_head as parse_head
+from rpcdist.transport._frames import CHUNK_BYTES, CHUNK_HEAD_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, ChunkHead
+from rpcdist.transport._frames import parse_chunk_head as parse_head
 from rpcdist.transport.session import MAX_HANDSHAKE_BYTES, FrameReceiver
 
 __all__ = ["LocalStream"]
 
-_LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + PIECE_BYTES
+_LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
 _LAST: Final = 1 << 31
 _SCRATCH_BYTES: Final = 1 << 17
@@ -47,7 +47,7 @@ a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are
 
 
 class LocalStream:
-    """A connected lane. All of it runs on the I/O loop, except `put`.
+    """A connected channel. All of it runs on the I/O loop, except `put`.
 
     Args:
         connection: connected; the stream owns it from now on.
@@ -70,8 +70,8 @@ class LocalStream:
         self._room = _SCRATCH_BYTES
         self._target: memoryview | None = None  # where the bytes of a large frame go
         self._num_target = 0
-        self._plain: bytearray | None = None  # a large frame that is no piece, or one that nobody waits for
-        self._piece: tuple[PieceHead, int] | None = None  # a piece, and the size of its frame
+        self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
+        self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
@@ -126,7 +126,7 @@ class LocalStream:
     # ------------------------------------------------------------ reading, after it
 
     async def deliver(self, receiver: FrameReceiver) -> None:
-        """Gives the receiver what arrives, until the lane ends; the peer is proven.
+        """Gives the receiver what arrives, until the channel ends; the peer is proven.
 
         Raises:
             TransportError: why it ended: the peer's reason, or that the connection broke.
@@ -159,7 +159,7 @@ class LocalStream:
             self._loop.call_soon(self._read_some)
 
     def read_out(self) -> Exception | None:
-        """Delivers at once all that has arrived; returns why the lane has ended, or None."""
+        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
         while not self._read(_RECEIVES_A_TURN):
             pass
         return self._ended
@@ -213,7 +213,7 @@ class LocalStream:
                 if is_last:
                     raise self._closed_because(frame)
                 receiver.receive(frame)
-            elif size > _LARGE_BYTES and end - body >= PIECE_HEAD_BYTES:
+            elif size > _LARGE_BYTES and end - body >= CHUNK_HEAD_BYTES:
                 self._begin_large(receiver, size, scratch[body:end])
                 at = end
             else:
@@ -221,23 +221,23 @@ class LocalStream:
         self._drop_scratch(at)
 
     def _begin_large(self, receiver: FrameReceiver, size: int, have: memoryview) -> None:
-        head = parse_head(have[:PIECE_HEAD_BYTES], size)
+        head = parse_head(have[:CHUNK_HEAD_BYTES], size)
         place = None if head is None else receiver.place(head)
         if head is None or place is None:
             self._plain = bytearray(size)
             target = memoryview(self._plain)
         else:
-            self._piece = head, size
+            self._chunk = head, size
             target, have = place, have[head.head_size :]
         target[: len(have)] = have
         self._target, self._num_target = target, len(have)
 
     def _complete(self, receiver: FrameReceiver) -> None:
-        plain, piece = self._plain, self._piece
-        self._plain = self._piece = self._target = None
+        plain, chunk = self._plain, self._chunk
+        self._plain = self._chunk = self._target = None
         self._room = _PEEK_BYTES
-        if piece is not None:
-            receiver.placed(*piece)
+        if chunk is not None:
+            receiver.placed(*chunk)
         elif plain is not None:
             receiver.receive(plain)
 

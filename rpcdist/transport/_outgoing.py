@@ -1,6 +1,6 @@
 """What waits to be written on a session: pure bookkeeping, no I/O.
 
-Small messages go first and together; one piece of a large buffer goes between two envelopes, and the transfers take
+Small messages go first and together; one chunk of a large buffer goes between two envelopes, and the transfers take
 turns, so neither a no-op nor a second transfer waits behind 64 MiB of somebody else.
 
 So messages overtake one another, and whoever receives them must not mind. The parts of one stream are the exception: an
@@ -17,12 +17,12 @@ from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._frames import (
+    CHUNK_BYTES,
+    CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
-    PIECE_BYTES,
-    PIECE_WINDOW_BYTES,
+    chunk_head,
     frame,
-    piece_head,
 )
 
 __all__ = ["LargeBuffer", "Outgoing"]
@@ -37,7 +37,7 @@ class LargeBuffer(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """C-contiguous, one byte per item. It is read while pieces are written, not when the message is queued."""
+        """C-contiguous, one byte per item. It is read while chunks are written, not when the message is queued."""
 
 
 class _Transfer:
@@ -53,10 +53,10 @@ class _Transfer:
         self.at = 0
         self.then = then
 
-    def next_piece(self) -> Parts:
+    def next_chunk(self) -> Parts:
         view = self.buffers[self.index]
-        start, end = self.at, min(self.at + PIECE_BYTES, len(view))
-        head = piece_head(self.number, self.index, start, end - start)
+        start, end = self.at, min(self.at + CHUNK_BYTES, len(view))
+        head = chunk_head(self.number, self.index, start, end - start)
         self.at = end
         if end == len(view):
             self._skip_to_next()
@@ -69,7 +69,7 @@ class _Transfer:
     @property
     def finished(self) -> bool:
         while self.index < len(self.buffers) and not len(self.buffers[self.index]):
-            self._skip_to_next()  # an empty buffer has no pieces
+            self._skip_to_next()  # an empty buffer has no chunks
         return self.index == len(self.buffers)
 
 
@@ -92,8 +92,8 @@ class Outgoing:
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_Transfer] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
-        self._piece_is_due = False
-        self._credit_bytes = PIECE_WINDOW_BYTES
+        self._chunk_is_due = False
+        self._credit_bytes = CHUNK_WINDOW_BYTES
         self._numbers = itertools.count(1)
         self._aborted: set[int] = set()
         self._lock = threading.Lock()  # around all but appending to `_frames`, which is atomic
@@ -111,7 +111,7 @@ class Outgoing:
         return not (self._frames or self._transfers)
 
     def grant(self, num_bytes: int) -> None:
-        """The peer has taken so many bytes of envelopes with pieces."""
+        """The peer has taken so many bytes of envelopes with chunks."""
         with self._lock:
             self._credit_bytes += num_bytes
 
@@ -166,22 +166,22 @@ class Outgoing:
         return head if payload is None else b"".join((head, payload))
 
     def next_parts(self) -> Parts | None:
-        """As `next_envelope`, without the copy: for a lane that writes from two places at once."""
+        """As `next_envelope`, without the copy: for a channel that writes from two places at once."""
         with self._lock:
             return self._next_parts()
 
     def _next_parts(self) -> Parts | None:
-        may_send_piece = self._transfers and self._credit_bytes > 0
-        if self._frames and not (self._piece_is_due and may_send_piece):
-            self._piece_is_due = True
+        may_send_chunk = self._transfers and self._credit_bytes > 0
+        if self._frames and not (self._chunk_is_due and may_send_chunk):
+            self._chunk_is_due = True
             envelope = self._batch()
             if envelope:
                 return envelope, None
-        self._piece_is_due = False
+        self._chunk_is_due = False
         if not self._transfers or self._credit_bytes <= 0:
             return None
         transfer = self._transfers.popleft()
-        head, payload = transfer.next_piece()
+        head, payload = transfer.next_chunk()
         self._credit_bytes -= len(head) + (len(payload) if payload is not None else 0)
         self._schedule(transfer)
         return head, payload

@@ -21,7 +21,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._grpc_channel import SERVER_OPTIONS, ServerStream, refuse
-from rpcdist.transport._local_channel import LocalStream, accept_local, listen_local, local_lanes_allowed
+from rpcdist.transport._local_channel import LocalStream, accept_local, listen_local, local_channels_allowed
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
 from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 HANDSHAKE_LIMIT_S = 10.0
 STOP_LIMIT_S = 2.0
 MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
-MAX_UNPROVEN_LOCAL = 64  # the same on the local lane; others wait in the kernel until one of these is done
+MAX_UNPROVEN_LOCAL = 64  # the same on the local channel; others wait in the kernel until one of these is done
 REFUSALS_PERIOD_S = 60.0
 MAX_REFUSALS_SHOWN = 64  # in that time; a stranger cannot fill the disk with log lines
 
@@ -110,9 +110,9 @@ class Server(grpc.GenericRpcHandler):
 
         Raises:
             TransportError: the port is taken.
-            ConfigError: `RPCDIST_LANES` has a value that there is not.
+            ConfigError: `RPCDIST_CHANNELS` has a value that there is not.
         """
-        local_lanes_allowed()  # before anything is open
+        local_channels_allowed()  # before anything is open
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self,))
         bracketed = f"[{host}]" if ":" in host else host
@@ -132,7 +132,7 @@ class Server(grpc.GenericRpcHandler):
     def _listen_local(self, host: str, port: int) -> None:
         listener = listen_local(join_address(host, port))
         if listener is not None:
-            self._local_tasks[port] = self._node.io.spawn(self._accept_local(listener), f"rpcdist local lane {port}")
+            self._local_tasks[port] = self._node.io.spawn(self._accept_local(listener), f"rpcdist local channel {port}")
 
     async def drain_unary(self, timeout_s: float) -> None:
         """Waits until the unary calls that are being handled have their replies, or the time is over."""
@@ -264,7 +264,7 @@ class Server(grpc.GenericRpcHandler):
                 await asyncio.wait(sessions, timeout=STOP_LIMIT_S)
 
     async def _local_session(self, stream: LocalStream) -> None:
-        """A session on the local lane."""
+        """A session on the local channel."""
 
         async def turn_away(reason: str) -> None:
             stream.abort(reason)

@@ -204,10 +204,10 @@ async def _read_exactly(connection: socket.socket, size: int) -> bytes:
     loop = asyncio.get_running_loop()
     data = b""
     while len(data) < size:
-        piece = await loop.sock_recv(connection, size - len(data))
-        if not piece:
+        chunk = await loop.sock_recv(connection, size - len(data))
+        if not chunk:
             raise ConnectionResetError("the peer closed the connection during the handshake")
-        data += piece
+        data += chunk
     return data
 
 

@@ -1,6 +1,6 @@
 """The mutual proof of the job token that opens every connection, as pure state machines.
 
-No socket, clock or logging lives here: messages go in, messages come out, and any lane can carry them.
+No socket, clock or logging lives here: messages go in, messages come out, and any channel can carry them.
 
     client                                        server
       hello(version, nonce, job, role, identity) --->
@@ -18,7 +18,7 @@ The transcript is the version, both nonces, role, job and both identities, each 
  4. A message out of order, too large or malformed raises `ProtocolViolation`.
  5. After any failure the machine stays closed: it has no peer and no session, and takes no message.
 
-How a lane drives one side (`send` and `read` are the lane's, with its own time limit around all of it):
+How a channel drives one side (`send` and `read` are the channel's, with its own time limit around all of it):
 
     await send(client.start())                    # the client only
     while not side.done:
@@ -68,7 +68,7 @@ __all__ = [
 PROTOCOL_VERSION: Final = 1
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
-"""Lanes refuse a larger message before they parse it; `receive` checks again."""
+"""Channels refuse a larger message before they parse it; `receive` checks again."""
 
 MAX_TEXT_LENGTH: Final = 128
 _MAX_REASON_LENGTH: Final = 600

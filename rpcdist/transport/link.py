@@ -32,7 +32,7 @@ SESSION_KEY = "rpcdist-session-bin"
 COUNTER_KEY = "rpcdist-counter"
 PROOF_KEY = "rpcdist-proof-bin"
 REFUSAL_LIMIT_S = 1.0
-LOCAL_LIMIT_S = 5.0  # of the handshake on the local lane; whoever is silent there for longer may not be the worker
+LOCAL_LIMIT_S = 5.0  # of the handshake on the local channel; whoever is silent there for longer may not be the worker
 
 logger = logging.getLogger(__name__)
 
@@ -158,7 +158,7 @@ async def open_link(
         handshake = hello()
         if may_be_local and (local := connect_local(address)) is not None:
             if await _prove_local(local, address, handshake, min(timeout_s / 2, LOCAL_LIMIT_S)):
-                # The channel is for unary calls beside the lane, and connects with the first of them.
+                # The channel is for unary calls beside the channel, and connects with the first of them.
                 channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
                 return _link(node, address, channel, local, handshake, role, handler)
             may_be_local = False
@@ -190,16 +190,18 @@ async def open_link(
 
 
 async def _prove_local(stream: LocalStream, address: str, handshake: ClientHandshake, limit_s: float) -> bool:
-    """Runs the handshake on the local lane; False if that fails, and the lane is closed then.
+    """Runs the handshake on the local channel; False if that fails, and the channel is closed then.
 
-    Whatever is wrong with the lane, gRPC has the last word: there it is the address itself that is asked.
+    Whatever is wrong with the channel, gRPC has the last word: there it is the address itself that is asked.
     """
     try:
         async with asyncio.timeout(limit_s):
             await _prove(stream, handshake)
     except (TransportError, TimeoutError) as exc:
         stream.abort("the handshake failed")
-        logger.info("no local lane to %s, so gRPC is used: %s", address, str(exc) or f"no answer for {limit_s:.1f} s")
+        logger.info(
+            "no local channel to %s, so gRPC is used: %s", address, str(exc) or f"no answer for {limit_s:.1f} s"
+        )
         return False
     except BaseException:
         stream.abort("the handshake was cancelled")

@@ -16,14 +16,14 @@ from typing import Protocol, runtime_checkable
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._frames import PIECE_WINDOW_BYTES, Piece, PieceHead, parse
+from rpcdist.transport._frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._incoming import Delivery, Incoming, ReceiveBuffer, heap_buffer
 from rpcdist.transport._io_loop import IoLoop
 from rpcdist.transport._outgoing import LargeBuffer, Outgoing
 
 __all__ = [
     "ByteStream",
-    "DirectLane",
+    "DirectChannel",
     "FrameReceiver",
     "LargeBuffer",
     "ReceiveBuffer",
@@ -36,44 +36,44 @@ logger = logging.getLogger(__name__)
 HEARTBEATS_PER_TIMEOUT = 4
 MAX_HANDSHAKE_BYTES = 4096
 LONE_AFTER_S = 60e-6  # a message that comes later than this after the last one was written is not part of a burst
-MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first pieces of its buffers
+MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
 class ByteStream(Protocol):
-    """A lane: whole envelopes in both directions, in order."""
+    """A channel: whole envelopes in both directions, in order."""
 
     async def read(self) -> bytes | None:
         """The next envelope; None when the peer closed the stream. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
-        """Returns when the lane can take more; raises `TransportError` when it broke."""
+        """Returns when the channel can take more; raises `TransportError` when it broke."""
 
     def abort(self, reason: str) -> None:
         """Ends the stream at once; pending reads and writes fail. Idempotent."""
 
 
 class FrameReceiver(Protocol):
-    """Takes what a `DirectLane` brings. On the I/O loop; what it raises ends the lane."""
+    """Takes what a `DirectChannel` brings. On the I/O loop; what it raises ends the channel."""
 
     def receive(self, data: bytes | bytearray) -> None:
         """An envelope."""
 
-    def place(self, head: PieceHead) -> memoryview | None:
-        """Where the bytes of a piece belong, so that they can be received there; None if that is nowhere."""
+    def place(self, head: ChunkHead) -> memoryview | None:
+        """Where the bytes of a chunk belong, so that they can be received there; None if that is nowhere."""
 
-    def placed(self, head: PieceHead, num_bytes: int) -> None:
+    def placed(self, head: ChunkHead, num_bytes: int) -> None:
         """The bytes are there; `num_bytes` is the size of their whole envelope."""
 
 
 @runtime_checkable
-class DirectLane(ByteStream, Protocol):
-    """A lane that any thread may write to, and that brings what arrives instead of being read."""
+class DirectChannel(ByteStream, Protocol):
+    """A channel that any thread may write to, and that brings what arrives instead of being read."""
 
     async def deliver(self, receiver: FrameReceiver) -> None:
-        """Runs until the lane ends, and raises why."""
+        """Runs until the channel ends, and raises why."""
 
     def read_out(self) -> Exception | None:
-        """Delivers at once all that has arrived; returns why the lane has ended, or None."""
+        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
 
     @property
     def is_free(self) -> bool:
@@ -150,7 +150,7 @@ class Session:
         self.closed_reason: str | None = None
         self._io = io
         self._stream = stream
-        self._lane = stream if isinstance(stream, DirectLane) else None
+        self._channel = stream if isinstance(stream, DirectChannel) else None
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
@@ -192,21 +192,21 @@ class Session:
 
     def _send_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
-        lane, now = self._lane, time.monotonic()
-        if lane is None or now - self._last_sent < LONE_AFTER_S or not self._turn.acquire(blocking=False):
+        channel, now = self._channel, time.monotonic()
+        if channel is None or now - self._last_sent < LONE_AFTER_S or not self._turn.acquire(blocking=False):
             return False
         try:
             self._last_sent = now
             for _ in range(MAX_PUTS):
-                parts = self._outgoing.next_parts() if lane.is_free and self.closed_reason is None else None
+                parts = self._outgoing.next_parts() if channel.is_free and self.closed_reason is None else None
                 if parts is None:
                     break
-                lane.put(*parts)
+                channel.put(*parts)
         except TransportError as exc:
             self._io.call_soon(self._write_failed, exc)
         finally:
             self._turn.release()
-        return lane.is_free and not self._outgoing and not self._is_draining
+        return channel.is_free and not self._outgoing and not self._is_draining
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
@@ -243,8 +243,8 @@ class Session:
             self._handler.on_opened(self)
         reason = "connection closed by the peer"
         try:
-            if self._lane is not None:
-                await self._lane.deliver(self)
+            if self._channel is not None:
+                await self._channel.deliver(self)
             else:
                 await self._read_loop()
         except TransportError as exc:
@@ -269,7 +269,7 @@ class Session:
         self._handler.on_closed(self, reason)
 
     async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything queued so far has been handed to the lane; False when the time is over."""
+        """Waits until everything queued so far has been handed to the channel; False when the time is over."""
         self._drained.clear()
         self._is_draining = True  # from now on a thread that sends wakes the writer when it is done
         if self._outgoing.is_empty and not self._awake and not self._turn.locked():
@@ -301,16 +301,16 @@ class Session:
         """Takes an envelope that arrived."""
         self.last_received = time.monotonic()
         parsed = parse(data)
-        if isinstance(parsed, Piece):
+        if isinstance(parsed, Chunk):
             self._grant(len(data))
-            self._deliver(self._incoming.piece(parsed))
+            self._deliver(self._incoming.chunk(parsed))
             return
         messages = []
         for message in parsed.messages:
             if message.HasField("heartbeat"):
                 continue
-            if message.HasField("piece_credit"):
-                self._outgoing.grant(message.piece_credit.bytes)
+            if message.HasField("chunk_credit"):
+                self._outgoing.grant(message.chunk_credit.bytes)
                 self._wake_writer()
                 continue
             if message.HasField("transfer_aborted"):
@@ -324,11 +324,11 @@ class Session:
         if parsed.HasField("handshake"):
             raise ProtocolViolation("a handshake message arrived after the handshake was finished")
 
-    def place(self, head: PieceHead) -> memoryview | None:
+    def place(self, head: ChunkHead) -> memoryview | None:
         """See `FrameReceiver`."""
         return self._incoming.place(head.transfer, head.buffer, head.offset, head.size)
 
-    def placed(self, head: PieceHead, num_bytes: int) -> None:
+    def placed(self, head: ChunkHead, num_bytes: int) -> None:
         """See `FrameReceiver`."""
         self.last_received = time.monotonic()
         self._grant(num_bytes)
@@ -339,14 +339,14 @@ class Session:
             self._handler.on_messages(self, [delivery])
 
     def _grant(self, num_bytes: int) -> None:
-        """Lets the peer send more pieces, in quarters of the window."""
+        """Lets the peer send more chunks, in quarters of the window."""
         self._ungranted_bytes += num_bytes
-        if self._ungranted_bytes >= PIECE_WINDOW_BYTES // 4:
-            credit = rpc_pb2.PieceCredit(bytes=self._ungranted_bytes)
+        if self._ungranted_bytes >= CHUNK_WINDOW_BYTES // 4:
+            credit = rpc_pb2.ChunkCredit(bytes=self._ungranted_bytes)
             self._ungranted_bytes = 0
-            self.send(rpc_pb2.Message(piece_credit=credit))
+            self.send(rpc_pb2.Message(chunk_credit=credit))
 
-    # [Note: turns] The writer is a task on the I/O loop. On a `DirectLane`, a thread that sends a message for which
+    # [Note: turns] The writer is a task on the I/O loop. On a `DirectChannel`, a thread that sends a message for which
     # somebody waits writes it itself, which spares a call two changes of thread; in a burst, all but the first are left
     # to the writer, who joins them. One of them at a time has the turn. The writer that does not get it goes to sleep,
     # so a thread that gives it back looks whether anything is left, and wakes the writer even if that is awake: it may
@@ -375,8 +375,8 @@ class Session:
             self._close(f"writing failed: {exc!r}")
 
     async def _write_all(self) -> None:
-        if self._lane is not None:
-            await self._write_directly(self._lane)
+        if self._channel is not None:
+            await self._write_directly(self._channel)
         else:
             while (data := self._outgoing.next_envelope()) is not None:
                 await self._stream.write(data)
@@ -384,17 +384,17 @@ class Session:
         if self._outgoing.is_empty:
             self._drained.set()
 
-    async def _write_directly(self, lane: DirectLane) -> None:
-        await lane.flush()
+    async def _write_directly(self, channel: DirectChannel) -> None:
+        await channel.flush()
         while (parts := self._outgoing.next_parts()) is not None:
-            await lane.write_parts(*parts)
+            await channel.write_parts(*parts)
             self._last_sent = time.monotonic()
             if parts[1] is not None:
-                await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between pieces
+                await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between chunks
 
     def _write_failed(self, error: TransportError) -> None:
         """Ends the session, with the reason that the peer gave before it closed, if there is one to be read."""
-        ended = self._lane.read_out() if self._lane is not None else None
+        ended = self._channel.read_out() if self._channel is not None else None
         self._close(str(ended or error))
 
     # Heartbeats: silence is how a dead host is told from an idle one.
@@ -435,6 +435,6 @@ def expect_handshake(data: bytes | bytearray | None) -> rpc_pb2.Envelope:
     if len(data) > MAX_HANDSHAKE_BYTES:
         raise ProtocolViolation(f"{len(data)} bytes arrived before the handshake was finished")
     envelope = parse(data)
-    if isinstance(envelope, Piece) or envelope.messages or not envelope.HasField("handshake"):
+    if isinstance(envelope, Chunk) or envelope.messages or not envelope.HasField("handshake"):
         raise ProtocolViolation("a message arrived before the handshake was finished")
     return envelope

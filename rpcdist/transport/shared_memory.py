@@ -43,7 +43,7 @@ def unavailable() -> str | None:
 
 
 class Segment:
-    """A piece of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
+    """A chunk of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
 
     Args:
         descriptor: of the memory file; the segment closes it.

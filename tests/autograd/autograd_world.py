@@ -24,9 +24,9 @@ from rpcdist.autograd._pass_events import (
     PeerBegan,
     Recv,
     Run,
-    Send,
     SendBegin,
     SendDone,
+    SendRecord,
     SendVerdicts,
     Started,
 )
@@ -134,7 +134,7 @@ class World:
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, worker: int, id: int) -> Send:
+    def _send(self, worker: int, id: int) -> SendRecord:
         return next(send for send in self.graphs[worker].sends if send.id == id)
 
     def _deliver(self, sender: int, to: int, what: object) -> None:
@@ -233,7 +233,7 @@ def _local_graph(hops: tuple[Hop, ...], stamps: list[int], worker: int) -> Local
     sends = []
     for id, hop in enumerate(hops[:-1]):
         if hop.sender == worker:
-            sends.append(Send(id, hop.to, stamps[id], len(sources), len(hop.tensors)))
+            sends.append(SendRecord(id, hop.to, stamps[id], len(sources), len(hop.tensors)))
             sources += hop.tensors
             shares += [hop.shares] * len(hop.tensors)
     recvs = []

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from plane_in_memory import reduced, wide
+from transport_in_memory import reduced, wide
 
 import rpcdist.collectives as c
 from rpcdist.collectives import ReduceOp, Work

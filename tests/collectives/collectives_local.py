@@ -250,7 +250,7 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 def compute(operation: Operation, ranks: list[Copies], me: int, factors: list[torch.Tensor]) -> None:
-    """Writes this rank's outputs from all ranks' inputs: the table in `rpcdist.collectives._operations.operation`, literally."""
+    """Writes this rank's outputs from all ranks' inputs: the table in `_operations/operation.py`, literally."""
     kind, root, outputs = operation.kind, operation.root, operation.outputs
     if kind is Kind.ALL_REDUCE or (kind is Kind.REDUCE and me == root):
         put(outputs[0], combine(operation.reduce_op, [inputs[0] for inputs in ranks], factors))

@@ -169,7 +169,7 @@ def die_while_the_group_is_made(rank: int, size: int, path: str, victim: int) ->
     """The victim has met the others, and dies before the group works."""
     leave(rank, size)
     if rank == victim:
-        tcp._make_plane = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
+        tcp._make_transport = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment]
     try:
         open_world(rank, size, path, True, 30.0)
     except Exception as exc:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from group_ranks import state
-from plane_in_memory import reference, wide
+from transport_in_memory import reference, wide
 
 from rpcdist.collectives import FileStore
 from rpcdist.collectives._group.backend_contract import GroupContext

@@ -36,7 +36,7 @@ def main() -> None:
     assert world is not None
     found = {
         "rank": rank,
-        "plane": repr(world.backend("cpu")),
+        "transport": repr(world.backend("cpu")),
         "small": small.tolist(),
         "large": [large[0].item(), large[-1].item()],
         "gathered": [tensor[0].item() for tensor in gathered],

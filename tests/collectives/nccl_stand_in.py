@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from rpcdist.collectives._nccl.nccl_library import Event, Stream
+from rpcdist.collectives._nccl.nccl_library import CudaEvent, CudaStream
 
 __all__ = ["LIMIT_S", "StandInError", "StandInRuntime", "StandInWorld"]
 
@@ -232,7 +232,7 @@ class StandInStream:
     def record_event(self) -> StandInEvent:
         return StandInEvent(self, self.hung)
 
-    def wait_event(self, event: Event) -> None:
+    def wait_event(self, event: CudaEvent) -> None:
         self.runtime.log.append((self.name, "waits"))
 
 
@@ -288,7 +288,7 @@ class StandInRuntime:
             end()
 
     @contextmanager
-    def on(self, stream: Stream) -> Iterator[None]:
+    def on(self, stream: CudaStream) -> Iterator[None]:
         before = self.current_stream()
         self._local.stream = stream
         try:
@@ -296,8 +296,8 @@ class StandInRuntime:
         finally:
             self._local.stream = before
 
-    def current_stream(self) -> Stream:
-        stream: Stream = getattr(self._local, "stream", self.main)
+    def current_stream(self) -> CudaStream:
+        stream: CudaStream = getattr(self._local, "stream", self.main)
         return stream
 
     def new_stream(self) -> StandInStream:

@@ -1,4 +1,4 @@
-"""What ranks are asked to do in tests of planes, and what has to come out, by plain arithmetic on all ranks' inputs."""
+"""What ranks do in tests of transports, and what has to come out, by plain arithmetic on all ranks' inputs."""
 
 from __future__ import annotations
 

@@ -23,8 +23,8 @@ import torch
 from shared_cases import Case, check, make_operation
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, PlaneMismatch, PlaneTimeout
-from rpcdist.collectives._transports.shm import Layout, SharedMemoryPlane
+from rpcdist.collectives._transports.base import Control, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.shm import Layout, ShmTransport
 from rpcdist.deadline import Deadline
 from rpcdist.transport import shared_memory
 
@@ -83,7 +83,7 @@ class Worker:
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
-        self._plane: SharedMemoryPlane | None = None
+        self._transport: ShmTransport | None = None
         self._sequence = 0
 
     def serve(self) -> None:
@@ -104,14 +104,14 @@ class Worker:
         """Takes part in a new group; its segment comes over the socket."""
         segment = shared_memory.accept(self._sock, LIMIT_S)
         self.leave()
-        self._plane = SharedMemoryPlane(rank, size, segment, Layout(size, buffer_bytes))
+        self._transport = ShmTransport(rank, size, segment, Layout(size, buffer_bytes))
         self._sequence = 0
 
     def leave(self) -> None:
-        if self._plane is not None:
-            self._plane.close()
-            self._plane.close()
-        self._plane = None
+        if self._transport is not None:
+            self._transport.close()
+            self._transport.close()
+        self._transport = None
 
     def mappings(self) -> int:
         """How many pieces of shared memory this process has mapped."""
@@ -119,18 +119,18 @@ class Worker:
             return sum("memfd:rpcdist" in line for line in maps)
 
     def _run(self, operation: Operation, limit_s: float = LIMIT_S, ended: Callable[[], bool] = lambda: False) -> None:
-        assert self._plane is not None
+        assert self._transport is not None
         self._sequence += 1
-        self._plane.run(operation, WorkerControl(operation, self._sequence, limit_s, ended))
+        self._transport.run(operation, WorkerControl(operation, self._sequence, limit_s, ended))
 
     def cases(self, cases: list[Case]) -> list[str]:
         """Runs them one after the other; returns what went wrong."""
-        assert self._plane is not None
+        assert self._transport is not None
         problems = []
         for case in cases:
-            operation = make_operation(case, self._plane.rank, self._plane.size)
+            operation = make_operation(case, self._transport.rank, self._transport.size)
             self._run(operation)
-            problems.append(check(case, self._plane.rank, self._plane.size, operation))
+            problems.append(check(case, self._transport.rank, self._transport.size, operation))
         return [problem for problem in problems if problem]
 
     def outcome(self, case: Case, sequence: int, limit_s: float, gone: int, busy_s: float) -> tuple[str, Any]:
@@ -138,25 +138,25 @@ class Worker:
 
         A rank with `busy_s` comes so much too late.
         """
-        assert self._plane is not None
-        operation = make_operation(case, self._plane.rank, self._plane.size)
+        assert self._transport is not None
+        operation = make_operation(case, self._transport.rank, self._transport.size)
         self._sequence = sequence - 1
         began = time.monotonic()
         threading.Event().wait(busy_s)
         try:
             self._run(operation, limit_s, lambda: bool(gone) and not os.path.exists(f"/proc/{gone}"))
-        except PlaneMismatch as exc:
+        except TransportMismatch as exc:
             return "mismatch", exc.views
-        except PlaneTimeout as exc:
+        except TransportTimeout as exc:
             return "timeout", sorted(exc.waiting_for)
         except Stopped:
             return "stopped", time.monotonic() - began
-        return "done", check(case, self._plane.rank, self._plane.size, operation)
+        return "done", check(case, self._transport.rank, self._transport.size, operation)
 
     def modes(self, case: Case) -> list[str]:
         """The case with tensors that need gradients, with inference tensors, and with shapes."""
-        assert self._plane is not None
-        rank, size = self._plane.rank, self._plane.size
+        assert self._transport is not None
+        rank, size = self._transport.rank, self._transport.size
         problems = []
         operation = make_operation(case, rank, size)
         for tensor in operation.inputs:
@@ -176,16 +176,16 @@ class Worker:
 
     def hammer(self, rounds: int, seed: int) -> str:
         """Many operations of changing kind and size, without a pause; a digest of all results."""
-        assert self._plane is not None
+        assert self._transport is not None
         digest = hashlib.sha256()
         generator = torch.Generator().manual_seed(seed)
         for _ in range(rounds):
             kind, count, pause = torch.randint(0, 1 << 30, (3,), generator=generator).tolist()
-            tensor = torch.full((count % 3000,), float(self._plane.rank + count % 7))
-            if pause % (5 + self._plane.rank) == 0:
+            tensor = torch.full((count % 3000,), float(self._transport.rank + count % 7))
+            if pause % (5 + self._transport.rank) == 0:
                 os.sched_yield()  # ranks fall behind one another in changing order
             if kind % 3 == 0:
-                self._run(Operation(Kind.BROADCAST, (tensor,), (tensor,), root=count % self._plane.size))
+                self._run(Operation(Kind.BROADCAST, (tensor,), (tensor,), root=count % self._transport.size))
             else:
                 self._run(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
             digest.update(tensor.numpy().tobytes())

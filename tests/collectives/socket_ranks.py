@@ -1,4 +1,4 @@
-"""Ranks of a group as threads of this process, each with a socket hub and a plane of its own."""
+"""Ranks of a group as threads of this process, each with a socket hub and a transport of its own."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from socket_hubs import LIMIT_S, hubs
 
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives._transports.base import Control
-from rpcdist.collectives._transports.sockets.socket_transport import SocketPlane
+from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.deadline import Deadline
 
 __all__ = ["FakeControl", "Ranks", "Running", "socket_ranks"]
@@ -56,23 +56,23 @@ class Running:
 
     def __init__(
         self,
-        planes: Sequence[SocketPlane],
+        transports: Sequence[SocketTransport],
         operations: Sequence[Operation | None],
         controls: Sequence[FakeControl | None],
     ) -> None:
-        self._errors: list[Exception | None] = [None] * len(planes)
+        self._errors: list[Exception | None] = [None] * len(transports)
         self._failed = threading.Event()
         self._threads = {
-            rank: threading.Thread(target=self._run, args=(rank, planes[rank], operation, control))
+            rank: threading.Thread(target=self._run, args=(rank, transports[rank], operation, control))
             for rank, (operation, control) in enumerate(zip(operations, controls, strict=True))
             if operation is not None
         }
         for thread in self._threads.values():
             thread.start()
 
-    def _run(self, rank: int, plane: SocketPlane, operation: Operation, control: FakeControl) -> None:
+    def _run(self, rank: int, transport: SocketTransport, operation: Operation, control: FakeControl) -> None:
         try:
-            plane.run(operation, control)
+            transport.run(operation, control)
         except Exception as exc:
             self._errors[rank] = exc
             self._failed.set()
@@ -94,13 +94,13 @@ class Ranks:
     """A group.
 
     Attributes:
-        planes: of the ranks.
+        transports: of the ranks.
         controls: of the operations that run or ran last; None for ranks without.
         sequence: number of the last operation.
     """
 
-    def __init__(self, planes: Sequence[SocketPlane]) -> None:
-        self.planes = planes
+    def __init__(self, transports: Sequence[SocketTransport]) -> None:
+        self.transports = transports
         self.controls: list[FakeControl | None] = []
         self.sequence = 0
 
@@ -111,7 +111,7 @@ class Ranks:
         self.controls = [
             None if operation is None else FakeControl(operation, self.sequence, timeout_s) for operation in operations
         ]
-        return Running(self.planes, operations, self.controls)
+        return Running(self.transports, operations, self.controls)
 
     def run(self, operations: Sequence[Operation | None], timeout_s: float = LIMIT_S) -> list[Exception | None]:
         """What each rank raised."""
@@ -136,11 +136,11 @@ def socket_ranks(size: int, unix: bool | None = None, sockets_per_pair: int | No
     """A group of `size` ranks."""
     with hubs(size) as members, ExitStack() as stack:
         addresses = [hub.address for hub in members]
-        planes = []
+        transports = []
         for rank, hub in enumerate(members):
-            plane = SocketPlane(rank, size, hub, "test group", addresses, unix, sockets_per_pair)
-            stack.callback(plane.close)
-            planes.append(plane)
-        ranks = Ranks(planes)
+            transport = SocketTransport(rank, size, hub, "test group", addresses, unix, sockets_per_pair)
+            stack.callback(transport.close)
+            transports.append(transport)
+        ranks = Ranks(transports)
         stack.callback(ranks.close_controls)
         yield ranks

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collectives_ranks import run_ranks
-from test_docs import page, program_of
+from docs_programs import page, program_of
 
 PAGE = "docs/collectives.md"
 

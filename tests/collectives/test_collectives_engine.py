@@ -16,7 +16,13 @@ from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine, Reporter
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._transports.base import (
+    Control,
+    Transport,
+    TransportMismatch,
+    TransportPeerLost,
+    TransportTimeout,
+)
 from rpcdist.collectives.work import Work
 from rpcdist.errors import (
     CollectiveError,
@@ -29,7 +35,7 @@ from rpcdist.errors import (
 LIMIT_S = 10.0
 
 
-class ScriptedPlane(Plane):
+class ScriptedTransport(Transport):
     """Notes what it runs and on which thread; waits at a gate, and raises, when told to."""
 
     rank = 1
@@ -47,7 +53,7 @@ class ScriptedPlane(Plane):
         while self.gate is not None and not self.gate.wait(0.01):
             control.check()
             if control.deadline.expired():
-                raise PlaneTimeout(frozenset({2}))
+                raise TransportTimeout(frozenset({2}))
         if self.error is not None:
             raise self.error
 
@@ -75,17 +81,17 @@ def dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture
-def plane() -> ScriptedPlane:
-    return ScriptedPlane()
+def transport() -> ScriptedTransport:
+    return ScriptedTransport()
 
 
 @pytest.fixture
-def engine(plane: ScriptedPlane) -> Iterator[Engine]:
-    engine = Engine(plane, "g", (10, 11, 12), LIMIT_S)
+def engine(transport: ScriptedTransport) -> Iterator[Engine]:
+    engine = Engine(transport, "g", (10, 11, 12), LIMIT_S)
     engine.reporter = NotedReports()
     yield engine
-    if plane.gate is not None:
-        plane.gate.set()
+    if transport.gate is not None:
+        transport.gate.set()
     engine.close(LIMIT_S)
     engine.free()
 
@@ -99,26 +105,28 @@ def reports(engine: Engine) -> NotedReports:
     return engine.reporter
 
 
-def test_a_blocking_operation_of_an_idle_group_runs_on_the_callers_thread(engine: Engine, plane: ScriptedPlane) -> None:
+def test_a_blocking_operation_of_an_idle_group_runs_on_the_callers_thread(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
     me = threading.current_thread().name
     assert submit(engine).is_success()
     assert submit(engine).is_success()
-    assert plane.seen == [(Kind.BARRIER, 1, me), (Kind.BARRIER, 2, me)]
+    assert transport.seen == [(Kind.BARRIER, 1, me), (Kind.BARRIER, 2, me)]
 
 
-def test_operations_run_in_the_order_of_the_calls(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_operations_run_in_the_order_of_the_calls(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     works = [submit(engine, asynchronous=True) for _ in range(5)]
-    assert plane.entered.wait(LIMIT_S)
+    assert transport.entered.wait(LIMIT_S)
     assert not any(work.is_completed() for work in works)
-    plane.gate.set()
+    transport.gate.set()
     submit(engine)
     assert all(work.is_success() for work in works)
-    assert [sequence for _, sequence, _ in plane.seen] == [1, 2, 3, 4, 5, 6]
-    assert plane.seen[0][2] == "rpcdist group g"
+    assert [sequence for _, sequence, _ in transport.seen] == [1, 2, 3, 4, 5, 6]
+    assert transport.seen[0][2] == "rpcdist group g"
 
 
-def test_two_threads_take_turns(engine: Engine, plane: ScriptedPlane) -> None:
+def test_two_threads_take_turns(engine: Engine, transport: ScriptedTransport) -> None:
     def call() -> None:
         for _ in range(200):
             submit(engine)
@@ -128,7 +136,7 @@ def test_two_threads_take_turns(engine: Engine, plane: ScriptedPlane) -> None:
         thread.start()
     for thread in threads:
         thread.join(LIMIT_S)
-    assert [sequence for _, sequence, _ in plane.seen] == list(range(1, 601))
+    assert [sequence for _, sequence, _ in transport.seen] == list(range(1, 601))
 
 
 def test_operations_can_be_given_a_name(engine: Engine) -> None:
@@ -140,8 +148,8 @@ def test_operations_can_be_given_a_name(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("how", ["a blocking call", "waiting for another"])
-def test_a_callback_may_wait_for_a_later_operation(engine: Engine, plane: ScriptedPlane, how: str) -> None:
-    plane.gate = threading.Event()
+def test_a_callback_may_wait_for_a_later_operation(engine: Engine, transport: ScriptedTransport, how: str) -> None:
+    transport.gate = threading.Event()
     first, second, third = (submit(engine, asynchronous=True) for _ in range(3))
 
     def goes_on(_: object) -> list[bool]:
@@ -152,10 +160,10 @@ def test_a_callback_may_wait_for_a_later_operation(engine: Engine, plane: Script
         return [work.is_success() for work in (first, second, third)]
 
     future = first.get_future().then(goes_on)
-    plane.gate.set()
+    transport.gate.set()
     assert third.wait(LIMIT_S)
     assert future.wait() == [True] * 3
-    assert [sequence for _, sequence, _ in plane.seen][:3] == [1, 2, 3]
+    assert [sequence for _, sequence, _ in transport.seen][:3] == [1, 2, 3]
 
 
 def test_finish_runs_before_work_is_done(engine: Engine) -> None:
@@ -171,41 +179,41 @@ def test_finish_runs_before_work_is_done(engine: Engine) -> None:
 @pytest.mark.parametrize(
     ("error", "expected", "texts"),
     [
-        (PlaneMismatch({0: "barrier #1", 2: "all_reduce #1 (SUM)"}), CollectiveMismatch,
+        (TransportMismatch({0: "barrier #1", 2: "all_reduce #1 (SUM)"}), CollectiveMismatch,
          ["rank 10 called barrier #1", "rank 12 called all_reduce #1 (SUM)"]),
-        (PlanePeerLost(2, "end of stream"), RankLost, ["rank 11", "rank 12", "end of stream"]),
-        (PlaneTimeout(frozenset({0, 2})), CollectiveTimeout, ["ranks 10, 12"]),
+        (TransportPeerLost(2, "end of stream"), RankLost, ["rank 11", "rank 12", "end of stream"]),
+        (TransportTimeout(frozenset({0, 2})), CollectiveTimeout, ["ranks 10, 12"]),
     ],
 )  # fmt: skip
-def test_what_a_plane_finds_ends_the_group_and_is_reported(
-    engine: Engine, plane: ScriptedPlane, error: Exception, expected: type[CollectiveError], texts: list[str]
+def test_what_a_transport_finds_ends_the_group_and_is_reported(
+    engine: Engine, transport: ScriptedTransport, error: Exception, expected: type[CollectiveError], texts: list[str]
 ) -> None:
-    plane.error = error
+    transport.error = error
     with pytest.raises(expected) as first:
         submit(engine)
     assert "barrier #1 of group 'g'" in str(first.value)
     for text in texts:
         assert text in str(first.value)
-    plane.error = None
+    transport.error = None
     with pytest.raises(expected, match="barrier #2 of group 'g'"):
         submit(engine)
     assert len(reports(engine).failures) == 1
-    assert len(plane.seen) == 1
+    assert len(transport.seen) == 1
 
 
-def test_an_error_of_this_rank_is_raised_as_it_is_and_reported(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.error = KeyboardInterrupt()
+def test_an_error_of_this_rank_is_raised_as_it_is_and_reported(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         submit(engine)
     assert "rank 11 raised KeyboardInterrupt" in reports(engine).failures[0].reason
 
 
-def test_a_failure_told_by_others_frees_whoever_waits(engine: Engine, plane: ScriptedPlane) -> None:
+def test_a_failure_told_by_others_frees_whoever_waits(engine: Engine, transport: ScriptedTransport) -> None:
     told: list[CollectiveError] = []
     engine.on_failure = told.append
-    plane.gate = threading.Event()
+    transport.gate = threading.Event()
     works = [submit(engine, asynchronous=True) for _ in range(3)]
-    assert plane.entered.wait(LIMIT_S)
+    assert transport.entered.wait(LIMIT_S)
     assert engine.fail(GroupFailure(FailureKind.LOST, "rank 12 was lost: its process ended", (2,)))
     for number, work in enumerate(works, 1):
         with pytest.raises(RankLost, match=f"barrier #{number} .*rank 12 was lost") as raised:
@@ -222,89 +230,89 @@ def test_a_failure_makes_the_descriptor_readable(engine: Engine) -> None:
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == [engine.wakeup_fd]
 
 
-def test_the_deadline_counts_from_the_call(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_the_deadline_counts_from_the_call(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     with pytest.raises(CollectiveTimeout, match="rank 12"):
         submit(engine, timeout_s=0.05)
     assert reports(engine).timeouts == [(1, frozenset({2}))]
 
 
-def test_a_wait_that_times_out_leaves_the_operation_running(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_a_wait_that_times_out_leaves_the_operation_running(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     work = submit(engine, asynchronous=True)
     with pytest.raises(CollectiveTimeout, match="it goes on"):
         work.wait(0.02)
-    plane.gate.set()
+    transport.gate.set()
     assert work.wait(LIMIT_S)
 
 
-def test_a_rank_that_left_fails_only_what_comes_after(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_a_rank_that_left_fails_only_what_comes_after(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     first, second = (submit(engine, asynchronous=True) for _ in range(2))
-    assert plane.entered.wait(LIMIT_S)
+    assert transport.entered.wait(LIMIT_S)
     engine.rank_left(2, 1)
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == []
-    plane.gate.set()
+    transport.gate.set()
     assert first.wait(LIMIT_S)
     with pytest.raises(RankLost, match=r"rank 12 left the group .* after #1"):
         second.wait(LIMIT_S)
 
 
-def test_a_connection_that_ends_because_its_rank_left_says_so(engine: Engine, plane: ScriptedPlane) -> None:
+def test_a_connection_that_ends_because_its_rank_left_says_so(engine: Engine, transport: ScriptedTransport) -> None:
     engine.rank_left(2, 5)
-    plane.error = PlanePeerLost(2, "end of stream")
+    transport.error = TransportPeerLost(2, "end of stream")
     with pytest.raises(RankLost, match="left the group"):
         submit(engine)
 
 
-def test_whoever_left_first_is_the_reason_of_a_broken_connection(engine: Engine, plane: ScriptedPlane) -> None:
-    class LeavesMeanwhile(ScriptedPlane):
+def test_whoever_left_first_is_the_reason_of_a_broken_connection(engine: Engine, transport: ScriptedTransport) -> None:
+    class LeavesMeanwhile(ScriptedTransport):
         def run(self, operation: Operation, control: Control) -> None:
             engine.rank_left(0, 0)
-            raise PlanePeerLost(2, "end of stream")  # rank 2 gave up because of that
+            raise TransportPeerLost(2, "end of stream")  # rank 2 gave up because of that
 
-    engine._plane = LeavesMeanwhile()
+    engine._transport = LeavesMeanwhile()
     with pytest.raises(RankLost, match="rank 10 left the group"):
         submit(engine)
 
 
-def test_closing_waits_for_what_was_submitted(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_closing_waits_for_what_was_submitted(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     work = submit(engine, asynchronous=True)
-    assert plane.entered.wait(LIMIT_S)
-    threading.Timer(0.05, plane.gate.set).start()
+    assert transport.entered.wait(LIMIT_S)
+    threading.Timer(0.05, transport.gate.set).start()
     assert engine.close(LIMIT_S)
     assert work.is_success()
     with pytest.raises(GroupAborted, match="destroyed"):
         submit(engine)
 
 
-def test_closing_is_bounded(engine: Engine, plane: ScriptedPlane) -> None:
-    plane.gate = threading.Event()
+def test_closing_is_bounded(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
     work = submit(engine, asynchronous=True)
-    assert plane.entered.wait(LIMIT_S)
+    assert transport.entered.wait(LIMIT_S)
     assert not engine.close(0.05)
     with pytest.raises(GroupAborted, match="destroyed while"):
         work.wait(LIMIT_S)
 
 
-def test_where_names_the_operation(engine: Engine, plane: ScriptedPlane) -> None:
+def test_where_names_the_operation(engine: Engine, transport: ScriptedTransport) -> None:
     submit(engine)
     sequence, text = engine.where()
     assert (sequence, text[:30]) == (1, "finished barrier #1 of group '")
-    plane.gate = threading.Event()
-    plane.entered.clear()
+    transport.gate = threading.Event()
+    transport.entered.clear()
     submit(engine, asynchronous=True)
-    assert plane.entered.wait(LIMIT_S)
+    assert transport.entered.wait(LIMIT_S)
     assert engine.where() == (2, "is in barrier #2 of group 'g'")
 
 
 def test_the_flight_recorder_keeps_operations_and_is_written_on_failure(
-    engine: Engine, plane: ScriptedPlane, dump_folder: Path
+    engine: Engine, transport: ScriptedTransport, dump_folder: Path
 ) -> None:
     tensor = torch.zeros(6)
     engine.submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.MAX), False, None, None, None)
-    plane.error = PlanePeerLost(0, "end of stream")
+    transport.error = TransportPeerLost(0, "end of stream")
     with pytest.raises(RankLost):
         submit(engine)
     dumped = json.loads((dump_folder / "rank11.json").read_text())

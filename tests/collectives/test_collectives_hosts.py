@@ -79,10 +79,10 @@ def results(processes: Sequence[subprocess.Popen[str]]) -> list[dict[str, object
     return sorted(found, key=lambda entry: int(str(entry["rank"])))
 
 
-def check(found: list[dict[str, object]], plane: str) -> None:
+def check(found: list[dict[str, object]], transport: str) -> None:
     size = len(found)
     for rank, entry in enumerate(found):
-        assert plane in str(entry["plane"])
+        assert transport in str(entry["transport"])
         assert entry["small"] == [size * (size + 1) / 2] * 3
         assert entry["large"] == [(size - 1) / 2] * 2
         assert entry["gathered"] == list(range(size))
@@ -91,19 +91,19 @@ def check(found: list[dict[str, object]], plane: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("places", "plane"),
+    ("places", "transport"),
     [
         pytest.param([0, 1], "Socket", id="one rank on each host"),
         pytest.param([0, 0, 1, 1], "Hybrid", id="two ranks on each host"),
         pytest.param([0, 1, 0], "Hybrid", id="two ranks on one host, interleaved"),
     ],
 )
-def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], plane: str) -> None:
+def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], transport: str) -> None:
     address = {"MASTER_ADDR": hosts[0].address, "MASTER_PORT": PORT, "WORLD_SIZE": str(len(places))}
     processes = [
         hosts[place].start([sys.executable, PROGRAM], RANK=str(rank), **address) for rank, place in enumerate(places)
     ]
-    check(results(processes), plane)
+    check(results(processes), transport)
 
 
 def test_two_torchrun_agents(hosts: list[Host]) -> None:

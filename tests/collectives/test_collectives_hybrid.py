@@ -1,4 +1,4 @@
-"""The plane of several hosts with several ranks each equals the reference, whatever the hosts."""
+"""The transport of several hosts with several ranks each equals the reference, whatever the hosts."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 
 import pytest
 import torch
-from plane_in_memory import MemoryControl, memory_planes, reference, run_ranks
+from transport_in_memory import MemoryControl, memory_transports, reference, run_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlanePeerLost
-from rpcdist.collectives._transports.hierarchical import Hosts, HybridPlane
-from rpcdist.collectives._transports.single import SoloPlane
+from rpcdist.collectives._transports.base import Control, Transport, TransportMismatch, TransportPeerLost
+from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
+from rpcdist.collectives._transports.single import SingleRankTransport
 
 LEADERS = [
     pytest.param([0, 0, 2, 2], id="two hosts"),
@@ -21,23 +21,26 @@ LEADERS = [
 ]
 
 
-def planes_of(leaders: list[int]) -> list[HybridPlane]:
+def transports_of(leaders: list[int]) -> list[HierarchicalTransport]:
     hosts = Hosts.from_leaders(leaders)
-    everyone = memory_planes(len(leaders))
-    between = dict(zip(hosts.leaders, memory_planes(len(hosts.members)), strict=True))
-    local: dict[int, Plane] = {}
+    everyone = memory_transports(len(leaders))
+    between = dict(zip(hosts.leaders, memory_transports(len(hosts.members)), strict=True))
+    local: dict[int, Transport] = {}
     for members in hosts.members:
-        local.update(zip(members, memory_planes(len(members)), strict=True))
-    return [HybridPlane(rank, hosts, local[rank], between.get(rank), everyone[rank]) for rank in range(len(leaders))]
+        local.update(zip(members, memory_transports(len(members)), strict=True))
+    return [
+        HierarchicalTransport(rank, hosts, local[rank], between.get(rank), everyone[rank])
+        for rank in range(len(leaders))
+    ]
 
 
-def run_all(planes: Sequence[Plane], operations: Sequence[Operation], timeout_s: float = 20.0) -> list[object]:
+def run_all(transports: Sequence[Transport], operations: Sequence[Operation], timeout_s: float = 20.0) -> list[object]:
     """Every rank runs its operation; what each raised, or None."""
 
-    def runner(plane: Plane, operation: Operation) -> Callable[[], None]:
-        return lambda: plane.run(operation, MemoryControl(operation, timeout_s=timeout_s))
+    def runner(transport: Transport, operation: Operation) -> Callable[[], None]:
+        return lambda: transport.run(operation, MemoryControl(operation, timeout_s=timeout_s))
 
-    return list(run_ranks([runner(*pair) for pair in zip(planes, operations, strict=True)]))
+    return list(run_ranks([runner(*pair) for pair in zip(transports, operations, strict=True)]))
 
 
 def operation_of(kind: Kind, rank: int, size: int, root: int, op: ReduceOp, uneven: bool = False) -> Operation:
@@ -66,13 +69,13 @@ def operation_of(kind: Kind, rank: int, size: int, root: int, op: ReduceOp, unev
 @pytest.mark.parametrize("leaders", LEADERS)
 def test_every_operation_equals_the_reference(leaders: list[int]) -> None:
     size = len(leaders)
-    planes = planes_of(leaders)
+    transports = transports_of(leaders)
     for kind in [Kind(number) for number in range(Kind.ALL_REDUCE, Kind.BARRIER + 1)]:
         for root in range(size):
             for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX):
                 operations = [operation_of(kind, rank, size, root, op, uneven=root % 2 == 1) for rank in range(size)]
                 inputs = [[tensor.clone() for tensor in operation.inputs] for operation in operations]
-                assert run_all(planes, operations) == [None] * size, (kind, root, op)
+                assert run_all(transports, operations) == [None] * size, (kind, root, op)
                 for rank, operation in enumerate(operations):
                     expected = reference(operation, rank, inputs)
                     for output, wanted in zip(operation.outputs, expected, strict=True):
@@ -80,7 +83,7 @@ def test_every_operation_equals_the_reference(leaders: list[int]) -> None:
 
 
 def test_empty_tensors_pass() -> None:
-    planes = planes_of([0, 0, 2, 2])
+    transports = transports_of([0, 0, 2, 2])
     for kind in (Kind.ALL_GATHER, Kind.GATHER, Kind.SCATTER, Kind.ALL_REDUCE, Kind.REDUCE_SCATTER):
         operations = [
             Operation(
@@ -96,7 +99,7 @@ def test_empty_tensors_pass() -> None:
             )
             for rank in range(4)
         ]
-        assert run_all(planes, operations) == [None] * 4, kind
+        assert run_all(transports, operations) == [None] * 4, kind
 
 
 def test_hosts_are_ordered_by_their_first_rank() -> None:
@@ -106,7 +109,7 @@ def test_hosts_are_ordered_by_their_first_rank() -> None:
     assert [hosts.index_of(rank) for rank in range(5)] == [0, 1, 0, 1, 2]
 
 
-class _Broken(SoloPlane):
+class _Broken(SingleRankTransport):
     def __init__(self, error: Exception) -> None:
         self._error = error
 
@@ -118,25 +121,27 @@ def test_what_a_part_reports_is_told_by_the_ranks_of_the_group() -> None:
     hosts = Hosts.from_leaders([0, 1, 0, 1])
     buffer = torch.zeros(2)
     operation = Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), ReduceOp.SUM)
-    plane = HybridPlane(3, hosts, _Broken(PlaneMismatch({0: "a", 1: "b"})), None, SoloPlane())
-    with pytest.raises(PlaneMismatch) as mismatch:
-        plane.run(operation, MemoryControl(operation))
+    transport = HierarchicalTransport(
+        3, hosts, _Broken(TransportMismatch({0: "a", 1: "b"})), None, SingleRankTransport()
+    )
+    with pytest.raises(TransportMismatch) as mismatch:
+        transport.run(operation, MemoryControl(operation))
     assert mismatch.value.views == {1: "a", 3: "b"}
-    plane = HybridPlane(2, hosts, _Broken(PlanePeerLost(0, "gone")), None, SoloPlane())
-    with pytest.raises(PlanePeerLost) as lost:
-        plane.run(operation, MemoryControl(operation))
+    transport = HierarchicalTransport(2, hosts, _Broken(TransportPeerLost(0, "gone")), None, SingleRankTransport())
+    with pytest.raises(TransportPeerLost) as lost:
+        transport.run(operation, MemoryControl(operation))
     assert lost.value.rank == 0
     assert "gone" in lost.value.reason
 
 
 def test_a_mismatch_shows_between_hosts_as_well() -> None:
-    planes = planes_of([0, 0, 2, 2])
+    transports = transports_of([0, 0, 2, 2])
 
     def operation(rank: int) -> Operation:
         buffer = torch.zeros(4 if rank < 2 else 8)
         return Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), ReduceOp.SUM)
 
-    results = run_all(planes, [operation(rank) for rank in range(4)], timeout_s=1.0)
-    assert isinstance(results[0], PlaneMismatch)
-    assert isinstance(results[2], PlaneMismatch)
+    results = run_all(transports, [operation(rank) for rank in range(4)], timeout_s=1.0)
+    assert isinstance(results[0], TransportMismatch)
+    assert isinstance(results[2], TransportMismatch)
     assert set(results[0].views) == {0, 2}

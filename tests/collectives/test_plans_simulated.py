@@ -7,7 +7,7 @@ from math import ceil, log2
 
 import pytest
 
-from rpcdist.collectives._algorithms import Plan, Receive, Region, Round, Send, choose, grid, plan_for
+from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, Round, SendStep, choose, grid, plan_for
 from rpcdist.collectives._algorithms.choose import Algorithm
 from rpcdist.collectives._algorithms.direct import direct_all_gather, gather, pairwise_all_to_all, scatter
 from rpcdist.collectives._algorithms.ring import ring_all_gather, ring_all_reduce, ring_reduce_scatter
@@ -62,7 +62,7 @@ def simulate(plans: Sequence[Plan], buffers: Sequence[Buffers]) -> None:
     assert all(known == set(range(size)) for known in heard), "a rank is done, and has not heard of all others"
 
 
-def take(receive: Receive, data: list[Value], buffers: Buffers) -> None:
+def take(receive: ReceiveStep, data: list[Value], buffers: Buffers) -> None:
     region = receive.region
     assert len(data) == region.count
     if receive.operand is not None:
@@ -300,4 +300,4 @@ def test_plans_are_printed_as_a_grid() -> None:
         "rank 0  >1 0[2:4] +1 0[0:2]  >1 0[0:2] <1 0[2:4]",
         "rank 1  >0 0[0:2] +0 0[2:4]  >0 0[2:4] <0 0[0:2]",
     ]
-    assert repr(Round()) == "." and repr(Send(3, Region(0, 2, 2))) == ">3 -"
+    assert repr(Round()) == "." and repr(SendStep(3, Region(0, 2, 2))) == ">3 -"

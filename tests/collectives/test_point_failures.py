@@ -12,7 +12,7 @@ import pytest
 import torch
 from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send, tcp_pair
 
-from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, Frame, pack_header
+from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.messenger import Messenger
 from rpcdist.errors import (
     CollectiveError,
@@ -83,7 +83,7 @@ def test_a_sleeping_receiver_hears_of_the_end() -> None:
         recv(b, number(0), 0)
 
         def end() -> None:
-            until(lambda: b._rota.sleeping)
+            until(lambda: b._lead.sleeping)
             cut(made, 0, 1)
 
         in_threads(lambda: prompt(lambda: recv(b, number(0), 0), RankLost, "rank 0"), end)
@@ -255,8 +255,8 @@ def test_another_dtype_of_the_same_size() -> None:
     "data",
     [
         b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
-        pack_header(Frame.MESSAGE, 0, 0, 5, 0),
-        pack_header(Frame.MESSAGE, 0, 0, 0, 1 << 47),  # more than there is memory
+        pack_header(MessageFrame.MESSAGE, 0, 0, 5, 0),
+        pack_header(MessageFrame.MESSAGE, 0, 0, 0, 1 << 47),  # more than there is memory
     ],
 )
 def test_a_connection_with_garbage_is_closed_and_named(data: bytes) -> None:
@@ -317,7 +317,11 @@ def test_a_receive_times_out_in_the_middle() -> None:
         mine, theirs = tcp_pair()
         b = made.members[1]
         b.attach(0, theirs)
-        data = pack_header(Frame.MESSAGE, 0, 4, 0, 200_000) + b"\1" * 200_000 + pack_header(Frame.MESSAGE, 0, 5, 1, 1)
+        data = (
+            pack_header(MessageFrame.MESSAGE, 0, 4, 0, 200_000)
+            + b"\1" * 200_000
+            + pack_header(MessageFrame.MESSAGE, 0, 5, 1, 1)
+        )
         mine.sendall(data[:100_000])
         got = torch.zeros(200_000, dtype=torch.uint8)
         with pytest.raises(CollectiveTimeout, match="its message did not arrive completely from rank 0"):
@@ -361,7 +365,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         a, b = made.members
 
         def short() -> None:
-            until(lambda: b._rota.sleeping)
+            until(lambda: b._lead.sleeping)
             with pytest.raises(CollectiveTimeout):
                 b.recv(number(0), 0, 1, asynchronous=False, timeout_s=SHORT_S)
             send(a, number(0), 1, 2)
@@ -450,7 +454,7 @@ def test_close_while_a_thread_is_blocked() -> None:
         a = made.members[0]
 
         def close() -> None:
-            until(lambda: a._rota.sleeping)
+            until(lambda: a._lead.sleeping)
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)
@@ -463,7 +467,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         other = irecv(b, number(0), 0, 2)
 
         def interrupt() -> None:
-            until(lambda: len(b._board.pending) == 2 and b._rota.sleeping)
+            until(lambda: len(b._state.pending) == 2 and b._lead.sleeping)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -473,7 +477,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         thread.join(LIMIT_S)
         send(a, number(1), 1, 2)
         assert other.wait(LIMIT_S)
-        until(lambda: not b._board.pending)
+        until(lambda: not b._state.pending)
         send(a, number(1), 1, 1)
         recv(b, number(0), 0, 1)
 

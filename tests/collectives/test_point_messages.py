@@ -123,7 +123,7 @@ def test_nothing_is_read_ahead_unless_a_send_is_stuck() -> None:
         send(b, number(1), 0, 9)
         recv(a, number(0), 1, 9)
         assert not stuck.is_completed()
-        assert b._board.matcher.num_messages == 0, "nobody asked for it"
+        assert b._state.matcher.num_messages == 0, "nobody asked for it"
         recv(b, torch.zeros(BIG), 0)
         assert stuck.wait()
 
@@ -137,11 +137,11 @@ def test_what_is_read_ahead_is_limited() -> None:
         recv(b, torch.zeros(size, dtype=torch.uint8), 0, 0)
         irecv(a, number(0), 1, 101)  # makes a read, until b's message is through
         assert stuck.wait()
-        assert 0 < b._board.matcher.buffered_bytes(0) <= limit + size
+        assert 0 < b._state.matcher.buffered_bytes(0) <= limit + size
         for index in range(1, 40):
             recv(b, torch.zeros(size, dtype=torch.uint8), 0, index)
         assert all(work.wait() for work in outwards)
-        assert b._board.matcher.buffered_bytes(0) == 0
+        assert b._state.matcher.buffered_bytes(0) == 0
         send(b, number(0), 0, 101)
 
 
@@ -314,11 +314,11 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
     a, b = pair.members
     send(a, number(1), 1)
     recv(b, number(0), 0)
-    assert b._rota._thread is None
+    assert b._lead._thread is None
     work = irecv(b, number(0), 0)
     send(a, number(1), 1)
     assert work.wait(LIMIT_S)
-    assert b._rota._thread is not None and b._rota._thread.is_alive()
+    assert b._lead._thread is not None and b._lead._thread.is_alive()
 
 
 def test_tags_have_64_bits(pair: Mesh) -> None:

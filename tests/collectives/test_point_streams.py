@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream, RefusalStream, Target
 from rpcdist.collectives._transports.p2p.message_format import (
     HEADER_BYTES,
-    Frame,
     Header,
+    MessageFrame,
     pack_header,
     refusal,
     unpack_header,
 )
-from rpcdist.collectives._transports.p2p.requests import Arrived, Receive, Request
+from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, UnexpectedMessage
 from rpcdist.errors import ProtocolViolation
 
 LARGE = 70_000  # does not fit into the buffer of a stream
@@ -42,11 +42,11 @@ class Sink:
         if header.tag % 5 == 0:
             return None
         if header.tag % 2:
-            return Receive("recv", torch.zeros(header.size_bytes, dtype=torch.uint8), 0, header.tag, math.inf)
-        return Arrived(0, header)
+            return PostedReceive("recv", torch.zeros(header.size_bytes, dtype=torch.uint8), 0, header.tag, math.inf)
+        return UnexpectedMessage(0, header)
 
     def end(self, target: Target) -> None:
-        if isinstance(target, Receive):
+        if isinstance(target, PostedReceive):
             self.done.append((target.tag, target.tensor))
         else:
             tensor = torch.zeros(target.size_bytes, dtype=torch.uint8)
@@ -109,7 +109,7 @@ def test_a_target_can_be_dropped_in_the_middle() -> None:
     data = sent_bytes(out, 1 << 20)
     sink.feed(data[: LARGE // 2])
     target = sink.stream.target
-    assert isinstance(target, Receive)
+    assert isinstance(target, PostedReceive)
     sink.stream.drop_target()
     before = target.tensor.clone()
     sink.feed(data[LARGE // 2 :])
@@ -142,10 +142,10 @@ def test_a_message_that_has_begun_stays() -> None:
 
 def test_goodbye_ends_the_stream() -> None:
     sink = Sink()
-    sink.feed(pack_header(Frame.GOODBYE, 0, 0, 0, 0))
+    sink.feed(pack_header(MessageFrame.GOODBYE, 0, 0, 0, 0))
     assert sink.stream.said_goodbye
     with pytest.raises(ProtocolViolation):
-        sink.feed(pack_header(Frame.MESSAGE, 0, 0, 0, 0))
+        sink.feed(pack_header(MessageFrame.MESSAGE, 0, 0, 0, 0))
 
 
 @pytest.mark.parametrize(
@@ -154,11 +154,11 @@ def test_goodbye_ends_the_stream() -> None:
         b"GET / HTTP/1.1\r\nHost: localhost\r\n",
         bytes(HEADER_BYTES),
         pack_header(9, 0, 0, 0, 0),
-        pack_header(Frame.MESSAGE, 200, 0, 0, 0),
-        pack_header(Frame.MESSAGE, 0, 0, 0, 1 << 50),
-        pack_header(Frame.MESSAGE, 7, 0, 0, 5),  # not a multiple of a float
-        pack_header(Frame.MESSAGE, 0, 0, 1, 0),  # another number than the next
-        pack_header(Frame.REFUSED, 0, 0, 0, 0),
+        pack_header(MessageFrame.MESSAGE, 200, 0, 0, 0),
+        pack_header(MessageFrame.MESSAGE, 0, 0, 0, 1 << 50),
+        pack_header(MessageFrame.MESSAGE, 7, 0, 0, 5),  # not a multiple of a float
+        pack_header(MessageFrame.MESSAGE, 0, 0, 1, 0),  # another number than the next
+        pack_header(MessageFrame.REFUSED, 0, 0, 0, 0),
     ],
 )
 def test_garbage_is_found(data: bytes) -> None:
@@ -174,20 +174,20 @@ def test_random_bytes_never_do_anything_else(data: bytes) -> None:
 
 @given(st.integers(-(1 << 63), (1 << 63) - 1), st.integers(0, 1 << 63), st.integers(0, 1 << 40))
 def test_headers_come_back(tag: int, sequence: int, size: int) -> None:
-    header = Header(Frame.MESSAGE, 0, tag, sequence, size)
+    header = Header(MessageFrame.MESSAGE, 0, tag, sequence, size)
     assert unpack_header(pack_header(*header)) == header
 
 
 def test_tags_have_64_bits() -> None:
     with pytest.raises(struct.error):
-        pack_header(Frame.MESSAGE, 0, 1 << 63, 0, 0)
+        pack_header(MessageFrame.MESSAGE, 0, 1 << 63, 0, 0)
 
 
 def test_refusals_come_back_in_pieces() -> None:
-    refused = Header(Frame.MESSAGE, 7, 5, 3, 16)
+    refused = Header(MessageFrame.MESSAGE, 7, 5, 3, 16)
     data = refusal(refused, 0, 9) * 2
     stream = RefusalStream()
     got = [pair for index in range(len(data)) for pair in stream.feed(data[index : index + 1])]
-    assert got == [(Header(Frame.REFUSED, 0, 5, 3, 9), refused)] * 2
+    assert got == [(Header(MessageFrame.REFUSED, 0, 5, 3, 9), refused)] * 2
     with pytest.raises(ProtocolViolation):
         stream.feed(b"x" * 64)

@@ -15,9 +15,9 @@ from socket_hubs import LIMIT_S, hubs, read_exactly
 from socket_ranks import FakeControl, Ranks, socket_ranks
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import PlaneMismatch, PlanePeerLost, PlaneTimeout
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, Frame
-from rpcdist.collectives._transports.sockets.socket_transport import SocketPlane
+from rpcdist.collectives._transports.base import TransportMismatch, TransportPeerLost, TransportTimeout
+from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.errors import GroupAborted
 
 SUM = ReduceOp.SUM
@@ -100,13 +100,13 @@ def with_sizes(*sizes: int) -> pytest.MarkDecorator:
 @with_sizes(2, 3, 4)
 @pytest.mark.parametrize("case", MISMATCHES)
 def test_a_mismatch_is_found_and_no_rank_succeeds(group: Ranks, case: str) -> None:
-    size = len(group.planes)
+    size = len(group.transports)
     group.run_well([Operation(Kind.BARRIER)] * size)
     running = group.start([MISMATCHES[case](rank, size) for rank in range(size)])
     wait_for_error(group, running.join_any())
     errors = running.join()
     assert all(errors), f"a rank succeeded: {errors}"
-    found = [error for error in errors if isinstance(error, PlaneMismatch)]
+    found = [error for error in errors if isinstance(error, TransportMismatch)]
     assert found
     for error in found:
         assert len(error.views) == 2
@@ -116,7 +116,7 @@ def test_a_mismatch_is_found_and_no_rank_succeeds(group: Ranks, case: str) -> No
 
 def wait_for_error(group: Ranks, error: Exception | None) -> None:
     """What the engine does: the first rank that fails tells the others."""
-    assert isinstance(error, PlaneMismatch), error
+    assert isinstance(error, TransportMismatch), error
     for control in group.controls:
         assert control is not None
         control.fail(FAILED)
@@ -126,7 +126,7 @@ def wait_for_error(group: Ranks, error: Exception | None) -> None:
 def test_views_say_what_differs(group: Ranks) -> None:
     running = group.start([all_to_all([2, 2, 2], [2, 2, 2 + (rank == 0)]) for rank in range(3)])
     wait_for_error(group, running.join_any())
-    [error] = [error for error in running.join() if isinstance(error, PlaneMismatch)]
+    [error] = [error for error in running.join() if isinstance(error, TransportMismatch)]
     assert error.views == {
         0: "all_to_all #1 (float32) expecting 12 bytes",
         2: "all_to_all #1 (float32) sending 8 bytes",
@@ -137,14 +137,14 @@ def test_views_say_what_differs(group: Ranks) -> None:
 @pytest.mark.parametrize("missing", [0, 1])
 @pytest.mark.parametrize("count", [1, 1 << 20])
 def test_a_timeout_names_who_is_missing(group: Ranks, missing: int, count: int) -> None:
-    size = len(group.planes)
+    size = len(group.transports)
     errors = group.run([None if rank == missing else all_reduce(count) for rank in range(size)], timeout_s=0.3)
     for rank in range(size):
         if rank != missing:
             error = errors[rank]
-            assert isinstance(error, PlaneTimeout)
+            assert isinstance(error, TransportTimeout)
             assert error.waiting_for and rank not in error.waiting_for
-    assert any(isinstance(error, PlaneTimeout) and missing in error.waiting_for for error in errors)
+    assert any(isinstance(error, TransportTimeout) and missing in error.waiting_for for error in errors)
 
 
 @with_sizes(2)
@@ -168,24 +168,24 @@ def test_an_abort_ends_the_wait_at_once(group: Ranks, connected: bool, rank: int
 def test_the_end_of_a_peer_is_noticed(group: Ranks, rank: int, count: int) -> None:
     group.run_well([Operation(Kind.BARRIER)] * 2)
     running = group.start([all_reduce(count) if each == rank else None for each in range(2)])
-    group.planes[1 - rank].close()
+    group.transports[1 - rank].close()
     error = running.join()[rank]
-    assert isinstance(error, PlanePeerLost) and error.rank == 1 - rank
+    assert isinstance(error, TransportPeerLost) and error.rank == 1 - rank
 
 
 def test_an_unreachable_peer_is_lost() -> None:
     with hubs(2) as (mine, other):
-        plane = SocketPlane(0, 2, mine, "test group", [mine.address, other.address], unix=False)
+        transport = SocketTransport(0, 2, mine, "test group", [mine.address, other.address], unix=False)
         other.close()
         control = FakeControl(Operation(Kind.BARRIER), 1)
         try:
-            with pytest.raises(PlanePeerLost, match="could not connect") as caught:
-                plane.run(Operation(Kind.BARRIER), control)
+            with pytest.raises(TransportPeerLost, match="could not connect") as caught:
+                transport.run(Operation(Kind.BARRIER), control)
             assert caught.value.rank == 1
         finally:
             control.close()
-            plane.close()
-            plane.close()
+            transport.close()
+            transport.close()
 
 
 # ------------------------------------------------------------ a peer by hand
@@ -195,13 +195,13 @@ def test_an_unreachable_peer_is_lost() -> None:
 def scripted_peer(operation: Operation) -> Iterator[tuple[socket.socket, Callable[[], Exception | None]]]:
     """Rank 1 runs an operation, and rank 0 is a bare socket of the test; the callable waits for rank 1's end."""
     with hubs(2) as (mine, theirs):
-        plane = SocketPlane(1, 2, theirs, "test group", [mine.address, theirs.address], unix=False)
+        transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address], unix=False)
         control = FakeControl(operation, 1)
         errors: list[Exception] = []
 
         def run() -> None:
             try:
-                plane.run(operation, control)
+                transport.run(operation, control)
             except Exception as exc:
                 errors.append(exc)
 
@@ -220,12 +220,12 @@ def scripted_peer(operation: Operation) -> Iterator[tuple[socket.socket, Callabl
         finally:
             control.fail(FAILED)
             end()
-            plane.close()
+            transport.close()
             control.close()
 
 
 def header(operation: Operation, round_number: int, size_bytes: int) -> bytes:
-    return Frame(0, operation.fingerprint(1), 1, 0).header(round_number, size_bytes)
+    return OperationFrame(0, operation.fingerprint(1), 1, 0).header(round_number, size_bytes)
 
 
 @pytest.mark.parametrize("reset", [False, True])
@@ -244,7 +244,7 @@ def test_a_socket_cut_in_the_middle_of_a_message(sent: int, reset: bool) -> None
         link.close()  # the fault
         reader.join(LIMIT_S)
         error = end()
-        assert isinstance(error, PlanePeerLost) and error.rank == 0 and error.reason
+        assert isinstance(error, TransportPeerLost) and error.rank == 0 and error.reason
 
 
 def read_until_cut(link: socket.socket) -> None:
@@ -298,14 +298,14 @@ def test_what_is_no_header_of_this_step_is_a_mismatch_and_touches_nothing(bad: b
     with scripted_peer(operation) as (link, end):
         link.sendall(bad + bytes(64))
         error = end()
-        assert isinstance(error, PlaneMismatch)
+        assert isinstance(error, TransportMismatch)
         assert view in error.views[0] and error.views[1].startswith("all_reduce #1 (SUM, 32 bytes of float32)")
         assert torch.equal(operation.outputs[0], before)
 
 
 def test_connections_that_are_not_wanted_are_closed() -> None:
     with hubs(2) as (mine, theirs):
-        plane = SocketPlane(1, 2, theirs, "test group", [mine.address, theirs.address])
+        transport = SocketTransport(1, 2, theirs, "test group", [mine.address, theirs.address])
         try:
             for purpose in ("link/x", "link/0", "link/0.1", "link/1.0", "link/7.0"):
                 with mine.connect(theirs.address, f"test group/{purpose}", LIMIT_S) as link:
@@ -315,8 +315,8 @@ def test_connections_that_are_not_wanted_are_closed() -> None:
                 with mine.connect(theirs.address, "test group/link/0.0", LIMIT_S) as second:
                     second.settimeout(LIMIT_S)
                     assert second.recv(1) == b""
-                plane.close()
+                transport.close()
                 first.settimeout(LIMIT_S)
                 assert first.recv(1) == b""
         finally:
-            plane.close()
+            transport.close()

@@ -9,11 +9,11 @@ import socket
 
 import pytest
 from group_functions import EVERY_KIND, operation_for
-from plane_in_memory import reference
 from socket_ranks import Ranks, socket_ranks
+from transport_in_memory import reference
 
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.base import PlanePeerLost
+from rpcdist.collectives._transports.base import TransportPeerLost
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES
 from rpcdist.errors import GroupAborted
 
@@ -22,7 +22,7 @@ TOLD = GroupAborted("an operation", "another rank told the engine")
 
 
 class BadSocket:
-    """What a plane uses of a socket, with a fault in it.
+    """What a transport uses of a socket, with a fault in it.
 
     Attributes:
         num_faults: how often it misbehaved.
@@ -100,7 +100,7 @@ class SlowSocket(BadSocket):
 
 def spoil(ranks: Ranks, make: type[BadSocket], *arguments: int) -> list[BadSocket]:
     """Replaces the connections of the faulty rank."""
-    links = ranks.planes[FAULTY]._links._open
+    links = ranks.transports[FAULTY]._links._open
     for place, real in list(links.items()):
         links[place] = make(real, *arguments)  # type: ignore[assignment]
     return list(links.values())  # type: ignore[arg-type]
@@ -124,7 +124,7 @@ def test_a_socket_cut_in_the_middle_of_a_message(kind: Kind, num_bytes: int) -> 
         bad = spoil(ranks, CutSocket, num_bytes)
         running = ranks.start(operations(kind, 100_000))
         first = running.join_any()
-        assert isinstance(first, PlanePeerLost), first
+        assert isinstance(first, TransportPeerLost), first
         for control in ranks.controls:
             assert control is not None
             control.fail(TOLD)  # as the engine of the rank does that noticed it
@@ -133,7 +133,7 @@ def test_a_socket_cut_in_the_middle_of_a_message(kind: Kind, num_bytes: int) -> 
         # A rank that only sends may be done before the root fails.
         assert errors[FAULTY] or kind not in (Kind.REDUCE, Kind.GATHER)
         assert all(errors) or kind in (Kind.REDUCE, Kind.GATHER), f"a rank succeeded: {errors}"
-        lost = [(rank, error.rank) for rank, error in enumerate(errors) if isinstance(error, PlanePeerLost)]
+        lost = [(rank, error.rank) for rank, error in enumerate(errors) if isinstance(error, TransportPeerLost)]
         assert lost and all(FAULTY in pair for pair in lost), lost
 
 

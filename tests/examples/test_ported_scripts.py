@@ -16,7 +16,7 @@ from pathlib import Path
 from socket import socket
 
 import pytest
-from test_docs import FENCE, environment, page, run
+from docs_programs import FENCE, environment, page, run
 
 PORTED = Path(__file__).parents[1] / "ported"
 PROGRAMS = sorted(path.stem for path in PORTED.glob("ported_*.py"))

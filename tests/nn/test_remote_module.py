@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import remote_module_functions as functions
 import torch
+from docs_programs import run_page
 from rpc_cluster import Cluster
-from test_docs import run_page
 from torch import nn
 
 import rpcdist.autograd as autograd

@@ -11,10 +11,10 @@ import optim_functions as functions
 import pytest
 import rpc_functions
 import torch
+from docs_programs import run_page
 from leak_guard import LeakGuard
 from rpc_cluster import Cluster
 from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, until
-from test_docs import run_page
 from torch import Tensor
 from torch.optim import lr_scheduler
 

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-import ast
-import os
 import re
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from socket import socket
 
 import pytest
+from docs_programs import PAGES, ROOT, blocks, environment, free_port, page, program_of, run
 
-ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
-LIMIT_S = 100.0  # of a program; most of it is importing torch in several processes
-
-FENCE = re.compile(
-    r"^(?P<mark><!-- not run: .+ -->\n)?```(?P<language>\w*)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL
-)
 LINK = re.compile(r"\[[^\]]*\]\((?P<target>[^)\s]+)\)")
 FILE = re.compile(
     r"`(?P<path>(?:rpcdist|collectives|autograd|proto|tests|examples|benchmarks|docs|tools)/[\w/]*(?:/|\.\w+))`"
@@ -54,99 +42,6 @@ if __name__ == "__main__":
     assert server.join(60)
     print("all of it was run")
 """
-
-
-def page(name: str) -> str:
-    return (ROOT / name).read_text()
-
-
-def blocks(text: str, language: str) -> Iterator[tuple[int, str]]:
-    """The first line, and the code, of every block that may be run."""
-    for found in FENCE.finditer(text):
-        if found["language"] == language and not found["mark"]:
-            yield text.count("\n", 0, found.start("code")) + 1, found["code"]
-
-
-def free_port() -> int:
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
-def environment(**variables: str) -> dict[str, str]:
-    """Ours, without what a launcher may have left there."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in launcher} | variables
-
-
-def run(commands: list[tuple[list[str | Path], dict[str, str]]], folder: Path) -> list[str]:
-    """Runs programs at the same time; returns what each printed. None of them outlives this."""
-    with ExitStack() as stack:
-        processes = []
-        for command, variables in commands:
-            process = subprocess.Popen(
-                list(map(str, command)),
-                cwd=folder,
-                env=variables,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            processes.append(process)
-            stack.callback(process.communicate)
-            stack.callback(process.kill)
-        printed = []
-        for process in processes:
-            output, errors = process.communicate(timeout=LIMIT_S)
-            assert process.returncode == 0, output + errors
-            printed.append(output)
-        return printed
-
-
-class Checks(ast.NodeTransformer):
-    """Turns each `value  # -> text` at the top level of a block into a check."""
-
-    def __init__(self, lines: list[str]) -> None:
-        self.lines = lines
-
-    def visit_Expr(self, node: ast.Expr) -> ast.stmt:
-        _, arrow, expected = self.lines[(node.end_lineno or node.lineno) - 1].partition("# -> ")
-        if not arrow:
-            return node
-        arguments = [node.value, ast.Constant(expected), ast.Constant(node.lineno)]
-        check = ast.Expr(ast.Call(ast.Name("check", ast.Load()), arguments, []))
-        return ast.fix_missing_locations(ast.copy_location(check, node))
-
-
-def program_of(text: str) -> tuple[str, str]:
-    """The definitions (and imports) of a page, and its statements, as two sources."""
-    definitions: list[ast.stmt] = []
-    statements: list[ast.stmt] = []
-    lines = text.splitlines()
-    for first, code in blocks(text, "python"):
-        tree = ast.parse("\n" * (first - 1) + code)
-        for node in tree.body:
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Import, ast.ImportFrom)):
-                definitions.append(node)
-            else:
-                statements.append(Checks(lines).visit(node))
-    return ast.unparse(ast.Module(definitions, [])), ast.unparse(ast.Module(statements, []))
-
-
-def run_page(name: str) -> None:
-    """Runs the code of a page in this process, for tests that have the workers which it names."""
-    definitions, statements = program_of(page(name))
-    lines = []
-
-    def check(value: object, expected: str, line: int) -> None:
-        assert repr(value) == expected, f"{name}:{line} says {expected}, but it is {value!r}"
-        lines.append(line)
-
-    names: dict[str, object] = {"__name__": name, "check": check}
-    exec(compile(f"{definitions}\n{statements}", name, "exec"), names)
-    assert lines, f"{name} says of nothing what it is"
 
 
 @pytest.mark.multiproc

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from test_docs import blocks, environment, free_port, page, program_of, run
+from docs_programs import blocks, environment, free_port, page, program_of, run
 
 GUIDE = """
 {definitions}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
@@ -20,8 +20,8 @@ Item = tuple[object, ...]
 Move = tuple[object, ...]
 
 
-def node(worker: int) -> Node:
-    return Node(worker, 100 + worker)
+def node(worker: int) -> Incarnation:
+    return Incarnation(worker, 100 + worker)
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Step:
 class World:
     program: tuple[Step, ...]
     duplicates: int = 0  # how many control messages may be delivered twice
-    losses: int = 0  # how many carriers may be lost
-    doubts: int = 0  # how many carriers may be reported lost, and arrive all the same
+    losses: int = 0  # how many bindings may be lost
+    doubts: int = 0  # how many bindings may be reported lost, and arrive all the same
     deaths: tuple[int, ...] = ()  # who may die (one of them)
     suspicions: tuple[
         tuple[int, int], ...
@@ -121,13 +121,13 @@ class World:
         self.trace += (move,)
         getattr(self, "_" + str(move[0]))(*move[1:])
 
-    def feed(self, worker: int, event: events.Event) -> bool:
+    def feed(self, worker: int, event: events.RRefEvent) -> bool:
         """Hands an event to a worker's protocol, and puts what it sends on the way. Returns: it refused a creation."""
         refused = False
         if worker in self.dead:
             return refused
         for action in self.protocols[worker].handle(event):
-            if isinstance(action, actions.Send):
+            if isinstance(action, actions.SendControl):
                 self.send(("control", action.to.worker, worker, action.message))
             elif isinstance(action, actions.Fail):
                 name = self.name_of(action.handle)
@@ -198,7 +198,7 @@ class World:
         getattr(self, "_deliver_" + str(item[0]))(*item[1:])
 
     def _deliver_control(self, to: int, sender: int, message: Message) -> None:
-        self.feed(to, events.Arrived(node(sender), message))
+        self.feed(to, events.MessageArrived(node(sender), message))
 
     def _deliver_call(self, to: int, name: str) -> None:
         sender = self.step_of(name).at
@@ -230,7 +230,7 @@ class World:
         self.feed(to, events.FetchArrived(self.rref_of(name), self.fork_of(name), node(self.holder_of(name))))
 
     def _deliver_lost(self, to: int, other: int) -> None:
-        self.feed(to, events.WorkerLost(node(other)))
+        self.feed(to, events.HolderLost(node(other)))
         self.send(("lease", to, other))
 
     def _deliver_lease(self, to: int, other: int) -> None:

@@ -65,7 +65,7 @@ def test_control_messages_survive_any_number_of_broken_connections(script: list[
 
 
 class Outcome:
-    """A completer that remembers."""
+    """A reply_sink that remembers."""
 
     def __init__(self) -> None:
         self.errors: list[BaseException] = []

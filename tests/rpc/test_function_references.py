@@ -198,7 +198,7 @@ def test_pickled_callables() -> None:
     with pytest.raises(SerializationError, match="cannot be called"):
         decode_function(pickle.dumps(3))
     with pytest.raises(SerializationError, match="RPC pickler does not serialize"):
-        decode_function(pickle.dumps(plain).replace(b"plain", b"plane"))
+        decode_function(pickle.dumps(plain).replace(b"plain", b"plank"))
     with pytest.raises(SerializationError, match="cannot be unpickled"):
         decode_function(b"\x80\x05garbage")
 

@@ -49,7 +49,7 @@ def deliver(pool: WorkerPool, future: Future[Any], decode: Callable[[], Any]) ->
         pool.submit(future._settle)
 
 
-COMPLETERS: list[Callable[[WorkerPool, Future[int], int], object]] = [
+REPLY_SINKS: list[Callable[[WorkerPool, Future[int], int], object]] = [
     lambda pool, future, value: future.set_result(value),
     lambda pool, future, value: pool.submit(future._complete, value),
     lambda pool, future, value: deliver(pool, future, lambda: value),
@@ -70,7 +70,7 @@ def test_it_is_a_torch_future() -> None:
     assert future.exception() is None and not future.cancelled()
 
 
-@pytest.mark.parametrize("complete", COMPLETERS)
+@pytest.mark.parametrize("complete", REPLY_SINKS)
 def test_all_ways_to_wait_see_the_result(pool: WorkerPool, complete: Callable[..., object]) -> None:
     for _ in range(50):
         future: Future[int] = Future()

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from test_future import COMPLETERS, failed_future
+from test_future import REPLY_SINKS, failed_future
 from test_future import pool as pool
 
 from rpcdist.errors import BlockingInLoop
@@ -16,7 +16,7 @@ from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc.future import Future
 
 
-@pytest.mark.parametrize("complete", COMPLETERS)
+@pytest.mark.parametrize("complete", REPLY_SINKS)
 async def test_await(pool: WorkerPool, complete: Callable[..., object]) -> None:
     future: Future[int] = Future()
     timer = threading.Timer(0.005, complete, (pool, future, 5))
@@ -61,7 +61,7 @@ async def test_blocking_on_a_loop_raises_at_once_unless_done() -> None:
     assert next(as_completed([future])) is future
 
 
-def test_a_loop_that_was_closed_does_not_disturb_the_completer() -> None:
+def test_a_loop_that_was_closed_does_not_disturb_the_reply_sink() -> None:
     future: Future[int] = Future()
     loop = asyncio.new_event_loop()
 

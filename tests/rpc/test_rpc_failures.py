@@ -36,7 +36,7 @@ CALLS = [
     ("rref.rpc_sync", WorkerLost, "_invoke"),
     ("large", WorkerLost, "clone"),
 ]
-LANES = ("auto", "grpc")  # how an end is noticed is a matter of the lane; what comes of it is not: so by turns
+CHANNELS = ("auto", "grpc")  # how an end is noticed is a matter of the channel; what comes of it is not: so by turns
 
 
 @pytest.fixture
@@ -47,14 +47,14 @@ def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
 
 
 @pytest.mark.parametrize(
-    ("how", "kind", "call", "lanes"),
-    [(*case, LANES[number % 2]) for number, case in enumerate(CALLS)],
-    ids=[f"{how}, {LANES[number % 2]}" for number, (how, _, _) in enumerate(CALLS)],
+    ("how", "kind", "call", "channels"),
+    [(*case, CHANNELS[number % 2]) for number, case in enumerate(CALLS)],
+    ids=[f"{how}, {CHANNELS[number % 2]}" for number, (how, _, _) in enumerate(CALLS)],
 )
 def test_calls_to_a_killed_worker_fail_and_name_it(
-    victims: Victims, tmp_path: Path, how: str, kind: type[WorkerLost], call: str, lanes: str
+    victims: Victims, tmp_path: Path, how: str, kind: type[WorkerLost], call: str, channels: str
 ) -> None:
-    victims.lanes = lanes
+    victims.channels = channels
     world = victims.world("a", "b", "c", peer_timeout=CALM_S)
     address = world["b"].run(functions.address)
     running = tmp_path / "running"
@@ -73,13 +73,13 @@ def test_calls_to_a_killed_worker_fail_and_name_it(
     assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
 
 
-@pytest.mark.parametrize("lanes", LANES)
+@pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with forked DataLoader workers"])
 def test_a_death_is_noticed_at_once_although_forked_children_live(
-    victims: Victims, tmp_path: Path, forked: bool, lanes: str
+    victims: Victims, tmp_path: Path, forked: bool, channels: str
 ) -> None:
     """A long peer timeout: only the end of the connection tells, and forked children must not hold it open."""
-    victims.lanes = lanes
+    victims.channels = channels
     world = victims.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(rpc.rpc_sync, "b", functions.pid)
     children = world["b"].run(forks.fork_data_loader_workers) if forked else []
@@ -98,11 +98,11 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("how", "lanes"), [("rpc_sync", "auto"), ("stream", "grpc"), ("to_here", "auto")])
+@pytest.mark.parametrize(("how", "channels"), [("rpc_sync", "auto"), ("stream", "grpc"), ("to_here", "auto")])
 def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
-    victims: Victims, tmp_path: Path, how: str, lanes: str
+    victims: Victims, tmp_path: Path, how: str, channels: str
 ) -> None:
-    victims.lanes = lanes
+    victims.channels = channels
     world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
@@ -124,9 +124,9 @@ def _answers(outcome: object) -> bool:
     return isinstance(outcome, int)
 
 
-@pytest.mark.parametrize(("how", "lanes"), [("os._exit", "grpc"), ("abort", "auto"), ("SIGKILL", "auto")])
-def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: str, lanes: str) -> None:
-    victims.lanes = lanes
+@pytest.mark.parametrize(("how", "channels"), [("os._exit", "grpc"), ("abort", "auto"), ("SIGKILL", "auto")])
+def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: str, channels: str) -> None:
+    victims.channels = channels
     world = victims.world("a", "b", peer_timeout=CALM_S)
     started = time.monotonic()
     error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(WorkerLost)

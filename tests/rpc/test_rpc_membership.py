@@ -170,7 +170,7 @@ MEMBER = """
         others = [info for info in rpc._get_current_rpc_agent().get_worker_infos() if info.id != me.id]
         got = [rpc.rpc_sync(info, add, (torch.ones(2), me.id)).sum().item() for info in others]
         rpc.shutdown()
-        sys.stdout.write(f"{me.id}:{len(others)}:{got[0]}\\n")  # in one piece: they share it
+        sys.stdout.write(f"{me.id}:{len(others)}:{got[0]}\\n")  # in one chunk: they share it
 """
 
 

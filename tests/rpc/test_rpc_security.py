@@ -35,7 +35,7 @@ from rpc_victims import CALM_S, Victims, World, forkserver_pid, join, leave, unt
 from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
-from rpcdist.transport._frames import piece_envelope
+from rpcdist.transport._frames import chunk_envelope
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
@@ -171,7 +171,7 @@ def test_nothing_of_an_unproven_peer_is_unpickled(world: World, address: str, tm
         [rpc_pb2.Envelope(messages=messages, handshake=hello).SerializeToString()],
         [handshake, rpc_pb2.Envelope(messages=messages).SerializeToString()],
         [handshake, handshake],
-        [piece_envelope(1, 0, 0, memoryview(b"x" * 100))],
+        [chunk_envelope(1, 0, 0, memoryview(b"x" * 100))],
         [b"\x0a" + b"\xff" * 50],
         [b"x" * 100_000],
     ]

@@ -188,7 +188,7 @@ def test_many_small_items_fill_more_than_one_envelope(cluster: Cluster) -> None:
     assert all(torch.equal(a, b) for a, b in zip(result, mixed, strict=True))
 
 
-def test_sizes_around_the_limits_of_messages_and_pieces(cluster: Cluster) -> None:
+def test_sizes_around_the_limits_of_messages_and_chunks(cluster: Cluster) -> None:
     sizes = [limit + delta for limit in (32 * 1024, MIB - 64, MIB, 2 * MIB) for delta in (-1, 0, 1, 40)]
     for size in sizes:
         data = bytes([size % 251]) * size

@@ -25,7 +25,7 @@ from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
-from rpcdist.transport._frames import frame, piece_envelope
+from rpcdist.transport._frames import chunk_envelope, frame
 from rpcdist.transport.handshake import request_proof
 from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
@@ -35,15 +35,15 @@ pytestmark = pytest.mark.multiproc
 BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "more than announced": (
-        [frame(BIG), piece_envelope(1, 0, 0, memoryview(b"x" * 1001))],
-        "a piece of 1001 bytes at 0",
+        [frame(BIG), chunk_envelope(1, 0, 0, memoryview(b"x" * 1001))],
+        "a chunk of 1001 bytes at 0",
     ),
-    "more than announced, in pieces": (
-        [frame(BIG), *(piece_envelope(1, 0, at, memoryview(b"x" * 300)) for at in (0, 300, 600, 900))],
-        "a piece of 300 bytes at 900",
+    "more than announced, in chunks": (
+        [frame(BIG), *(chunk_envelope(1, 0, at, memoryview(b"x" * 300)) for at in (0, 300, 600, 900))],
+        "a chunk of 300 bytes at 900",
     ),
-    "a piece at the wrong place": ([frame(BIG), piece_envelope(1, 0, 5, memoryview(b"x"))], "a piece of 1 bytes at 5"),
-    "a buffer that was not announced": ([frame(BIG), piece_envelope(1, 3, 0, memoryview(b"x"))], "buffer 3 of 1"),
+    "a chunk at the wrong place": ([frame(BIG), chunk_envelope(1, 0, 5, memoryview(b"x"))], "a chunk of 1 bytes at 5"),
+    "a buffer that was not announced": ([frame(BIG), chunk_envelope(1, 3, 0, memoryview(b"x"))], "buffer 3 of 1"),
     "announced twice": ([frame(BIG), frame(BIG)], "transfer 1 was announced twice"),
     "more than there is memory": (
         [frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=1, large=[1 << 62]))],
@@ -60,7 +60,7 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     ),
     "a control message without content": ([frame(rpc_pb2.Message(control_seq=1, rref=rref_pb2.RRefMessage()))], ""),
     "an item of a stream that is none": (
-        [frame(rpc_pb2.Message(wrapped=True, transfer=1, large=[3])), piece_envelope(1, 0, 0, memoryview(b"\xff" * 3))],
+        [frame(rpc_pb2.Message(wrapped=True, transfer=1, large=[3])), chunk_envelope(1, 0, 0, memoryview(b"\xff" * 3))],
         "a wrapped message cannot be parsed",
     ),
 }

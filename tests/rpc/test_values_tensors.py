@@ -29,8 +29,8 @@ pytestmark = pytest.mark.filterwarnings(COMPLEX32)
 
 def raw(tensor: Tensor) -> list[int]:
     """The bytes of the elements, in logical order; defined for every dtype."""
-    carrier = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
-    plain = tensor.detach().resolve_conj().resolve_neg().view(carrier)
+    binding = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}[tensor.itemsize]
+    plain = tensor.detach().resolve_conj().resolve_neg().view(binding)
     flat = plain.contiguous().as_strided((plain.numel(),), (1,))
     return flat.view(torch.uint8).tolist() if flat.numel() else []
 

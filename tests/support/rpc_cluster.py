@@ -144,7 +144,7 @@ def cluster(running_cluster: Cluster, nothing_is_left_behind: None) -> Iterator[
 
 
 def start_worker(rank: int, url: str, log: Path) -> Worker:
-    environment = {**os.environ, "RPCDIST_LANES": "grpc"} if rank in GRPC_RANKS else None
+    environment = {**os.environ, "RPCDIST_CHANNELS": "grpc"} if rank in GRPC_RANKS else None
     with log.open("wb") as output:
         process = subprocess.Popen(
             [sys.executable, str(Path(__file__).resolve()), str(rank), url],

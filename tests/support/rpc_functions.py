@@ -361,7 +361,7 @@ def completed_by_thread(key: str) -> Any:
         board.wait(key)
         future.set_result(key)
 
-    threading.Thread(target=complete, name="test completer", daemon=True).start()
+    threading.Thread(target=complete, name="test reply_sink", daemon=True).start()
     return future
 
 

@@ -175,11 +175,11 @@ class Victims:
     """All victims of one test. Use it as a context manager.
 
     Attributes:
-        lanes: `RPCDIST_LANES` of those that start from now on; by default that of the test process.
+        channels: `RPCDIST_CHANNELS` of those that start from now on; by default that of the test process.
     """
 
     def __init__(self) -> None:
-        self.lanes = os.environ.get("RPCDIST_LANES", "auto")
+        self.channels = os.environ.get("RPCDIST_CHANNELS", "auto")
         self._folder = tempfile.TemporaryDirectory(prefix="rpcdist-victims-")
         self.folder = Path(self._folder.name)
         self._all: list[Victim] = []
@@ -204,7 +204,7 @@ class Victims:
             environment: variables to set; None removes one.
         """
         token = os.environ.get("RPCDIST_TOKEN")
-        environment = {"RPCDIST_TOKEN": token, "RPCDIST_LANES": self.lanes, **(environment or {})}
+        environment = {"RPCDIST_TOKEN": token, "RPCDIST_CHANNELS": self.channels, **(environment or {})}
         victim = Victim(name, environment, self.folder / f"{len(self._all)}-{name}.log")
         self._all.append(victim)
         return victim

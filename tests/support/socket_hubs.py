@@ -45,7 +45,7 @@ def read_exactly(connection: socket.socket, size: int) -> bytes:
     connection.settimeout(LIMIT_S)
     data = b""
     while len(data) < size:
-        piece = connection.recv(size - len(data))
-        assert piece, f"the connection ended after {len(data)} of {size} bytes"
-        data += piece
+        chunk = connection.recv(size - len(data))
+        assert chunk, f"the connection ended after {len(data)} of {size} bytes"
+        data += chunk
     return data

@@ -1,4 +1,4 @@
-"""Two sessions in one process, over queues in memory or over the local lane, and what they need around them."""
+"""Two sessions in one process, over queues in memory or over the local channel, and what they need around them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rpcdist.transport._incoming import heap_buffer
 from rpcdist.transport._local_stream import LocalStream
 from rpcdist.transport.session import Session
 
-__all__ = ["LIMIT_S", "Bytes", "Handler", "Io", "LanePair", "MemoryPair", "Pair", "announced", "call"]
+__all__ = ["LIMIT_S", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
 
 LIMIT_S = 20.0
 
@@ -38,7 +38,7 @@ def announced(transfer: int, *sizes: int, wrapped: bool = False) -> rpc_pb2.Mess
 
 
 class MemoryStream:
-    """One end of a lane made of two queues."""
+    """One end of a channel made of two queues."""
 
     def __init__(self, inbox: asyncio.Queue[Any], outbox: asyncio.Queue[Any]) -> None:
         self._inbox = inbox
@@ -112,7 +112,7 @@ class Pair:
     """Two sessions that are connected; the first one opened the connection.
 
     Args:
-        streams: the two ends of a lane.
+        streams: the two ends of a channel.
         silence_limit_s: of both sessions.
     """
 
@@ -155,8 +155,8 @@ class MemoryPair(Pair):
         super().__init__([MemoryStream(there, back), MemoryStream(back, there)], silence_limit_s)
 
 
-class LanePair(Pair):
-    """Sessions over the local lane, on a pair of Unix sockets.
+class ChannelPair(Pair):
+    """Sessions over the local channel, on a pair of Unix sockets.
 
     Attributes:
         sockets: of the two ends.

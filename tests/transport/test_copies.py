@@ -17,7 +17,7 @@ from transport_nodes import is_local
 from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.transport import Session
-from rpcdist.transport._frames import PIECE_BYTES, Piece, parse
+from rpcdist.transport._frames import CHUNK_BYTES, Chunk, parse
 from rpcdist.transport._incoming import Delivery, Incoming
 from rpcdist.transport._outgoing import Outgoing
 from rpcdist.transport.node import Node, acquire_node
@@ -56,7 +56,7 @@ def message_of(value: torch.Tensor) -> tuple[rpc_pb2.Message, list[LargeBuffer]]
 
 @pytest.mark.usefixtures("heap")
 def test_sender_copies_once() -> None:
-    """Encoding copies nothing; a piece is copied when it is written, into the bytes that gRPC is given."""
+    """Encoding copies nothing; a chunk is copied when it is written, into the bytes that gRPC is given."""
     payload, outgoing = tensor(), Outgoing()
 
     def queue() -> None:
@@ -67,20 +67,20 @@ def test_sender_copies_once() -> None:
     assert grown < SMALL
     envelope, _ = heap_growth(outgoing.next_envelope)
     assert envelope is not None and len(envelope) < SMALL, "the message goes first, without its payload"
-    num_pieces = 0
+    num_chunks = 0
     while outgoing:
         envelope, grown = heap_growth(outgoing.next_envelope)
         assert envelope is not None
-        assert PIECE_BYTES <= len(envelope) < PIECE_BYTES + SMALL
-        assert grown < PIECE_BYTES + SMALL, "one piece, one copy"
+        assert CHUNK_BYTES <= len(envelope) < CHUNK_BYTES + SMALL
+        assert grown < CHUNK_BYTES + SMALL, "one chunk, one copy"
         outgoing.grant(len(envelope))
-        num_pieces += 1
-    assert num_pieces == SIZE_BYTES // PIECE_BYTES
+        num_chunks += 1
+    assert num_chunks == SIZE_BYTES // CHUNK_BYTES
 
 
 @pytest.mark.usefixtures("heap")
 def test_receiver_copies_once() -> None:
-    """A piece is read in place, and written to the memory that the tensor will have."""
+    """A chunk is read in place, and written to the memory that the tensor will have."""
     outgoing, incoming = Outgoing(), Incoming(ReceiveBuffer.allocate)
     message, large = message_of(tensor())
     outgoing.add(message, large)
@@ -105,10 +105,10 @@ def test_receiver_copies_once() -> None:
 
 
 def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
-    piece = parse(envelope)
-    assert isinstance(piece, Piece)
-    assert piece.data.obj is envelope, "the piece is a view of what gRPC returned"
-    return incoming.piece(piece)
+    chunk = parse(envelope)
+    assert isinstance(chunk, Chunk)
+    assert chunk.data.obj is envelope, "the chunk is a view of what gRPC returned"
+    return incoming.chunk(chunk)
 
 
 class Echo:
@@ -138,19 +138,19 @@ class Echo:
         return ReceiveBuffer.allocate(size_bytes)
 
 
-@pytest.fixture(params=["grpc", "auto"], ids=["grpc", "local lane"])
+@pytest.fixture(params=["grpc", "auto"], ids=["grpc", "local channel"])
 def node(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
-    monkeypatch.setenv("RPCDIST_LANES", request.param)
+    monkeypatch.setenv("RPCDIST_CHANNELS", request.param)
     node = acquire_node()
     yield node
     node.release()
 
 
 @pytest.mark.usefixtures("heap")
-def test_echo_holds_a_few_pieces(node: Node) -> None:
-    """64 MiB there and back through a lane, in one process: the heap never holds more than some pieces of it.
+def test_echo_holds_a_few_chunks(node: Node) -> None:
+    """64 MiB there and back through a channel, in one process: the heap never holds more than some chunks of it.
 
-    On the local lane it holds less than one: nothing is copied but by the kernel.
+    On the local channel it holds less than one: nothing is copied but by the kernel.
     """
     echo = Echo()
     node.handle_role("echo", echo)
@@ -166,4 +166,4 @@ def test_echo_holds_a_few_pieces(node: Node) -> None:
     assert done and isinstance(echo.result, torch.Tensor), link.session.closed_reason
     assert torch.equal(echo.result, payload)
     assert echo.result.data_ptr() != payload.data_ptr()
-    assert grown < (PIECE_BYTES if is_local(link) else 8 * PIECE_BYTES)
+    assert grown < (CHUNK_BYTES if is_local(link) else 8 * CHUNK_BYTES)

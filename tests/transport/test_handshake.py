@@ -444,7 +444,7 @@ def test_nothing_opens_a_session_without_the_token(arriving: list[pb.Handshake],
 def test_random_bytes_that_parse_do_no_harm(data: bytes) -> None:
     try:
         message = pb.Handshake.FromString(data)
-    except Exception:  # not protobuf; the lane reports it
+    except Exception:  # not protobuf; the channel reports it
         return
     side = server()
     try:

@@ -1,4 +1,4 @@
-"""Sessions between two queues in memory, and over the local lane: turns, aborts, violations, silence and the end."""
+"""Sessions between two queues in memory, and over the local channel: turns, aborts, violations, silence and the end."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from session_pairs import LIMIT_S, Bytes, LanePair, MemoryPair, Pair, announced, call
+from session_pairs import LIMIT_S, Bytes, ChannelPair, MemoryPair, Pair, announced, call
 
-from rpcdist.transport._frames import PIECE_BYTES, frame, piece_envelope
+from rpcdist.transport._frames import CHUNK_BYTES, chunk_envelope, frame
 
 
-@pytest.fixture(params=[MemoryPair, LanePair], ids=["memory", "lane"])
+@pytest.fixture(params=[MemoryPair, ChannelPair], ids=["memory", "channel"])
 async def pair(request: pytest.FixtureRequest) -> AsyncIterator[Pair]:
     pair: Pair = request.param()
     yield pair
@@ -54,15 +54,15 @@ async def test_a_session_delivers_from_many_threads(pair: Pair) -> None:
 
 
 async def test_small_messages_overtake_large_ones(pair: Pair) -> None:
-    pair.sessions[0].send(call(1), [Bytes(b"a" * 5 * PIECE_BYTES)])
+    pair.sessions[0].send(call(1), [Bytes(b"a" * 5 * CHUNK_BYTES)])
     pair.sessions[0].send(call(2))
     assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [2, 1]
 
 
 async def test_an_aborted_transfer_never_arrives(pair: Pair) -> None:
-    number = pair.sessions[0].send(call(1), [Bytes(b"a" * 50 * PIECE_BYTES)])
+    number = pair.sessions[0].send(call(1), [Bytes(b"a" * 50 * CHUNK_BYTES)])
     pair.sessions[0].abort_transfer(number, "not wanted")
-    pair.sessions[0].send(call(2), [Bytes(b"b" * PIECE_BYTES)])
+    pair.sessions[0].send(call(2), [Bytes(b"b" * CHUNK_BYTES)])
     assert (await pair.handlers[1].next())[0] == 2
     assert await pair.sessions[0].drain(LIMIT_S)
     assert pair.handlers[1].received.empty()
@@ -81,7 +81,7 @@ async def test_closing_one_end_ends_both_and_says_so_once(pair: Pair, side: int)
 
 
 @pytest.mark.parametrize(
-    "data", [b"\xff\xff\xff", piece_envelope(1, 0, 5, memoryview(b"late"))], ids=["no envelope", "out of order"]
+    "data", [b"\xff\xff\xff", chunk_envelope(1, 0, 5, memoryview(b"late"))], ids=["no envelope", "out of order"]
 )
 async def test_a_violation_closes_the_session(memory_pair: MemoryPair, data: bytes) -> None:
     memory_pair.queues[1].put_nowait(frame(announced(1, 100)))
@@ -105,7 +105,7 @@ async def test_silence_ends_a_session_and_heartbeats_prevent_it() -> None:
     await asyncio.sleep(1.0)  # 2.5 limits: only heartbeats keep it open
     assert pair.handlers[0].closed == pair.handlers[1].closed == []
     pair.streams[1].num_written = 0
-    pair.tasks[1].cancel()  # and now one side falls silent, with the lane still open
+    pair.tasks[1].cancel()  # and now one side falls silent, with the channel still open
     pair.streams[1].abort = lambda reason: None
     assert await pair.sessions[0].ended(LIMIT_S)
     await pair.end()
@@ -113,7 +113,7 @@ async def test_silence_ends_a_session_and_heartbeats_prevent_it() -> None:
 
 async def test_draining_says_whether_all_was_written(memory_pair: MemoryPair) -> None:
     assert await memory_pair.sessions[0].drain(LIMIT_S)
-    memory_pair.sessions[0].send(call(1), [Bytes(b"a" * 3 * PIECE_BYTES)])
+    memory_pair.sessions[0].send(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
     assert await memory_pair.sessions[0].drain(LIMIT_S)
     assert memory_pair.streams[0].num_written == 4
     memory_pair.sessions[0].close("enough")

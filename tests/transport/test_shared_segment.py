@@ -1,4 +1,4 @@
-"""Pieces of shared memory and how they are passed on."""
+"""Chunks of shared memory and how they are passed on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcdist.collectives._transports.shm import SharedMemoryPlane, segment_size, unsupported_here
+from rpcdist.collectives._transports.shm import ShmTransport, segment_size, unsupported_here
 from rpcdist.transport import shared_memory
 from rpcdist.transport.shared_memory import Segment, SegmentError, accept, offer, unavailable
 
@@ -115,9 +115,9 @@ def test_memory_that_is_not_what_was_offered(pair: tuple[socket.socket, socket.s
     assert num_descriptors() == before
 
 
-def test_a_plane_refuses_a_segment_that_is_too_small() -> None:
+def test_a_transport_refuses_a_segment_that_is_too_small() -> None:
     with Segment.create(segment_size(2)) as segment, pytest.raises(SegmentError, match="too small"):
-        SharedMemoryPlane(0, 3, segment)
+        ShmTransport(0, 3, segment)
 
 
 def test_other_processors_and_systems_are_refused_in_words(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,15 +27,15 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.transport import Link, Node, Session
-from rpcdist.transport._local_channel import LANES_VARIABLE
+from rpcdist.transport._local_channel import CHANNELS_VARIABLE
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
 
 @pytest.fixture(params=["auto", "grpc"])
 def nodes(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Nodes]:
-    """On either lane, where a session has a taker; what only makes unary calls is on gRPC always."""
-    monkeypatch.setenv(LANES_VARIABLE, request.param)
+    """On either channel, where a session has a taker; what only makes unary calls is on gRPC always."""
+    monkeypatch.setenv(CHANNELS_VARIABLE, request.param)
     nodes = Nodes()
     yield nodes
     nodes.close()
@@ -98,7 +98,7 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
     server.handle_role("echo", recorder)
     answers = Recorder()
     link = open_link(client, server, handler=answers)
-    assert link.peer == server.identity and is_local(link) is (os.environ[LANES_VARIABLE] == "auto")
+    assert link.peer == server.identity and is_local(link) is (os.environ[CHANNELS_VARIABLE] == "auto")
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=5)))
     assert [message.reply.id for message in answers.wait()] == [5]
     assert [(session.peer, session.role) for session in recorder.sessions] == [(client.identity, "echo")]

@@ -1,4 +1,4 @@
-"""Nodes in the process of the test, which talk over loopback or the local lane, and takers of their messages."""
+"""Nodes in the process of the test, which talk over loopback or the local channel, and takers of their messages."""
 
 from __future__ import annotations
 
@@ -100,5 +100,5 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 
 def is_local(link: Link) -> bool:
-    """Whether the session runs over the local lane."""
+    """Whether the session runs over the local channel."""
     return isinstance(link.session._stream, LocalStream)

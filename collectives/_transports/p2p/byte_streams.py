@@ -14,14 +14,14 @@ from typing import Final
 from rpcdist.collectives._transports.p2p.message_format import (
     HEADER_BYTES,
     REFUSAL_BYTES,
-    Frame,
     Header,
+    MessageFrame,
     memory,
     pack_header,
     unpack_header,
     unpack_refusal,
 )
-from rpcdist.collectives._transports.p2p.requests import Arrived, Receive, Request
+from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, UnexpectedMessage
 from rpcdist.errors import ProtocolViolation
 
 __all__ = ["InStream", "OutStream", "RefusalStream", "Target"]
@@ -30,7 +30,7 @@ _STAGING_BYTES: Final = 1 << 16
 _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied behind its header
 _MOST_PARTS: Final = 16
 
-Target = Receive | Arrived
+Target = PostedReceive | UnexpectedMessage
 
 
 class InStream:
@@ -104,9 +104,9 @@ class InStream:
         return self._place is None
 
     def _start(self, header: Header) -> None:
-        if self.said_goodbye or header.kind == Frame.REFUSED or header.sequence != self.num_messages:
+        if self.said_goodbye or header.kind == MessageFrame.REFUSED or header.sequence != self.num_messages:
             raise ProtocolViolation(f"expected message {self.num_messages}, got {header}")
-        if header.kind == Frame.GOODBYE:
+        if header.kind == MessageFrame.GOODBYE:
             self.said_goodbye = True
             return
         self.num_messages += 1
@@ -160,7 +160,7 @@ class _Outgoing:
     def parts(self, sequence: int) -> list[bytes | memoryview]:
         if not self.head:
             request = self.request
-            header = pack_header(Frame.MESSAGE, request.code, request.tag, sequence, request.size_bytes)
+            header = pack_header(MessageFrame.MESSAGE, request.code, request.tag, sequence, request.size_bytes)
             self.head = header + self.payload
         in_head = len(self.head) - self.num_sent
         if in_head > 0:

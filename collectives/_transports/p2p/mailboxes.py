@@ -53,7 +53,7 @@ class Mailboxes(Messenger):
     def _answer(self, purpose: str, sock: socket.socket) -> None:
         """On the I/O loop: a connection for this group has come."""
         source = purpose.removeprefix(self._prefix)
-        if not source.isascii() or not source.isdigit() or int(source) >= len(self._board.ranks):
+        if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
             sock.close()
             logger.warning("group %r has no rank %r; its connection was closed", self._group_name, source)
             return

@@ -22,8 +22,8 @@ from rpcdist.errors import ProtocolViolation
 __all__ = [
     "HEADER_BYTES",
     "REFUSAL_BYTES",
-    "Frame",
     "Header",
+    "MessageFrame",
     "describe_view",
     "memory",
     "pack_header",
@@ -39,7 +39,7 @@ HEADER_BYTES: Final = _HEADER.size
 REFUSAL_BYTES: Final = 2 * HEADER_BYTES
 
 
-class Frame(IntEnum):
+class MessageFrame(IntEnum):
     """The kinds of header."""
 
     MESSAGE = 1
@@ -57,7 +57,7 @@ class Header(NamedTuple):
     size_bytes: int
 
 
-_KINDS: Final = frozenset(Frame)
+_KINDS: Final = frozenset(MessageFrame)
 _ITEM_BYTES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 
 
@@ -82,14 +82,14 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
 
 def refusal(refused: Header, code: int, size_bytes: int) -> bytes:
     """What a receiver that expects `size_bytes` of dtype `code` answers to another message."""
-    expected = pack_header(Frame.REFUSED, code, refused.tag, refused.sequence, size_bytes)
+    expected = pack_header(MessageFrame.REFUSED, code, refused.tag, refused.sequence, size_bytes)
     return expected + pack_header(*refused)
 
 
 def unpack_refusal(data: bytes | bytearray) -> tuple[Header, Header]:
     """(what the receiver expected, the header that it refused). Raises `ProtocolViolation`."""
     expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
-    if expected.kind != Frame.REFUSED or refused.kind != Frame.MESSAGE:
+    if expected.kind != MessageFrame.REFUSED or refused.kind != MessageFrame.MESSAGE:
         raise ProtocolViolation(f"not a refusal: {bytes(data).hex()}")
     return expected, refused
 

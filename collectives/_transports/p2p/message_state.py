@@ -19,15 +19,15 @@ from rpcdist.collectives._transports.p2p.byte_streams import InStream, Target
 from rpcdist.collectives._transports.p2p.matching import Matcher
 from rpcdist.collectives._transports.p2p.message_format import Header, describe_view, refusal
 from rpcdist.collectives._transports.p2p.peer_sockets import InLink, OutLink, prepare
-from rpcdist.collectives._transports.p2p.requests import Arrived, Receive, Request
+from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, UnexpectedMessage
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 
-__all__ = ["Board"]
+__all__ = ["MessageState"]
 
 _RETRY_S: Final = 0.01  # when a deadline passed while another thread uses the stream
 
 
-class Board:
+class MessageState:
     """The state of one rank's messages.
 
     Args:
@@ -51,7 +51,7 @@ class Board:
         self.lost: dict[int, str] = {}
         self.error: BaseException | None = None
         self.next_deadline = math.inf
-        self.matcher: Matcher[Receive, Arrived] = Matcher(limit_bytes)
+        self.matcher: Matcher[PostedReceive, UnexpectedMessage] = Matcher(limit_bytes)
         self.incoming: dict[int, InLink] = {}
         self.outgoing: dict[int, OutLink] = {}
 
@@ -70,7 +70,7 @@ class Board:
             self.pending.pop(request, None)
             self.settled.append(request)
 
-    def post(self, receive: Receive) -> None:
+    def post(self, receive: PostedReceive) -> None:
         """A receive was called."""
         if self.error is not None:
             self.decide(receive, self.error)
@@ -122,7 +122,7 @@ class Board:
         self.decide(request, self._refused_error(request, link.peer, *link.refusals.popleft()))
         return True
 
-    def _fail_if_gone(self, receive: Receive) -> None:
+    def _fail_if_gone(self, receive: PostedReceive) -> None:
         peer = receive.peer
         if peer is None:
             self._check_any_source()
@@ -139,20 +139,20 @@ class Board:
         receive = self.matcher.arrive(source, header.tag)
         if receive is not None:
             return receive if self._accepts(receive, source, header) else None
-        arrived = Arrived(source, header)
+        arrived = UnexpectedMessage(source, header)
         self.matcher.keep(source, header.tag, header.size_bytes, arrived)
         return arrived
 
     def end(self, target: Target) -> None:
         """The payload of a message is there."""
-        if isinstance(target, Receive):
+        if isinstance(target, PostedReceive):
             self.decide(target)
         else:
             target.complete = True
             if target.receive is not None:
                 self.decide(target.receive)
 
-    def _accepts(self, receive: Receive, source: int, header: Header) -> bool:
+    def _accepts(self, receive: PostedReceive, source: int, header: Header) -> bool:
         """Whether the message is what the receive expects; else fails it, and tells the sender."""
         receive.source = source
         if header.size_bytes == receive.size_bytes and header.code == receive.code:
@@ -192,7 +192,7 @@ class Board:
 
     @staticmethod
     def _is_awaited(target: Target | None) -> bool:
-        return target is not None and (isinstance(target, Receive) or target.receive is not None)
+        return target is not None and (isinstance(target, PostedReceive) or target.receive is not None)
 
     def has_leftovers(self) -> bool:
         """Whether bytes have to go of messages that failed: the next one stands behind them."""
@@ -203,7 +203,7 @@ class Board:
         link.ended = reason
         link.close()
         target = link.stream.target
-        if isinstance(target, Receive):
+        if isinstance(target, PostedReceive):
             self.decide(target, self._lost_error(target, link.source, reason))
         elif target is not None:
             if target.receive is not None:
@@ -276,7 +276,7 @@ class Board:
 
     def _expire_one(self, request: Request, now: float) -> None:
         error = CollectiveTimeout(request.title, self._overdue(request))
-        if isinstance(request, Receive):
+        if isinstance(request, PostedReceive):
             self._give_up(request, error)
             return
         assert request.peer is not None
@@ -291,12 +291,12 @@ class Board:
 
     def _overdue(self, request: Request) -> str:
         limit = f"within {request.timeout_s:.3g} s"
-        if not isinstance(request, Receive):
+        if not isinstance(request, PostedReceive):
             return f"rank {self.name(request.peer)} did not receive {request.view} with tag {request.tag} {limit}"
         what = "its message did not arrive completely" if request.source >= 0 else f"no message with tag {request.tag}"
         return f"{what} from {self._whom(request)} {limit}"
 
-    def _whom(self, receive: Receive) -> str:
+    def _whom(self, receive: PostedReceive) -> str:
         source = receive.source if receive.peer is None else receive.peer
         return f"rank {self.ranks[source]}" if source is not None and source >= 0 else "any rank"
 
@@ -307,7 +307,7 @@ class Board:
 
     def _fail_all(self, error: BaseException) -> None:
         for request in list(self.pending):
-            if isinstance(request, Receive):
+            if isinstance(request, PostedReceive):
                 self._give_up(request, error)
             else:
                 self.decide(request, error)
@@ -317,7 +317,7 @@ class Board:
 
     def _give_up(self, request: Request, error: BaseException) -> None:
         """Fails a request; of a receive, its message goes nowhere; of a send, the bytes go on."""
-        if isinstance(request, Receive) and not request.done:
+        if isinstance(request, PostedReceive) and not request.done:
             self.matcher.withdraw(request.peer, request.tag, request)
             if request.arrived is not None:
                 request.arrived.receive = None

@@ -1,7 +1,7 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
 [Note: progress] A blocking call tries its socket at once on the caller's thread, and if that is not enough, leads or
-follows (`Rota`). An asynchronous send tries at once, too; the rest is left to the leader, and waiting for it is the
+follows (`ProgressLead`). An asynchronous send tries at once; the rest is left to the leader, and waiting for it is the
 same as having blocked. The leader reads the sockets that somebody waits for (rule M6 of `Matcher`), writes what is left
 to write, keeps the deadlines, and sleeps in poll when nothing can be done. A send that the receiver does not read is
 stuck, and while it is stuck this rank reads what others send to it, up to a limit; so two ranks that send to each other
@@ -24,11 +24,11 @@ from typing import Final, Protocol
 
 import torch
 
-from rpcdist.collectives._transports.p2p.message_state import Board
+from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutLink, prepare
-from rpcdist.collectives._transports.p2p.progress_engine import Mover
+from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.progress_lead import PendingWork
-from rpcdist.collectives._transports.p2p.requests import Receive, Request
+from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
 from rpcdist.transport import fork
@@ -74,17 +74,17 @@ class Messenger:
         self._connect = connect
         if spin_s is None:
             spin_s = SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
-        self._board = Board(rank, ranks, buffer_limit_bytes)
-        self._mover = Mover(self._board, spin_s, f"rpcdist p2p {group_name}")
-        self._lock = self._mover.lock
-        self._rota = self._mover.rota
+        self._state = MessageState(rank, ranks, buffer_limit_bytes)
+        self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
+        self._lock = self._progress.lock
+        self._lead = self._progress.lead
         self._num_sends = 0
         self._num_receives = 0
         self._closed = False
 
     def __repr__(self) -> str:
-        board = self._board
-        return f"<{type(self).__name__} of group {self._group_name!r}: {len(board.pending)} pending, {board.matcher!r}>"
+        state = self._state
+        return f"<{type(self).__name__} of group {self._group_name!r}: {len(state.pending)} pending, {state.matcher!r}>"
 
     # ------------------------------------------------------------ operations
 
@@ -98,16 +98,16 @@ class Messenger:
         """
         self._num_sends += 1
         title = (
-            f"send #{self._num_sends} to rank {self._board.ranks[peer]} with tag {tag} of group {self._group_name!r}"
+            f"send #{self._num_sends} to rank {self._state.ranks[peer]} with tag {tag} of group {self._group_name!r}"
         )
         self._check(title, tag)
         request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
         if asynchronous:
-            request.work = PendingWork(request, self._rota)
+            request.work = PendingWork(request, self._lead)
         if peer == self._rank:
             with self._lock:
-                self._board.put_to_self(request)
-            self._mover.settle(request)
+                self._state.put_to_self(request)
+            self._progress.settle(request)
         else:
             self._start_send(request)
         return self._finish(request)
@@ -130,27 +130,27 @@ class Messenger:
             CollectiveTimeout: none came, or not completely, in time.
         """
         self._num_receives += 1
-        source = "any rank" if peer is None else f"rank {self._board.ranks[peer]}"
+        source = "any rank" if peer is None else f"rank {self._state.ranks[peer]}"
         title = f"recv #{self._num_receives} from {source} with tag {tag} of group {self._group_name!r}"
         self._check(title, tag)
-        receive = Receive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
+        receive = PostedReceive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
         receive.finish = finish
         if asynchronous:
-            receive.work = PendingWork(receive, self._rota, [tensor])
+            receive.work = PendingWork(receive, self._lead, [tensor])
         with self._lock:
-            self._board.post(receive)
+            self._state.post(receive)
             if not receive.done:
-                self._rota.ensure() if asynchronous else self._rota.changed()
+                self._lead.ensure() if asynchronous else self._lead.changed()
         if receive.done:
-            self._mover.settle(receive)
+            self._progress.settle(receive)
         return self._finish(receive)
 
     def _check(self, title: str, tag: int) -> None:
         fork.check_not_forked()
         if not -(1 << 63) <= tag < 1 << 63:
             raise ValueError(f"{title}: a tag is a signed number of 64 bits")
-        if self._board.error is not None:
-            raise self._board.error
+        if self._state.error is not None:
+            raise self._state.error
         if self._closed:
             raise GroupAborted(title, "the group was destroyed on this rank")
 
@@ -160,7 +160,7 @@ class Messenger:
             return request.work
         if not request.settled:
             try:
-                self._rota.wait(request)
+                self._lead.wait(request)
             except BaseException:
                 self._abandon(request)
                 raise
@@ -172,24 +172,24 @@ class Messenger:
         """The caller was interrupted: the leader gives the request up like one that is overdue."""
         with self._lock:
             if not request.done:
-                request.deadline_at = self._board.next_deadline = -math.inf
-                self._rota.ensure()
+                request.deadline_at = self._state.next_deadline = -math.inf
+                self._lead.ensure()
 
     def _start_send(self, request: Request) -> None:
         with self._lock:
-            link = self._board.put(request)
+            link = self._state.put(request)
             mine = link is not None and not link.busy
             if link is not None and mine:
                 link.busy = True
             elif link is not None:
-                self._rota.ensure() if request.work is not None else self._rota.changed()
+                self._lead.ensure() if request.work is not None else self._lead.changed()
         if link is not None and mine:
             if link.sock is None:
                 self._open(link, request)
             if link.ended is None:
                 self._write_directly(link, request)
-        if self._board.settled:
-            self._mover.settle(request)
+        if self._state.settled:
+            self._progress.settle(request)
 
     def _open(self, link: OutLink, request: Request) -> None:
         """Connects a link that this thread made busy."""
@@ -203,30 +203,30 @@ class Messenger:
             with self._lock:
                 link.sock = sock
                 if sock is None:
-                    del self._board.outgoing[link.peer]  # the next send tries again
-                    self._board.end_outgoing(link, reason)
-                    self._rota.changed()
+                    del self._state.outgoing[link.peer]  # the next send tries again
+                    self._state.end_outgoing(link, reason)
+                    self._lead.changed()
 
     def _raise_error(self) -> None:
-        if self._board.error is not None:
-            raise self._board.error
+        if self._state.error is not None:
+            raise self._state.error
 
     def _write_directly(self, link: OutLink, request: Request) -> None:
         try:
             now = time.monotonic()
             if now - link.refusals_read_at > _REFUSAL_INTERVAL_S:
                 link.refusals_read_at = now
-                self._mover.read_refusals(link)
-            self._mover.write(link)
+                self._progress.read_refusals(link)
+            self._progress.write(link)
         except BaseException:  # a signal's: nobody knows how far the stream is
             with self._lock:
-                self._board.end_outgoing(link, f"{request.title} was interrupted")
-                self._mover.release_locked(link)
-                self._rota.changed()
+                self._state.end_outgoing(link, f"{request.title} was interrupted")
+                self._progress.release_locked(link)
+                self._lead.changed()
             raise
         if link.stream:
             with self._lock:
-                self._rota.ensure() if request.work is not None or request.done else self._rota.changed()
+                self._lead.ensure() if request.work is not None or request.done else self._lead.changed()
 
     # ------------------------------------------------------------ what others tell (any thread; never blocks)
 
@@ -241,21 +241,21 @@ class Messenger:
                 if self._closed:
                     sock.close()
                     return
-                self._board.attach(peer, sock)
+                self._state.attach(peer, sock)
             except (ProtocolViolation, OSError):
                 sock.close()
                 raise
-            self._rota.changed()
+            self._lead.changed()
 
     def fail(self, error: BaseException) -> None:
         """Everything that is pending fails with this error, and so does everything later; idempotent."""
-        self._mover.fail(error)
+        self._progress.fail(error)
 
     def peer_lost(self, rank: int, reason: str) -> None:
         """Rank `rank` of the group is gone. What came of it before can still be received."""
         with self._lock:
-            self._board.lost.setdefault(rank, reason)
-            self._rota.changed()
+            self._state.lost.setdefault(rank, reason)
+            self._lead.changed()
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until what was sent has left this process, for at most `timeout_s` in all; returns whether it has.
@@ -266,8 +266,8 @@ class Messenger:
         with self._lock:
             works = [
                 request.work
-                for request in self._board.pending
-                if request.work is not None and not isinstance(request, Receive)
+                for request in self._state.pending
+                if request.work is not None and not isinstance(request, PostedReceive)
             ]
         for work in works:
             try:
@@ -284,5 +284,5 @@ class Messenger:
             self._closed = True
         self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
         with self._lock:
-            self._rota.stop()
-        self._rota.join()
+            self._lead.stop()
+        self._lead.join()

@@ -7,7 +7,7 @@ from collections import deque
 from typing import Final
 
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream, RefusalStream
-from rpcdist.collectives._transports.p2p.message_format import Frame, Header, pack_header
+from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header
 from rpcdist.errors import ProtocolViolation
 
 __all__ = ["InLink", "LinkEnded", "OutLink", "prepare"]
@@ -135,7 +135,7 @@ class OutLink:
             return
         if not self.stream and not self.stream.was_cut:
             try:
-                self.sock.send(pack_header(Frame.GOODBYE, 0, 0, self.stream.num_sent, 0))
+                self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0))
             except OSError:  # the peer will see the end of the connection
                 pass
         self.cut()

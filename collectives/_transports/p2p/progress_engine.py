@@ -1,4 +1,4 @@
-"""Moves the bytes of one rank's messages between its sockets and its `Board`."""
+"""Moves the bytes of one rank's messages between its sockets and its `MessageState`."""
 
 from __future__ import annotations
 
@@ -8,72 +8,72 @@ import time
 from collections import deque
 from typing import Final
 
-from rpcdist.collectives._transports.p2p.message_state import Board
+from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import InLink, LinkEnded, OutLink
 from rpcdist.collectives._transports.p2p.polling import wait_ready
-from rpcdist.collectives._transports.p2p.progress_lead import Rota
+from rpcdist.collectives._transports.p2p.progress_lead import ProgressLead
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["Mover"]
+__all__ = ["ProgressEngine"]
 
 _MOST_STEPS: Final = 64  # on one socket, before the others have their turn
 _MOST_SPINNING: Final = 4  # sockets that a blocked thread tries before it sleeps
 
 
-class Mover:
+class ProgressEngine:
     """The work of whoever leads, and of a thread that writes its own message; see [Note: progress] in `Messenger`.
 
     Args:
-        board: what is to be done.
+        state: what is to be done.
         spin_s: how long a blocked thread tries its socket before it sleeps, in seconds.
         name: of the group's own thread.
 
     Attributes:
-        lock: guards the board and the rota.
-        rota: who leads.
+        lock: guards the state and the lead.
+        lead: who leads.
     """
 
-    def __init__(self, board: Board, spin_s: float, name: str) -> None:
-        self.board = board
+    def __init__(self, state: MessageState, spin_s: float, name: str) -> None:
+        self.state = state
         self.spin_s = spin_s
         self.lock = threading.Lock()
         self._untold: deque[Request] = deque()
-        self.rota = Rota(self.lock, self._lead, self._is_needed, self._free, name)
+        self.lead = ProgressLead(self.lock, self._lead, self._is_needed, self._free, name)
 
     def fail(self, error: BaseException) -> None:
         """Everything that is pending fails with this error, and so does everything later; idempotent."""
         with self.lock:
-            if self.board.error is None:
-                self.board.error = error
-            self.rota.changed()
-            leads = self.rota.take()
+            if self.state.error is None:
+                self.state.error = error
+            self.lead.changed()
+            leads = self.lead.take()
             if leads:
-                self.board.attend(time.monotonic())
-                self.rota.pass_on_locked()
+                self.state.attend(time.monotonic())
+                self.lead.pass_on_locked()
         if leads:
             self.settle()
 
     def _free(self) -> None:
         """Nobody leads any more: closes what no thread uses. The lock is held."""
-        for incoming in self.board.incoming.values():
+        for incoming in self.state.incoming.values():
             incoming.close()
-        for outgoing in self.board.outgoing.values():
+        for outgoing in self.state.outgoing.values():
             if not outgoing.busy:
                 outgoing.close()
-        self.rota.alarm.close()
+        self.lead.alarm.close()
 
     # ------------------------------------------------------------ the leader
 
     def _is_needed(self) -> bool:
-        return bool(self.board.pending) or self.board.has_leftovers()
+        return bool(self.state.pending) or self.state.has_leftovers()
 
     def settle(self, own: Request | None = None) -> None:
         """Tells the waiters of what was decided; `own` is the caller's. Who leads passes none, and knows by itself."""
         with self.lock:
-            settled, self.board.settled = self.board.settled, []
+            settled, self.state.settled = self.state.settled, []
             if own is not None and any(request is not own for request in settled):
-                self.rota.changed()  # the leader may sleep for one of them
+                self.lead.changed()  # the leader may sleep for one of them
         self._untold += settled
         while True:
             try:
@@ -84,18 +84,18 @@ class Mover:
 
     def _lead(self, mine: Request | None) -> None:
         """Moves bytes until `mine` is settled, or nothing is pending."""
-        board, rota = self.board, self.rota
+        state, lead = self.state, self.lead
         while True:
             with self.lock:
-                board.attend(time.monotonic())
-                readers, writers = board.interests()
-                version = rota.version
-            if board.settled or self._untold:
+                state.attend(time.monotonic())
+                readers, writers = state.interests()
+                version = lead.version
+            if state.settled or self._untold:
                 self.settle()
                 if mine is None or not mine.done:
                     continue  # callbacks may have led themselves
             if mine is None:
-                if rota.has_followers or not self._is_needed():
+                if lead.has_followers or not self._is_needed():
                     return
             elif mine.done:
                 mine.await_settled()
@@ -126,27 +126,27 @@ class Mover:
         if not 0 < len(readers) + len(writers) <= _MOST_SPINNING:
             return False
         until = time.monotonic() + self.spin_s
-        while time.monotonic() < until and version == self.rota.version:
+        while time.monotonic() < until and version == self.lead.version:
             if self._step(readers, writers):
                 return True
         return False
 
     def _sleep(self, readers: list[InLink], writers: list[OutLink], version: int) -> None:
         """Until a socket is ready, a deadline comes, or something changed since `version`."""
-        board, rota = self.board, self.rota
+        state, lead = self.state, self.lead
         with self.lock:
-            if version != rota.version:
+            if version != lead.version:
                 return
-            rota.sleeping = True
-            watched = [(link, link.sock) for link in board.outgoing.values() if link.sock is not None]
-            to_read = [rota.alarm.sock, *(link.sock for link in readers), *(sock for _, sock in watched)]
+            lead.sleeping = True
+            watched = [(link, link.sock) for link in state.outgoing.values() if link.sock is not None]
+            to_read = [lead.alarm.sock, *(link.sock for link in readers), *(sock for _, sock in watched)]
             to_write = [link.sock for link in writers if link.sock is not None]
-            limit_s = max(0.0, board.next_deadline - time.monotonic())
+            limit_s = max(0.0, state.next_deadline - time.monotonic())
         ready = wait_ready(to_read, to_write, None if limit_s == math.inf else limit_s)
         with self.lock:
-            rota.sleeping = False
-        if rota.alarm.sock.fileno() in ready:
-            rota.alarm.silence()
+            lead.sleeping = False
+        if lead.alarm.sock.fileno() in ready:
+            lead.alarm.silence()
         for link, sock in watched:
             if sock.fileno() in ready:
                 with self.lock:
@@ -160,23 +160,23 @@ class Mover:
 
     def _read(self, link: InLink) -> bool:
         """For the leader: receives what is there; whether anything changed."""
-        board = self.board
+        state = self.state
         for step in range(_MOST_STEPS):
             try:
                 num_bytes = link.receive()
             except LinkEnded as exc:
                 with self.lock:
-                    board.end_incoming(link, str(exc))
+                    state.end_incoming(link, str(exc))
                 return True
             if num_bytes == 0:
-                if link.source not in board.lost:
+                if link.source not in state.lost:
                     return step > 0
                 with self.lock:
-                    board.end_incoming(link, board.lost[link.source])
+                    state.end_incoming(link, state.lost[link.source])
                 return True
             with self.lock:
                 self._digest(link, num_bytes)
-                if board.settled or link.ended is not None or not board.is_wanted(link, a_send_is_stuck=True):
+                if state.settled or link.ended is not None or not state.is_wanted(link, a_send_is_stuck=True):
                     return True
         return True
 
@@ -184,9 +184,9 @@ class Mover:
         try:
             link.stream.advance(num_bytes)
         except ProtocolViolation as exc:
-            self.board.end_incoming(link, f"it does not follow the protocol ({exc}); the connection was closed")
+            self.state.end_incoming(link, f"it does not follow the protocol ({exc}); the connection was closed")
         except (MemoryError, RuntimeError) as exc:  # torch raises RuntimeError when memory is short
-            self.board.end_incoming(link, f"there is no memory to keep its message ({exc}); the connection was closed")
+            self.state.end_incoming(link, f"there is no memory to keep its message ({exc}); the connection was closed")
 
     def write(self, link: OutLink) -> bool:
         """For the thread that made the link busy: sends what goes, and frees the link; whether anything changed."""
@@ -197,14 +197,14 @@ class Mover:
                 num_bytes = link.send()
             except LinkEnded as exc:
                 with self.lock:
-                    self.board.end_outgoing(link, str(exc))
+                    self.state.end_outgoing(link, str(exc))
                 break
             if num_bytes == 0:
                 self.release(link)
                 return step > 0
             with self.lock:
                 for request in link.stream.advance(num_bytes):
-                    self.board.decide(request)
+                    self.state.decide(request)
                 if not link.stream:
                     self.release_locked(link)
                     return True
@@ -217,11 +217,11 @@ class Mover:
             refusals = link.read_refusals()
         except LinkEnded as exc:
             with self.lock:
-                self.board.end_outgoing(link, str(exc))
+                self.state.end_outgoing(link, str(exc))
             return
         for expected, header in refusals:
             with self.lock:
-                self.board.refused(link, expected, header)
+                self.state.refused(link, expected, header)
 
     def release(self, link: OutLink) -> None:
         with self.lock:
@@ -229,7 +229,7 @@ class Mover:
 
     def release_locked(self, link: OutLink) -> None:
         link.busy = False
-        if self.board.error is not None:
+        if self.state.error is not None:
             link.stream.clear()
-        if self.rota.stopped:
+        if self.lead.stopped:
             link.close()

@@ -20,12 +20,12 @@ from rpcdist.collectives._transports.p2p.polling import Alarm
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives.work import Work
 
-__all__ = ["PendingWork", "Rota"]
+__all__ = ["PendingWork", "ProgressLead"]
 
 _STOP_LIMIT_S: Final = 5.0
 
 
-class Rota:
+class ProgressLead:
     """The turns of one group's threads.
 
     Args:
@@ -190,10 +190,10 @@ class Rota:
 class PendingWork(Work):
     """The `Work` of a request. A thread that waits for it without a limit of its own moves the bytes itself."""
 
-    def __init__(self, request: Request, rota: Rota, result: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, request: Request, lead: ProgressLead, result: list[torch.Tensor] | None = None) -> None:
         super().__init__(request.title, result)
         self._request = request
-        self._rota = rota
+        self._lead = lead
         self._has_waiter = False
 
     def _block(self, timeout_s: float | None) -> None:
@@ -201,6 +201,6 @@ class PendingWork(Work):
             first = not self._has_waiter and timeout_s is None
             self._has_waiter |= first
         if first:
-            self._rota.wait(self._request)
+            self._lead.wait(self._request)
         else:
             super()._block(timeout_s)

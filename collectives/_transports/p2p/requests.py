@@ -13,7 +13,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.p2p.message_format import Header, describe_view, memory
 from rpcdist.collectives.work import Work
 
-__all__ = ["Arrived", "Receive", "Request"]
+__all__ = ["PostedReceive", "Request", "UnexpectedMessage"]
 
 
 class Request:
@@ -62,7 +62,7 @@ class Request:
         self.address = tensor.data_ptr()
         self.size_bytes = tensor.nbytes
         self.code = dtype_code(tensor.dtype)
-        self.arrived: Arrived | None = None
+        self.arrived: UnexpectedMessage | None = None
         self.finish: Callable[[], None] | None = None
         self.work: Work | None = None
         self.waiter: threading.Event | None = None
@@ -107,7 +107,7 @@ class Request:
                 self.waiter.wait()
 
 
-class Receive(Request):
+class PostedReceive(Request):
     """A receive; its tensor can be the place where a message lands."""
 
     __slots__ = ()
@@ -121,7 +121,7 @@ class Receive(Request):
         return memory(self.address, self.size_bytes)
 
 
-class Arrived:
+class UnexpectedMessage:
     """A message that arrived, or begins to, before its receive.
 
     Args:
@@ -140,7 +140,7 @@ class Arrived:
         self.header = header
         self.size_bytes = header.size_bytes
         self.complete = False
-        self.receive: Receive | None = None
+        self.receive: PostedReceive | None = None
         self._data = b""
         self._tensor: torch.Tensor | None = None
 

@@ -18,7 +18,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
-from rpcdist.collectives._operations.reduce_kernels import Reducer, premultiply_to, reducer
+from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
 from rpcdist.collectives._transports.base import Control
 from rpcdist.collectives._transports.shm.rank_buffers import Buffers, copy, one_thread
 from rpcdist.collectives._transports.shm.routes import Publish, Route, num_steps, shares, span, two_phase_chunk
@@ -40,7 +40,7 @@ _PREMUL_SUM: Final = ReduceOp.PREMUL_SUM
 class _Program:
     """What reducing tensors of one dtype and length in one piece needs, looked up once."""
 
-    how: Reducer
+    how: ReduceKernel
     plain: bool
     num_bytes: int
     views: list[list[torch.Tensor]]
@@ -142,7 +142,7 @@ class Reductions:
         """The ranks' pieces, of which this rank's own need not be read from its buffer."""
         return [*views[: self._rank], own, *views[self._rank + 1 :]]
 
-    def _fold(self, how: Reducer, pieces: list[torch.Tensor], out: torch.Tensor) -> None:
+    def _fold(self, how: ReduceKernel, pieces: list[torch.Tensor], out: torch.Tensor) -> None:
         """out = the reduction of all pieces, in order. Of the pieces, only the first two may be `out`."""
         combine = how.combine
         combine(pieces[0], pieces[1], out)
@@ -183,7 +183,9 @@ class Reductions:
         copy(target, source, start)
         copy(target + stop, source + stop, piece.nbytes - stop)
 
-    def _publish_share(self, operation: Operation, how: Reducer, piece: torch.Tensor, half: int, chunk: int) -> None:
+    def _publish_share(
+        self, operation: Operation, how: ReduceKernel, piece: torch.Tensor, half: int, chunk: int
+    ) -> None:
         start, stop = self._shares(piece)[self._rank]
         if start == stop:
             return
@@ -257,12 +259,12 @@ class Reductions:
         self._fold(how, pieces, _flat(output, how)[part])
 
 
-def _how(operation: Operation, tensor: torch.Tensor) -> Reducer:
+def _how(operation: Operation, tensor: torch.Tensor) -> ReduceKernel:
     assert operation.reduce_op is not None
     return reducer(operation.reduce_op, tensor.dtype)
 
 
-def _flat(tensor: torch.Tensor, how: Reducer, plain: bool = False) -> torch.Tensor:
+def _flat(tensor: torch.Tensor, how: ReduceKernel, plain: bool = False) -> torch.Tensor:
     """The tensor as a run of elements of the dtype in which it is reduced."""
     if plain and tensor.dim() == 1:
         return tensor

@@ -1,4 +1,4 @@
-"""The plane that carries collective operations through memory that the ranks of a host share.
+"""The transport that carries collective operations through memory that the ranks of a host share.
 
 Every rank copies what others need to its own buffer in the segment, and takes what it needs out of theirs, in steps;
 `_signals` says why that is safe, `_routes` who copies what. Large tensors go through in pieces that stay in the caches.
@@ -11,17 +11,17 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.base import Control, Plane
+from rpcdist.collectives._transports.base import Control, Transport
 from rpcdist.collectives._transports.shm.rank_buffers import Buffers, copy
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
 from rpcdist.collectives._transports.shm.size_tables import Tables
-from rpcdist.collectives._transports.single import SoloPlane
+from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
-__all__ = ["SharedMemoryPlane"]
+__all__ = ["ShmTransport"]
 
 # Looking a member up in its enum costs as much as a small copy.
 _ALL_REDUCE: Final = Kind.ALL_REDUCE
@@ -31,14 +31,14 @@ _ALL_TO_ALL: Final = Kind.ALL_TO_ALL
 _BARRIER: Final = Kind.BARRIER
 
 
-class SharedMemoryPlane(Plane):
-    """The plane of ranks that share a host.
+class ShmTransport(Transport):
+    """The transport of ranks that share a host.
 
     Args:
         rank: of this process in the group.
         size: of the group.
         segment: the same on all ranks, `segment_size(size)` bytes or those of the layout; zero when the group starts,
-            and used by no other group. The plane maps it at once; `close` closes it, and whoever has passed it on to
+            and used by no other group. The transport maps it at once; `close` closes it; who has passed it on to
             all ranks may do so before.
         layout: the same on all ranks; None takes the default.
 
@@ -64,11 +64,11 @@ class SharedMemoryPlane(Plane):
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"step {self._signals.step}"
-        return f"<SharedMemoryPlane {self.rank}/{self.size}: {state}>"
+        return f"<ShmTransport {self.rank}/{self.size}: {state}>"
 
     def run(self, operation: Operation, control: Control) -> None:
         if self.size == 1:
-            SoloPlane().run(operation, control)
+            SingleRankTransport().run(operation, control)
             return
         kind = operation.kind
         self._signals.open()

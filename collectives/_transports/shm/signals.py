@@ -44,7 +44,7 @@ import threading
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, PlaneMismatch, PlaneTimeout
+from rpcdist.collectives._transports.base import Control, TransportMismatch, TransportTimeout
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
 
@@ -124,8 +124,8 @@ class Signals:
         """Announces what was written in this step, and waits until all ranks have done so.
 
         Raises:
-            PlaneMismatch: in the first step of an operation, when other ranks run another one.
-            PlaneTimeout: the deadline passed.
+            TransportMismatch: in the first step of an operation, when other ranks run another one.
+            TransportTimeout: the deadline passed.
             CollectiveError: from `control.check()`.
         """
         step = self.step
@@ -157,7 +157,7 @@ class Signals:
     def _compare(self, fingerprint: bytes) -> None:
         line = self.step.to_bytes(_WORD, "little") + fingerprint
         if self._header[self.step & 1].tobytes() != line.ljust(LINE, b"\0") * self._size:
-            raise PlaneMismatch(self.views(range(self._size)))
+            raise TransportMismatch(self.views(range(self._size)))
 
     def views(self, ranks: range | list[int]) -> dict[int, str]:
         """What these ranks run, in words; they must have raised their flags in an operation's first step."""
@@ -224,6 +224,6 @@ class Signals:
         if self._opening:
             views = self.views([rank for rank in range(self._size) if rank not in late])
             if any(view != views[self._rank] for view in views.values()):
-                raise PlaneMismatch(views)
+                raise TransportMismatch(views)
         if control.deadline.expired() and late:
-            raise PlaneTimeout(frozenset(late))
+            raise TransportTimeout(frozenset(late))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import PlaneMismatch
+from rpcdist.collectives._transports.base import TransportMismatch
 from rpcdist.collectives._transports.shm import chunk_sizes
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
@@ -46,11 +46,11 @@ class Tables:
         """After that meeting: the size in bytes of the longest chunk of all ranks.
 
         Raises:
-            PlaneMismatch: the sizes do not fit together; on all ranks.
+            TransportMismatch: the sizes do not fit together; on all ranks.
         """
         rows = [row.tolist() for row in self._rows[half]]
         problems = chunk_sizes.misfits(operation.kind, rows)
         if problems:
             views = self._signals.views(list(problems))
-            raise PlaneMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})
+            raise TransportMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})
         return chunk_sizes.longest(rows)

@@ -1,1 +1,1 @@
-"""The data plane on sockets: runs plans between the ranks of a group, on the thread of the caller."""
+"""The transport on sockets: runs plans between the ranks of a group, on the thread of the caller."""

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from rpcdist.collectives._transports.base import Control, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.errors import TransportError
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -81,8 +81,8 @@ class Links:
         """A connection with a rank; None if the peer, who has to open it, has not done so yet.
 
         Raises:
-            PlanePeerLost: the peer cannot be reached.
-            PlaneTimeout: not in time.
+            TransportPeerLost: the peer cannot be reached.
+            TransportTimeout: not in time.
         """
         link = self._open.get((peer, channel))
         if link is None:
@@ -106,8 +106,8 @@ class Links:
             return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:
             if control.deadline.expired():
-                raise PlaneTimeout(frozenset([peer])) from exc
-            raise PlanePeerLost(peer, str(exc)) from exc
+                raise TransportTimeout(frozenset([peer])) from exc
+            raise TransportPeerLost(peer, str(exc)) from exc
 
     def drain_wakeups(self) -> None:
         """Makes `wakeup_fd` unreadable until the next connection arrives."""

@@ -6,9 +6,9 @@ import struct
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
-from rpcdist.collectives._transports.base import PlaneMismatch
+from rpcdist.collectives._transports.base import TransportMismatch
 
-__all__ = ["HEADER_BYTES", "Frame"]
+__all__ = ["HEADER_BYTES", "OperationFrame"]
 
 _MAGIC: Final = b"rpcC"
 _HEADER: Final = struct.Struct(
@@ -17,7 +17,7 @@ _HEADER: Final = struct.Struct(
 HEADER_BYTES: Final = _HEADER.size
 
 
-class Frame:
+class OperationFrame:
     """Makes and judges the headers of one operation on one rank.
 
     Args:
@@ -39,13 +39,13 @@ class Frame:
         """What goes before a message, and what the receiver of it expects, byte for byte."""
         return _HEADER.pack(_MAGIC, round_number, self._detail, self._sequence, size_bytes, self._fingerprint)
 
-    def mismatch(self, peer: int, expected: bytes, got: bytes) -> PlaneMismatch:
+    def mismatch(self, peer: int, expected: bytes, got: bytes) -> TransportMismatch:
         """The error for a header that differs."""
         mine, theirs = describe_fingerprint(self._fingerprint), self._describe(got)
         if mine == theirs:
             difference = _differences(_HEADER.unpack(expected), _HEADER.unpack(got))
             mine, theirs = f"{mine}{difference[0]}", f"{theirs}{difference[1]}"
-        return PlaneMismatch({self._rank: mine, peer: theirs})
+        return TransportMismatch({self._rank: mine, peer: theirs})
 
     def _describe(self, got: bytes) -> str:
         fields = _HEADER.unpack(got)

@@ -17,11 +17,11 @@ import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
-from rpcdist.collectives._transports.base import Control, PlanePeerLost, PlaneTimeout
+from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.collectives._transports.sockets.connections import Links
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, Frame
+from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
 from rpcdist.collectives._transports.sockets.pollers import CHECK_INTERVAL_MS, Pollers
-from rpcdist.collectives._transports.sockets.spin_policy import Patience
+from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.tensor_memory import memory_of
 
 __all__ = ["SMALL_BYTES", "SmallExchange"]
@@ -55,16 +55,16 @@ class SmallExchange:
         rank: of this process in the group.
         size: of the group; with more than two ranks it takes nothing.
         links: connections of the group.
-        pollers: of the plane.
-        patience: of the plane.
+        pollers: of the transport.
+        spin_policy: of the transport.
     """
 
-    def __init__(self, rank: int, size: int, links: Links, pollers: Pollers, patience: Patience) -> None:
+    def __init__(self, rank: int, size: int, links: Links, pollers: Pollers, spin_policy: SpinPolicy) -> None:
         self._rank = rank
         self._peer = 1 - rank if size == 2 else -1
         self._links = links
         self._pollers = pollers
-        self._patience = patience
+        self._spin_policy = spin_policy
         self._programs: dict[tuple[int, torch.dtype, int], _Program] = {}
 
     def takes(self, operation: Operation) -> bool:
@@ -79,11 +79,11 @@ class SmallExchange:
         )
 
     def run(self, operation: Operation, control: Control) -> None:
-        """Raises like `Plane.run`."""
+        """Raises like `Transport.run`."""
         tensor, link = operation.outputs[0], self._links.standing(self._peer)
         assert link is not None
         program = self._program(operation, tensor)
-        frame = Frame(self._rank, control.fingerprint, control.sequence, 0)
+        frame = OperationFrame(self._rank, control.fingerprint, control.sequence, 0)
         header = frame.header(0, program.num_bytes)
         program.outbox[:HEADER_BYTES] = header
         ctypes.memmove(program.target, tensor.data_ptr(), program.num_bytes)
@@ -122,9 +122,11 @@ class SmallExchange:
             except BlockingIOError:
                 self._wait(link, select.POLLOUT, control)
             except OSError as exc:
-                raise PlanePeerLost(self._peer, exc.strerror or str(exc)) from exc
+                raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 
-    def _receive(self, link: socket.socket, room: memoryview, expected: bytes, frame: Frame, control: Control) -> None:
+    def _receive(
+        self, link: socket.socket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
+    ) -> None:
         """Fills `room`; its header is judged as soon as it is there."""
         got, size = 0, len(room)
         while got < size:
@@ -135,30 +137,30 @@ class SmallExchange:
 
     def _look(self, link: socket.socket, room: memoryview, control: Control) -> int:
         """Receives something; how much."""
-        patience = self._patience
+        spin_policy = self._spin_policy
         try:
-            for _ in range(patience.looks):
+            for _ in range(spin_policy.looks):
                 try:
                     number = link.recv_into(room)
                 except BlockingIOError:
                     os.sched_yield()
                     continue
-                patience.came()
+                spin_policy.came()
                 return self._some(number)
             while True:
                 began = time.monotonic()
                 self._wait(link, select.POLLIN, control)
-                patience.slept(time.monotonic() - began)
+                spin_policy.slept(time.monotonic() - began)
                 try:
                     return self._some(link.recv_into(room))
                 except BlockingIOError:
                     pass  # the kernel was wrong
         except OSError as exc:
-            raise PlanePeerLost(self._peer, exc.strerror or str(exc)) from exc
+            raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 
     def _some(self, number: int) -> int:
         if not number:
-            raise PlanePeerLost(self._peer, "it closed the connection")
+            raise TransportPeerLost(self._peer, "it closed the connection")
         return number
 
     def _wait(self, link: socket.socket, mask: int, control: Control) -> None:
@@ -171,4 +173,4 @@ class SmallExchange:
             if any(descriptor != wakeup_fd for descriptor, _ in ready):
                 return
             if control.deadline.expired():
-                raise PlaneTimeout(frozenset([self._peer]))
+                raise TransportTimeout(frozenset([self._peer]))

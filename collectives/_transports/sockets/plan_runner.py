@@ -10,23 +10,23 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._algorithms import Plan, Receive, Region, Send
-from rpcdist.collectives._operations.reduce_kernels import Reducer
-from rpcdist.collectives._transports.base import Control, PlaneTimeout
+from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, SendStep
+from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
+from rpcdist.collectives._transports.base import Control, TransportTimeout
 from rpcdist.collectives._transports.sockets.connections import Links
-from rpcdist.collectives._transports.sockets.framing import Frame
+from rpcdist.collectives._transports.sockets.framing import OperationFrame
 from rpcdist.collectives._transports.sockets.pollers import CHECK_INTERVAL_MS, Pollers
-from rpcdist.collectives._transports.sockets.spin_policy import Patience
+from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.tensor_memory import Buffer, Scratch, memory_of
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, piece_bytes
 
-__all__ = ["Runner"]
+__all__ = ["PlanRunner"]
 
 _LANDING_SLOT: Final = -1
 _NO_BYTES: Final = memoryview(b"")
 
 
-class Runner:
+class PlanRunner:
     """Runs the plan of one operation.
 
     Args:
@@ -38,8 +38,8 @@ class Runner:
         reducer: for plans that reduce.
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for what arrives to be reduced.
-        pollers: of the plane.
-        patience: of the plane.
+        pollers: of the transport.
+        spin_policy: of the transport.
     """
 
     def __init__(
@@ -47,13 +47,13 @@ class Runner:
         rank: int,
         links: Links,
         control: Control,
-        frame: Frame,
+        frame: OperationFrame,
         buffers: Sequence[Buffer],
-        reducer: Reducer | None,
+        reducer: ReduceKernel | None,
         finish: Callable[[torch.Tensor], object] | None,
         scratch: Scratch,
         pollers: Pollers,
-        patience: Patience,
+        spin_policy: SpinPolicy,
     ) -> None:
         self._rank = rank
         self._links = links
@@ -64,10 +64,10 @@ class Runner:
         self._finish = finish
         self._scratch = scratch
         self._pollers = pollers
-        self._patience = patience
+        self._spin_policy = spin_policy
 
     def run(self, plan: Plan) -> None:
-        """Runs all rounds; raises like `Plane.run`."""
+        """Runs all rounds; raises like `Transport.run`."""
         for number, round_ in enumerate(plan):
             pending: list[Transfer] = []
             for send in round_.sends:
@@ -80,12 +80,12 @@ class Runner:
 
     # ------------------------------------------------------------ from steps to messages
 
-    def _sending(self, number: int, step: Send) -> Iterator[Sending]:
+    def _sending(self, number: int, step: SendStep) -> Iterator[Sending]:
         payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else _NO_BYTES
         for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
             yield Sending(step.peer, channel, self._frame.header(number, stop - start), payload[start:stop])
 
-    def _receiving(self, number: int, step: Receive, final: Region | None) -> Iterator[Receiving]:
+    def _receiving(self, number: int, step: ReceiveStep, final: Region | None) -> Iterator[Receiving]:
         region = step.region
         payload = self._buffers[region.buffer].bytes_of(region) if region.count else _NO_BYTES
         for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
@@ -96,7 +96,7 @@ class Runner:
                 part = reduction.memory
             yield Receiving(step.peer, channel, self._frame, expected, part, stop - start, reduction)
 
-    def _reduction(self, step: Receive, channel: int, start: int, stop: int, final: bool) -> Reduction:
+    def _reduction(self, step: ReceiveStep, channel: int, start: int, stop: int, final: bool) -> Reduction:
         """What to do with bytes `start` to `stop` of a message."""
         assert self._reducer is not None and step.operand is not None
         operand = self._buffers[step.operand.buffer].numbers(step.operand, start, stop)
@@ -116,19 +116,19 @@ class Runner:
     # ------------------------------------------------------------ moving them
 
     def _move(self, transfers: list[Transfer]) -> None:
-        patience = self._patience
+        spin_policy = self._spin_policy
         pending = self._rest(transfers)
         while pending:
-            for _ in range(patience.looks):
+            for _ in range(spin_policy.looks):
                 os.sched_yield()
                 pending = self._rest(before := pending)
                 if len(pending) < len(before):
-                    patience.came()
+                    spin_policy.came()
                     break
             else:
                 began = time.monotonic()
                 self._wait(pending)
-                patience.slept(time.monotonic() - began)
+                spin_policy.slept(time.monotonic() - began)
                 pending = self._rest(pending)
 
     def _rest(self, transfers: list[Transfer]) -> list[Transfer]:
@@ -159,6 +159,6 @@ class Runner:
             if any(descriptor != wakeup_fd for descriptor, _ in ready):
                 break
             if self._control.deadline.expired():
-                raise PlaneTimeout(frozenset(transfer.peer for transfer in pending))
+                raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
         if any(descriptor == self._links.wakeup_fd for descriptor, _ in ready):
             self._links.drain_wakeups()

@@ -1,4 +1,4 @@
-"""`SocketPlane`: the collective operations of a group over sockets."""
+"""`SocketTransport`: the collective operations of a group over sockets."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ import torch
 from rpcdist.collectives._algorithms import plan_for
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, Plane
+from rpcdist.collectives._transports.base import Control, Transport
 from rpcdist.collectives._transports.sockets.connections import Links
-from rpcdist.collectives._transports.sockets.framing import Frame
+from rpcdist.collectives._transports.sockets.framing import OperationFrame
 from rpcdist.collectives._transports.sockets.pair_exchange import SmallExchange
-from rpcdist.collectives._transports.sockets.plan_runner import Runner
+from rpcdist.collectives._transports.sockets.plan_runner import PlanRunner
 from rpcdist.collectives._transports.sockets.pollers import Pollers
-from rpcdist.collectives._transports.sockets.spin_policy import Patience
+from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.tensor_memory import Buffer, Scratch
 from rpcdist.transport.sockets import SocketHub
 
-__all__ = ["SocketPlane"]
+__all__ = ["SocketTransport"]
 
 _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
-class SocketPlane(Plane):
-    """See `Plane`. Nothing is connected before the first operation.
+class SocketTransport(Transport):
+    """See `Transport`. Nothing is connected before the first operation.
 
     Args:
         rank: of this process in the group.
         size: of the group.
-        hub: of this process; stays open until the plane is closed.
-        group_name: the same on all ranks, and of no other plane that lives.
+        hub: of this process; stays open until the transport is closed.
+        group_name: the same on all ranks, and of no other transport that lives.
         addresses: `SocketHub.address` of every rank.
         unix: True for Unix sockets, False for TCP; None takes Unix sockets where ranks share a host.
         sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
@@ -55,8 +55,8 @@ class SocketPlane(Plane):
         self._links = Links(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
-        self._patience = Patience(rank, addresses)
-        self._small = SmallExchange(rank, size, self._links, self._pollers, self._patience)
+        self._spin_policy = SpinPolicy(rank, addresses)
+        self._small = SmallExchange(rank, size, self._links, self._pollers, self._spin_policy)
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
             Kind.REDUCE: self._for_reduce,
@@ -70,7 +70,7 @@ class SocketPlane(Plane):
         }
 
     def __repr__(self) -> str:
-        return f"<SocketPlane rank {self.rank} of {self.size}: {self._links!r}>"
+        return f"<SocketTransport rank {self.rank} of {self.size}: {self._links!r}>"
 
     def run(self, operation: Operation, control: Control) -> None:
         if self._small.takes(operation):
@@ -92,7 +92,7 @@ class SocketPlane(Plane):
             1 if operation.dtype is None else operation.dtype.itemsize, received,
         )  # fmt: skip
         detail = zlib.crc32(repr(counts).encode()) if operation.kind is Kind.REDUCE_SCATTER else 0
-        frame = Frame(self.rank, control.fingerprint, control.sequence, detail)
+        frame = OperationFrame(self.rank, control.fingerprint, control.sequence, detail)
         finish = None
         if reducer is not None and reducer.finish is not None:
             make_final = reducer.finish
@@ -101,9 +101,9 @@ class SocketPlane(Plane):
                 return make_final(tensor, self.size)
 
         buffers = [Buffer(tensor, reducer) for tensor in tensors]
-        Runner(
+        PlanRunner(
             self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch, self._pollers,
-            self._patience,
+            self._spin_policy,
         ).run(plan)  # fmt: skip
 
     def close(self) -> None:

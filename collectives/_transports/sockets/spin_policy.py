@@ -8,14 +8,14 @@ from typing import Final
 
 from rpcdist.transport.sockets import HubAddress
 
-__all__ = ["Patience"]
+__all__ = ["SpinPolicy"]
 
 MAX_LOOKS: Final = 64
 """About 80 us: what a sleep and the wake-up after it cost on a processor that had nothing else to do."""
 MIN_LOOKS: Final = 2
 
 
-class Patience:
+class SpinPolicy:
     """Learns from what it saw whether looking again and again is worth it.
 
     Looking keeps a core busy, so there is none of it where this host's ranks are more than its cores.

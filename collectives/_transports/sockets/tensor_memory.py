@@ -8,7 +8,7 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._algorithms import Region
-from rpcdist.collectives._operations.reduce_kernels import Reducer
+from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 
 __all__ = ["Buffer", "Scratch", "memory_of"]
 
@@ -32,7 +32,7 @@ class Buffer:
 
     __slots__ = ("_element_bytes", "_numbers", "_unit_bytes", "memory", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, reducer: Reducer | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, reducer: ReduceKernel | None = None) -> None:
         self.tensor = tensor
         self.memory = memory_of(tensor)
         self._element_bytes = tensor.element_size()

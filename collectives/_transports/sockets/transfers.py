@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.reduce_kernels import Combine
-from rpcdist.collectives._transports.base import PlanePeerLost
-from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, Frame
+from rpcdist.collectives._transports.base import TransportPeerLost
+from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
 
 __all__ = ["Receiving", "Reduction", "Sending", "Transfer", "piece_bytes"]
 
@@ -52,14 +52,14 @@ class Transfer:
         """Moves what can be moved now; whether all of it is done.
 
         Raises:
-            PlanePeerLost: the connection ended.
-            PlaneMismatch: the message is another one.
+            TransportPeerLost: the connection ended.
+            TransportMismatch: the message is another one.
         """
         raise NotImplementedError
 
-    def lost(self, exc: OSError | None = None) -> PlanePeerLost:
+    def lost(self, exc: OSError | None = None) -> TransportPeerLost:
         """The error for a connection that ended."""
-        return PlanePeerLost(self.peer, (exc.strerror or str(exc)) if exc else "it closed the connection")
+        return TransportPeerLost(self.peer, (exc.strerror or str(exc)) if exc else "it closed the connection")
 
 
 class Sending(Transfer):
@@ -177,7 +177,7 @@ class Receiving(Transfer):
         self,
         peer: int,
         channel: int,
-        frame: Frame,
+        frame: OperationFrame,
         expected: bytes,
         payload: memoryview,
         size: int,

@@ -20,12 +20,12 @@ from torch import nn
 from rpcdist.parallel._ddp._gradient_layout import as_run, is_private, view_like
 from rpcdist.parallel._ddp._parameters import Named
 
-__all__ = ["OWN_BYTES", "DenseBucket", "Member"]
+__all__ = ["OWN_BYTES", "BucketEntry", "DenseBucket"]
 
 OWN_BYTES: Final = 1 << 19
 
 
-class Member:
+class BucketEntry:
     """A parameter in a bucket.
 
     Attributes:
@@ -57,7 +57,7 @@ class DenseBucket:
         runs: what is reduced: flat tensors, while the reduction runs.
     """
 
-    def __init__(self, number: int, members: Sequence[Member], flat: bool) -> None:
+    def __init__(self, number: int, members: Sequence[BucketEntry], flat: bool) -> None:
         self.number = number
         self.members = list(members)
         self.flat = flat
@@ -100,13 +100,13 @@ class DenseBucket:
         return self._views
 
     @property
-    def packed(self) -> list[Member]:
+    def packed(self) -> list[BucketEntry]:
         """The members whose gradients are packed."""
         return self._packed
 
     # ------------------------------------------------------------ from gradients to runs
 
-    def gather(self, gradient_of: Callable[[Member], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
+    def gather(self, gradient_of: Callable[[BucketEntry], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
         """Makes the runs that are reduced.
 
         Args:
@@ -133,7 +133,7 @@ class DenseBucket:
             torch._foreach_copy_(targets, sources)
 
     @staticmethod
-    def _own_run(member: Member, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    def _own_run(member: BucketEntry, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
         parameter = member.parameter
         if gradient is None:
             return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
@@ -146,7 +146,7 @@ class DenseBucket:
 
     # ------------------------------------------------------------ and back
 
-    def scatter(self, deliver: Callable[[list[Member], list[torch.Tensor], bool], None]) -> None:
+    def scatter(self, deliver: Callable[[list[BucketEntry], list[torch.Tensor], bool], None]) -> None:
         """Hands the reduced gradients over, and lets go of the runs.
 
         Args:

@@ -11,7 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._bucket import DenseBucket, Member
+from rpcdist.parallel._ddp._bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors
 from rpcdist.parallel._ddp._reduction import reduce_runs
 from rpcdist.parallel._ddp._sources import OrdinaryPass
@@ -32,7 +32,7 @@ class DelayedReduction:
         kinds = {(parameter.dtype, parameter.device) for _, parameter in named}
         if len(kinds) != 1:
             raise ConfigError("delay_all_reduce_named_params must not be empty, and be of one dtype and device")
-        members = [Member(index, Named(name, parameter, False)) for index, (name, parameter) in enumerate(named)]
+        members = [BucketEntry(index, Named(name, parameter, False)) for index, (name, parameter) in enumerate(named)]
         self._bucket = DenseBucket(0, members, flat=True)
         self._group = group
         self._source = OrdinaryPass(view=False)

@@ -25,7 +25,7 @@ import torch
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import CollectiveError, ConfigError
-from rpcdist.parallel._ddp._bucket import DenseBucket, Member
+from rpcdist.parallel._ddp._bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._buckets import GradientFacts, initial_buckets, rebuilt_buckets
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters
 from rpcdist.parallel._ddp._finite import FiniteCheck
@@ -92,7 +92,7 @@ class Reducer:
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []
         for number, bucket in enumerate(indices):
-            members = [Member(index, self.parameters[index]) for index in bucket]
+            members = [BucketEntry(index, self.parameters[index]) for index in bucket]
             if self.parameters[bucket[0]].sparse:
                 self.buckets.append(SparseBucket(number, members[0], self.group))
             else:
@@ -270,7 +270,7 @@ class Reducer:
         except CollectiveError as exc:
             self._waiter.fail(exc, bucket.number, [member.name for member in bucket.members], self.iteration)
 
-    def _gradient(self, member: Member) -> torch.Tensor | None:
+    def _gradient(self, member: BucketEntry) -> torch.Tensor | None:
         if self._source is None or member.index in self._unused:
             return None
         return self._source.gradient(member)
@@ -393,7 +393,7 @@ class Reducer:
         if tensor.data_ptr() != bucket.buffer.data_ptr():
             bucket.buffer.copy_(tensor.view(-1))
 
-    def _deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Hands reduced gradients over; those of parameters that no rank used stay as they are."""
         assert self._source is not None
         used = self._globally_used

@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.autograd import Variable
 
-from rpcdist.parallel._ddp._bucket import Member
+from rpcdist.parallel._ddp._bucket import BucketEntry
 
 __all__ = [
     "DistributedPass",
@@ -37,11 +37,11 @@ class GradientSource(ABC):
     lends: ClassVar[bool]
 
     @abstractmethod
-    def gradient(self, member: Member) -> torch.Tensor | None:
+    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
         """The member's gradient of this rank, once it has come."""
 
     @abstractmethod
-    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Takes reduced gradients over.
 
         Args:
@@ -67,10 +67,10 @@ class OrdinaryPass(GradientSource):
     def __init__(self, view: bool) -> None:
         self._view = view
 
-    def gradient(self, member: Member) -> torch.Tensor | None:
+    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
         return member.parameter.grad
 
-    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         keep = lasting or self._view
         targets, sources = [], []
         for member, tensor in zip(members, reduced, strict=True):
@@ -112,10 +112,10 @@ class DistributedPass(GradientSource):
         self._arrived[index] = gradient
         self._withheld.append(parameter)
 
-    def gradient(self, member: Member) -> torch.Tensor | None:
+    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
         return self._arrived.get(member.index)
 
-    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         for member, tensor in zip(members, reduced, strict=True):
             self._reduced.append((member.parameter, tensor if lasting else tensor.clone()))
 
@@ -138,10 +138,10 @@ class NoPass(GradientSource):
 
     lends = False
 
-    def gradient(self, member: Member) -> torch.Tensor | None:
+    def gradient(self, member: BucketEntry) -> torch.Tensor | None:
         return None
 
-    def deliver(self, members: list[Member], reduced: list[torch.Tensor], lasting: bool) -> None:
+    def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Nobody wants them."""
 
     def at_end(self, callback: Callable[[], None]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.parallel._ddp._bucket import Member
+from rpcdist.parallel._ddp._bucket import BucketEntry
 
 __all__ = ["SparseBucket"]
 
@@ -30,7 +30,7 @@ class SparseBucket:
         waiting: the parameter's index while its gradient has not come in this iteration.
     """
 
-    def __init__(self, number: int, member: Member, group: ProcessGroup) -> None:
+    def __init__(self, number: int, member: BucketEntry, group: ProcessGroup) -> None:
         self.number = number
         self.members = [member]
         self.waiting: set[int] = set()

@@ -24,7 +24,7 @@ from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, Pipeline
 from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, format_grid
-from rpcdist.parallel.pipeline._stage_runner import Runner
+from rpcdist.parallel.pipeline._stage_runner import StageRunner
 from rpcdist.parallel.pipeline._timeline import Timeline
 
 __all__ = ["Pipeline", "StepResult"]
@@ -108,8 +108,8 @@ class Pipeline:
         self._step = 0
         self._num_optimizers = 0
         places = [str(device) for device in devices] if devices else ["cpu"] * len(workers)
-        self._runners: list[rpc.RRef[Runner]] = [
-            rpc.remote(name, Runner, args=(self._plan, worker, self._of_worker(worker, stages), places[worker]))
+        self._runners: list[rpc.RRef[StageRunner]] = [
+            rpc.remote(name, StageRunner, args=(self._plan, worker, self._of_worker(worker, stages), places[worker]))
             for worker, name in enumerate(workers)
         ]
         self._ask("zero_grad")  # waits until all are made, and raises what went wrong

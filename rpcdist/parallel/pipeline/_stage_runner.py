@@ -18,10 +18,10 @@ from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, Pipeline
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
 
-__all__ = ["Runner"]
+__all__ = ["StageRunner"]
 
 
-class Runner:
+class StageRunner:
     """All stages of a pipeline that live on this worker.
 
     Args:
@@ -46,7 +46,7 @@ class Runner:
         receivers[plan.key, worker] = self
 
     def __repr__(self) -> str:
-        return f"<Runner of {self._plan.key} on {self._name}: {list(self.stages.values())}>"
+        return f"<StageRunner of {self._plan.key} on {self._name}: {list(self.stages.values())}>"
 
     @property
     def _name(self) -> str:

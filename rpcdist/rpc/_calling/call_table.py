@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
     from rpcdist.rpc._autograd_hooks import CallContext
 
-__all__ = ["CallTable", "Completer", "PendingCall"]
+__all__ = ["CallTable", "PendingCall", "ReplySink"]
 
 
 Job = tuple[Callable[..., object], tuple[object, ...]]
 
 
-class Completer(Protocol):
+class ReplySink(Protocol):
     """What is done with the outcome of a call."""
 
     def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
@@ -53,7 +53,7 @@ class PendingCall:
         deadline: when it ends at the latest.
         timeout_s: what the user asked for.
         inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
-        completer: takes the outcome.
+        reply_sink: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker
@@ -64,13 +64,13 @@ class PendingCall:
     __slots__ = (
         "_agent",
         "autograd",
-        "completer",
         "deadline",
         "forks",
         "id",
         "inherited_s",
         "peer",
         "repeatable",
+        "reply_sink",
         "session",
         "timeout_s",
         "transfer",
@@ -85,7 +85,7 @@ class PendingCall:
         what: Callable[[], str],
         deadline: Deadline,
         timeout_s: float,
-        completer: Completer,
+        reply_sink: ReplySink,
     ) -> None:
         self._agent = agent
         self.id = id
@@ -95,7 +95,7 @@ class PendingCall:
         self.timeout_s = timeout_s
         inherits = deadline.is_finite and deadline is current_deadline.get()
         self.inherited_s = deadline.remaining_s() if inherits else None
-        self.completer = completer
+        self.reply_sink = reply_sink
         self.transfer = 0
         self.session: object | None = None
         self.repeatable: rpc_pb2.Message | None = None

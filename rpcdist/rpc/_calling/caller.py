@@ -13,8 +13,8 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.call_table import CallTable, Completer, PendingCall
-from rpcdist.rpc._calling.reply_sinks import FutureCompleter, SyncCompleter
+from rpcdist.rpc._calling.call_table import CallTable, PendingCall, ReplySink
+from rpcdist.rpc._calling.reply_sinks import FutureReplySink, SyncReplySink
 from rpcdist.rpc._membership.gatherings import CONTRIBUTE
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.protobuf import id_to_pb
@@ -56,14 +56,14 @@ class Caller:
     def sync(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Any:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
-        completer = SyncCompleter(self._agent.options.allow_pickle)
-        call = self._call(self._agent.directory.resolve(to), func, args, kwargs, timeout_s, completer)
-        return completer.wait(call, self._agent)
+        reply_sink = SyncReplySink(self._agent.options.allow_pickle)
+        call = self._call(self._agent.directory.resolve(to), func, args, kwargs, timeout_s, reply_sink)
+        return reply_sink.wait(call, self._agent)
 
     def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
         future: Future[Any] = Future()
         call = self._call(
-            self._agent.directory.resolve(to), func, args, kwargs, timeout_s, FutureCompleter(self._agent, future)
+            self._agent.directory.resolve(to), func, args, kwargs, timeout_s, FutureReplySink(self._agent, future)
         )
         future._on_cancel = lambda: self.cancel(call, None)
         return future
@@ -73,7 +73,7 @@ class Caller:
     ) -> Future[Any]:
         """Asks a worker to run a function and keep its result under the ids in `fork`."""
         future: Future[Any] = Future()
-        self._call(to, func, args, kwargs, timeout_s, FutureCompleter(self._agent, future), result=fork)
+        self._call(to, func, args, kwargs, timeout_s, FutureReplySink(self._agent, future), result=fork)
         return future
 
     def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
@@ -90,7 +90,7 @@ class Caller:
             (),
             timeout_s,
             self._deadline(timeout_s),
-            FutureCompleter(self._agent, future),
+            FutureReplySink(self._agent, future),
             lambda: f"to_here() of {rref}",
             autograd=context,
         )
@@ -104,7 +104,7 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
-        completer: Completer,
+        reply_sink: ReplySink,
         result: value_pb2.RRefFork | None = None,
     ) -> PendingCall:
         if not callable(func):
@@ -127,7 +127,7 @@ class Caller:
             called = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
             return f"rpc to {self._agent.worker_name_of(to)!r} of {called}"
 
-        return self._send_call(to, message, large, timeout_s, deadline, completer, what, forks, context)
+        return self._send_call(to, message, large, timeout_s, deadline, reply_sink, what, forks, context)
 
     def _join_autograd(self, call: rpc_pb2.Call, to: int) -> CallContext | None:
         """Takes the autograd context of this thread or task along, if there is one."""
@@ -148,14 +148,16 @@ class Caller:
         large: Sequence[LargeBuffer],
         timeout_s: float,
         deadline: Deadline,
-        completer: Completer,
+        reply_sink: ReplySink,
         what: Callable[[], str],
         forks: list[value_pb2.RRefFork] | None = None,
         autograd: CallContext | None = None,
     ) -> PendingCall:
         if self._agent.closed:
             raise RpcdistError("RPC is shutting down in this process")
-        call = PendingCall(self._agent, self.calls.next_id(), to, what, deadline, self.timeout_of(timeout_s), completer)
+        call = PendingCall(
+            self._agent, self.calls.next_id(), to, what, deadline, self.timeout_of(timeout_s), reply_sink
+        )
         message.call.id = call.id
         if deadline.is_finite:
             message.call.timeout_us = max(1, int(deadline.remaining_s() * 1e6))
@@ -185,7 +187,7 @@ class Caller:
         """Fails a call, unless it has ended; any thread."""
         if self.calls.take(call.id) is not None:
             self._agent.give_back(call.forks, call.peer)
-            call.completer.failed(exc)
+            call.reply_sink.failed(exc)
 
     def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
         """Ends a call and tells the callee; False if it has ended already.
@@ -203,7 +205,7 @@ class Caller:
             session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))  # type: ignore[attr-defined]
         self._agent.give_back(call.forks, call.peer)
         if exc is not None:
-            call.completer.failed(exc)
+            call.reply_sink.failed(exc)
         return True
 
     def interrupt(self) -> None:
@@ -232,12 +234,12 @@ class Caller:
             if isinstance(session, Session) and call.transfer:
                 session.abort_transfer(call.transfer, "the deadline of the call is over")
             self._agent.give_back(call.forks, call.peer)
-            call.completer.failed(call.deadline_error())
+            call.reply_sink.failed(call.deadline_error())
 
     def fail_all(self, exc: BaseException) -> None:
         """Ends every call here; nobody is told."""
         for call in self.calls.take_where(lambda call: True):
-            call.completer.failed(exc)
+            call.reply_sink.failed(exc)
 
     def stop_timer(self) -> None:
         """On the I/O loop."""

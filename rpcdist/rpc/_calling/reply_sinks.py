@@ -12,19 +12,19 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import Job, PendingCall
 from rpcdist.rpc._calling.interrupt import acquire
 from rpcdist.rpc._executors.worker_pool import blocking
-from rpcdist.rpc._values.arrived import Arrived
+from rpcdist.rpc._values.arrived import ArrivedValue
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
 
-__all__ = ["FutureCompleter", "Job", "SyncCompleter", "result_of"]
+__all__ = ["FutureReplySink", "Job", "SyncReplySink", "result_of"]
 
 
 def result_of(reply: rpc_pb2.Reply, payload: object, may_unpickle: bool) -> object:
     """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
-    if isinstance(payload, Arrived):
+    if isinstance(payload, ArrivedValue):
         return payload.decode()
     if reply.HasField("failure"):
         raise exception_of(reply.failure, may_unpickle=may_unpickle)
@@ -37,7 +37,7 @@ def _settle_inside(context: CallContext, future: Future[Any]) -> None:
     future._settle()
 
 
-class SyncCompleter:
+class SyncReplySink:
     """One blocked thread. The value is decoded on that thread, so a call costs no third one.
 
     The lock is taken when this is made, and released by whoever ends the call.
@@ -85,7 +85,7 @@ class SyncCompleter:
         return result_of(self._reply, self._payload, self._may_unpickle)
 
 
-class FutureCompleter:
+class FutureReplySink:
     """A future. Its value is decoded by a thread that waits for it, or in the pool; callbacks run in the pool."""
 
     __slots__ = ("_agent", "future")
@@ -97,9 +97,9 @@ class FutureCompleter:
     def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
         future = self.future
         if future._deliver(partial(result_of, reply, payload, self._agent.options.allow_pickle)):
-            context = payload.autograd if isinstance(payload, Arrived) else None
+            context = payload.autograd if isinstance(payload, ArrivedValue) else None
             jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
-        elif future.cancelled() and isinstance(payload, Arrived):
+        elif future.cancelled() and isinstance(payload, ArrivedValue):
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:

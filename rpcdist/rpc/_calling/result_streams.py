@@ -18,7 +18,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
 from rpcdist.rpc._calling.interrupt import longest_sleep_s
-from rpcdist.rpc._values.arrived import Arrived
+from rpcdist.rpc._values.arrived import ArrivedValue
 from rpcdist.rpc._values.failures import exception_of
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ class StreamState:
         self._cancel = cancel
         self._half = max(1, window // 2)
         self._taken = 0
-        self._items: deque[Arrived] = deque()
+        self._items: deque[ArrivedValue] = deque()
         self._ended = False
         self._failure: BaseException | rpc_pb2.Failure | None = None
         self._may_unpickle = may_unpickle
@@ -72,7 +72,7 @@ class StreamState:
 
     # On the I/O loop.
 
-    def arrived(self, item: Arrived) -> None:
+    def arrived(self, item: ArrivedValue) -> None:
         with self._condition:
             if self._ended:
                 item.discard()
@@ -212,7 +212,7 @@ class Stream(Generic[T]):
         return self._result(await self._state.take_async(self._timeout_s), StopAsyncIteration)
 
     def _result(self, item: object, exhausted: type[Exception]) -> T:
-        if isinstance(item, Arrived):
+        if isinstance(item, ArrivedValue):
             return item.decode()  # type: ignore[return-value]  # the caller of the stream says what T is
         failure = self._state.take_failure()
         if failure is not None:
@@ -273,7 +273,7 @@ class StreamTable:
         self._streams[id] = (state, peer, session)
         return Stream(state, timeout_s, self._dropped.append)
 
-    def item(self, id: int, arrived: Arrived) -> None:
+    def item(self, id: int, arrived: ArrivedValue) -> None:
         entry = self._streams.get(id)
         if entry is None:
             arrived.discard()  # cancelled at this end meanwhile

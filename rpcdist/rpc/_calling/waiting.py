@@ -206,7 +206,7 @@ class Completions(Generic[T]):
             try:
                 self._sleepers.remove(sleeper)
             except ValueError:
-                return  # a completer took it in between
+                return  # a reply_sink took it in between
 
     def _left_s(self) -> float | None:
         return None if self._ends_at is None else max(0.0, self._ends_at - time.monotonic())

@@ -1,1 +1,3 @@
-"""TODO"""
+"""Where user code runs: a pool of threads, and an event loop."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
-"""TODO"""
+"""Who is in the job, and what all of its workers do together."""
+
+__all__: list[str] = []

@@ -1,1 +1,3 @@
-"""TODO"""
+"""The other workers: connections to them, reliable control messages, leases."""
+
+__all__: list[str] = []

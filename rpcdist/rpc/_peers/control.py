@@ -59,7 +59,7 @@ class ControlInbox:
         """True if the message of this number is the next to be applied; False for one that was applied before.
 
         Raises:
-            ProtocolViolation: messages before it are missing, which a lane that keeps order cannot cause.
+            ProtocolViolation: messages before it are missing, which a channel that keeps order cannot cause.
         """
         if seq <= self.applied:
             return False

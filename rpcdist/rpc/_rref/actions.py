@@ -4,27 +4,37 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message, Reason
 
-__all__ = ["Action", "Confirm", "Fail", "FailValue", "RefuseCreation", "RefuseFetch", "ReleaseValue", "Send", "Serve"]
+__all__ = [
+    "Confirm",
+    "Fail",
+    "FailValue",
+    "RRefAction",
+    "RefuseCreation",
+    "RefuseFetch",
+    "ReleaseValue",
+    "SendControl",
+    "Serve",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class Action:
+class RRefAction:
     """Base of all actions."""
 
 
 @dataclass(frozen=True, slots=True)
-class Send(Action):
+class SendControl(RRefAction):
     """Hand a control message to the reliable channel. Never to this worker itself."""
 
-    to: Node
+    to: Incarnation
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class Confirm(Action):
+class Confirm(RRefAction):
     """The owner counts this handle."""
 
     rref: RRefId
@@ -32,7 +42,7 @@ class Confirm(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Fail(Action):
+class Fail(RRefAction):
     """Every use of this handle raises from now on. The protocol has forgotten it."""
 
     rref: RRefId
@@ -41,7 +51,7 @@ class Fail(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class Serve(Action):
+class Serve(RRefAction):
     """Answer the fetches of this fork with the value (as soon as it is there)."""
 
     rref: RRefId
@@ -49,7 +59,7 @@ class Serve(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseFetch(Action):
+class RefuseFetch(RRefAction):
     """Answer the fetches of this fork with an error."""
 
     rref: RRefId
@@ -58,7 +68,7 @@ class RefuseFetch(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class RefuseCreation(Action):
+class RefuseCreation(RRefAction):
     """Do not run the call of this `remote()`."""
 
     rref: RRefId
@@ -67,7 +77,7 @@ class RefuseCreation(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class FailValue(Action):
+class FailValue(RRefAction):
     """The `remote()` of this value will never come: whoever waits for the value gets an error."""
 
     rref: RRefId
@@ -75,7 +85,7 @@ class FailValue(Action):
 
 
 @dataclass(frozen=True, slots=True)
-class ReleaseValue(Action):
+class ReleaseValue(RRefAction):
     """The owner's table has no entry for it any more: forget the value."""
 
     rref: RRefId

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Message
 
 __all__ = [
-    "Arrived",
     "ConnectionBroken",
     "CreateRemote",
     "Created",
@@ -16,33 +15,34 @@ __all__ = [
     "CreationFailed",
     "CreationFinished",
     "DropAll",
-    "Event",
     "FetchArrived",
     "HandleDropped",
+    "HolderLost",
     "LeaseEnded",
+    "MessageArrived",
+    "RRefEvent",
     "Received",
     "Share",
     "ShareFailed",
-    "WorkerLost",
 ]
 
 
 @dataclass(frozen=True, slots=True)
-class Event:
+class RRefEvent:
     """Base of all events."""
 
 
 @dataclass(frozen=True, slots=True)
-class CreateRemote(Event):
+class CreateRemote(RRefEvent):
     """`remote()` begins here: the call that carries `fork` is about to leave for `owner` (which may be this worker)."""
 
     rref: RRefId
     fork: ForkId
-    owner: Node
+    owner: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Created(Event):
+class Created(RRefEvent):
     """The reply to `remote()` arrived: the owner has it."""
 
     rref: RRefId
@@ -50,7 +50,7 @@ class Created(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CreationFailed(Event):
+class CreationFailed(RRefEvent):
     """`remote()` failed for its caller; whether the call reached the owner is unknown."""
 
     rref: RRefId
@@ -58,53 +58,53 @@ class CreationFailed(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class CreationAccepted(Event):
+class CreationAccepted(RRefEvent):
     """At the owner: the call of a `remote()` arrived."""
 
     rref: RRefId
     fork: ForkId
-    creator: Node
+    creator: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class CreationFinished(Event):
+class CreationFinished(RRefEvent):
     """At the owner: the function of a `remote()` ended, by value or error."""
 
     rref: RRefId
 
 
 @dataclass(frozen=True, slots=True)
-class Share(Event):
+class Share(RRefEvent):
     """A message to `to` is about to carry `child`, a new fork of the local handle `holder`."""
 
     rref: RRefId
     holder: UniqueId
     child: ForkId
-    to: Node
+    to: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class ShareFailed(Event):
+class ShareFailed(RRefEvent):
     """The message that carried `child` is lost, or may be."""
 
     rref: RRefId
     child: ForkId
-    to: Node
+    to: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Received(Event):
+class Received(RRefEvent):
     """A message from `sender` carried `fork`. `parent` is the sender's own fork; None where the sender is the owner."""
 
     rref: RRefId
     fork: ForkId
     parent: ForkId | None
-    owner: Node
-    sender: Node
+    owner: Incarnation
+    sender: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class HandleDropped(Event):
+class HandleDropped(RRefEvent):
     """No Python object holds this handle any more."""
 
     rref: RRefId
@@ -112,44 +112,44 @@ class HandleDropped(Event):
 
 
 @dataclass(frozen=True, slots=True)
-class FetchArrived(Event):
+class FetchArrived(RRefEvent):
     """At the owner: `sender` asks for the value on behalf of its fork."""
 
     rref: RRefId
     fork: ForkId
-    sender: Node
+    sender: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived(Event):
+class MessageArrived(RRefEvent):
     """A control message."""
 
-    sender: Node
+    sender: Incarnation
     message: Message
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerLost(Event):
+class HolderLost(RRefEvent):
     """A worker is declared dead."""
 
-    node: Node
+    node: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class LeaseEnded(Event):
+class LeaseEnded(RRefEvent):
     """Nothing was heard of a worker for as long as its lease lasts."""
 
-    node: Node
+    node: Incarnation
 
 
 @dataclass(frozen=True, slots=True)
-class ConnectionBroken(Event):
+class ConnectionBroken(RRefEvent):
     """Messages to a worker may be lost. `on_the_way` are children whose messages have not been given up."""
 
-    node: Node
+    node: Incarnation
     on_the_way: frozenset[ForkId] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
-class DropAll(Event):
+class DropAll(RRefEvent):
     """Shutdown: every handle of this worker counts as dropped."""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
-from rpcdist.rpc._rref.identifiers import Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
 __all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "fresh_copy"]
@@ -97,7 +97,9 @@ class HandleState:
 
     __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "owner", "owner_name", "rref", "value")
 
-    def __init__(self, rref: RRefId, id: UniqueId, owner: Node, owner_name: str, value: OwnerValue | None) -> None:
+    def __init__(
+        self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
+    ) -> None:
         self.rref = rref
         self.id = id
         self.owner = owner

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ForkId", "Node", "RRefId", "UniqueId"]
+__all__ = ["ForkId", "Incarnation", "RRefId", "UniqueId"]
 
 
 class UniqueId(NamedTuple):
@@ -25,11 +25,11 @@ class UniqueId(NamedTuple):
         return f"{self.created_on}.{self.local_id}"
 
     @property
-    def creator(self) -> Node:
-        return Node(self.created_on, self.incarnation)
+    def creator(self) -> Incarnation:
+        return Incarnation(self.created_on, self.incarnation)
 
 
-class Node(NamedTuple):
+class Incarnation(NamedTuple):
     """A worker process. A replacement under the same id is another node."""
 
     worker: int

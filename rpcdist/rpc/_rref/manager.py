@@ -19,7 +19,7 @@ from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost, Token
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
@@ -44,7 +44,7 @@ class RRefManager:
         self._wrap = wrap
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self.me = Node(host.worker_id, host.incarnation)
+        self.me = Incarnation(host.worker_id, host.incarnation)
         self.my_name = host.worker_name
         self._protocol = RRefProtocol(self.me)
         self._numbers = itertools.count()
@@ -187,7 +187,7 @@ class RRefManager:
     def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:
         """A fork arrived in a message. Cheap; runs on the I/O loop."""
         rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
-        owner = Node(fork.owner, fork.owner_incarnation)
+        owner = Incarnation(fork.owner, fork.owner_incarnation)
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         event = events.Received(rref, id, parent, owner, self._node(sender, incarnation))
         handle = self._feed_new(event, rref, id, owner, fork.owner_name)
@@ -233,7 +233,7 @@ class RRefManager:
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
-        self._feed(events.Arrived(Node(sender, incarnation), decode_message(message)))
+        self._feed(events.MessageArrived(Incarnation(sender, incarnation), decode_message(message)))
 
     # ------------------------------------------------------------ death of others
 
@@ -245,10 +245,10 @@ class RRefManager:
         """Nothing was heard of a worker for the length of a lease: its references are dropped."""
         self._feed(events.LeaseEnded(self._node(worker_id, incarnation)))
 
-    def _lose(self, node: Node, exc: WorkerLost) -> None:
+    def _lose(self, node: Incarnation, exc: WorkerLost) -> None:
         with self._lock:
             self._losses.note(node, exc)
-        self._feed(events.WorkerLost(node))
+        self._feed(events.HolderLost(node))
 
     # ------------------------------------------------------------ use by a user
 
@@ -350,13 +350,13 @@ class RRefManager:
     def _new_id(self) -> UniqueId:
         return UniqueId(self.me.worker, next(self._numbers), self.me.incarnation)
 
-    def _node(self, worker_id: int, incarnation: int | None) -> Node:
-        return Node(worker_id, self._host.incarnation_of(worker_id) if incarnation is None else incarnation)
+    def _node(self, worker_id: int, incarnation: int | None) -> Incarnation:
+        return Incarnation(worker_id, self._host.incarnation_of(worker_id) if incarnation is None else incarnation)
 
-    def _name(self, node: Node) -> str:
+    def _name(self, node: Incarnation) -> str:
         return self._host.worker_name_of(node.worker)
 
-    def _is_replaced(self, node: Node) -> bool:
+    def _is_replaced(self, node: Incarnation) -> bool:
         return self._host.incarnation_of(node.worker) not in (0, node.incarnation)
 
     def _public(self, handle: Handle) -> Any:
@@ -366,7 +366,9 @@ class RRefManager:
             self._wrap = RRef._of
         return self._wrap(self, handle)
 
-    def _feed_new(self, event: events.Event, rref: RRefId, id: UniqueId, owner: Node, owner_name: str) -> Handle:
+    def _feed_new(
+        self, event: events.RRefEvent, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str
+    ) -> Handle:
         """Feeds an event that makes a handle. Handle and value are in the tables before the protocol speaks of them."""
         state = HandleState(rref, id, owner, owner_name, OwnerValue(rref) if owner == self.me else None)
 
@@ -379,7 +381,9 @@ class RRefManager:
         self._feed(event, prepare, owned=rref if owner == self.me else None)
         return handle
 
-    def _add_handle(self, rref: RRefId, id: UniqueId, owner: Node, owner_name: str, value: OwnerValue | None) -> Handle:
+    def _add_handle(
+        self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
+    ) -> Handle:
         state = HandleState(rref, id, owner, owner_name, value)
         with self._lock:
             self._states[id] = state
@@ -396,8 +400,8 @@ class RRefManager:
         )
 
     def _feed(
-        self, event: events.Event, prepare: Callable[[], object] | None = None, owned: RRefId | None = None
-    ) -> Sequence[actions.Action]:
+        self, event: events.RRefEvent, prepare: Callable[[], object] | None = None, owned: RRefId | None = None
+    ) -> Sequence[actions.RRefAction]:
         """The doorway: the protocol decides under the lock, its actions are carried out without it.
 
         Args:
@@ -422,10 +426,10 @@ class RRefManager:
             effect()
         return todo
 
-    def _send(self, action: actions.Send, effects: list[Callable[[], object]]) -> None:
+    def _send(self, action: actions.SendControl, effects: list[Callable[[], object]]) -> None:
         effects.append(lambda: self._send_now(action))
 
-    def _send_now(self, action: actions.Send) -> None:
+    def _send_now(self, action: actions.SendControl) -> None:
         if not self._is_replaced(action.to):
             self._host.send_control(action.to.worker, encode_message(action.message))
         elif action.to not in self._losses:
@@ -471,12 +475,12 @@ class RRefManager:
         value = self._values.pop(action.rref, None)
         effects.append(lambda: value)  # dies after the lock: user code may run
 
-    def _error(self, reason: Reason, what: str, owner: Node) -> Exception:
+    def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         return self._losses.error(reason, what, owner, self._name(owner))
 
 
-_ACTIONS: dict[type[actions.Action], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
-    actions.Send: RRefManager._send,
+_ACTIONS: dict[type[actions.RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {
+    actions.SendControl: RRefManager._send,
     actions.Confirm: RRefManager._confirm,
     actions.Fail: RRefManager._fail,
     actions.FailValue: RRefManager._fail_value,

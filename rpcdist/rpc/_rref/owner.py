@@ -12,19 +12,19 @@ import enum
 from collections.abc import Callable, Iterator
 
 from rpcdist.rpc._rref.actions import (
-    Action,
     Confirm,
     Fail,
     FailValue,
     RefuseCreation,
     RefuseFetch,
     ReleaseValue,
-    Send,
+    RRefAction,
+    SendControl,
     Serve,
 )
 from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import CreationAccepted, FetchArrived, Received, Share, ShareFailed
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
     CreationProbe,
@@ -51,10 +51,10 @@ class OwnerEntry:
     def __init__(self, rref: RRefId, state: State) -> None:
         self.rref = rref
         self.state = state
-        self.forks: dict[ForkId, Node] = {}
+        self.forks: dict[ForkId, Incarnation] = {}
         self.local: dict[UniqueId, None] = {}
-        self.askers: dict[ForkId, Node] = {}
-        self.fetchers: dict[ForkId, Node] = {}
+        self.askers: dict[ForkId, Incarnation] = {}
+        self.fetchers: dict[ForkId, Incarnation] = {}
 
     def __repr__(self) -> str:
         counts = f"{len(self.forks)} forks, {len(self.local)} local, {len(self.askers) + len(self.fetchers)} waiting"
@@ -64,11 +64,11 @@ class OwnerEntry:
 class OwnerTable:
     """All values of one worker that others know. Methods report what is to be done through `emit`."""
 
-    def __init__(self, me: Node, emit: Callable[[Action], None]) -> None:
+    def __init__(self, me: Incarnation, emit: Callable[[RRefAction], None]) -> None:
         self._me = me
         self._emit = emit
         self.entries: dict[RRefId, OwnerEntry] = {}
-        self.ended: set[Node] = set()  # leases that ended; one entry for each process that died during ours
+        self.ended: set[Incarnation] = set()  # leases that ended; one entry for each process that died during ours
         self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
 
     def __iter__(self) -> Iterator[OwnerEntry]:
@@ -108,15 +108,15 @@ class OwnerTable:
         if entry is not None and entry.state is State.EXPECTED and rref.creator == self._me:
             self.creation_over(rref, Reason.CREATION_FAILED)
 
-    def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Node) -> None:
+    def answer_creation_query(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         """The creator does not know whether its call came. If it did not, it is refused from now on."""
         entry = self.entries.get(rref)
         if entry is not None and fork in entry.forks:
-            self._emit(Send(sender, ForkConfirmed(rref, fork)))
+            self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
             return
         if entry is None:
             self.refused.add(rref)
-        self._emit(Send(sender, ForkRefused(rref, fork, Reason.CREATION_FAILED)))
+        self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.CREATION_FAILED)))
         self.creation_over(rref, Reason.CREATION_FAILED)
 
     def creation_over(self, rref: RRefId, reason: Reason) -> None:
@@ -131,17 +131,17 @@ class OwnerTable:
 
     # Forks.
 
-    def request(self, rref: RRefId, fork: ForkId, sender: Node, creator_is_gone: bool) -> None:
+    def request(self, rref: RRefId, fork: ForkId, sender: Incarnation, creator_is_gone: bool) -> None:
         entry = self._entry_or_expect(rref, creator_is_gone)
         if entry is None:
-            self._emit(Send(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
+            self._emit(SendControl(sender, ForkRefused(rref, fork, Reason.UNKNOWN)))
         elif entry.state is State.EXPECTED:
             entry.askers[fork] = sender
         else:
             entry.forks[fork] = sender
-            self._emit(Send(sender, ForkConfirmed(rref, fork)))
+            self._emit(SendControl(sender, ForkConfirmed(rref, fork)))
 
-    def delete(self, rref: RRefId, fork: ForkId, sender: Node) -> None:
+    def delete(self, rref: RRefId, fork: ForkId, sender: Incarnation) -> None:
         entry = self.entries.get(rref)
         if entry is None:
             return
@@ -166,9 +166,9 @@ class OwnerTable:
         if to_is_gone:
             self.delete(event.rref, event.child, event.to)
         else:
-            self._emit(Send(event.to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(event.to, ShareQuery(event.rref, event.child)))
 
-    def shared_with(self, node: Node) -> list[tuple[RRefId, ForkId]]:
+    def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Forks that this worker handed to the node itself: counted since then, perhaps never received."""
         return [
             (entry.rref, fork) for entry in self for fork in _forks_of(entry.forks, node) if fork.creator == self._me
@@ -177,7 +177,7 @@ class OwnerTable:
     def receive(self, event: Received, creator_is_gone: bool) -> None:
         """A fork came home: it becomes a local handle, and whoever sent it need not wait."""
         if event.parent is not None:
-            self._emit(Send(event.sender, ChildConfirmed(event.rref, event.fork)))
+            self._emit(SendControl(event.sender, ChildConfirmed(event.rref, event.fork)))
         entry = self._entry_or_expect(event.rref, creator_is_gone)
         if entry is None:
             reason = Reason.LEASE_EXPIRED if event.sender in self.ended else Reason.UNKNOWN
@@ -205,7 +205,7 @@ class OwnerTable:
     def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
         if event.sender in self.ended:
             self._emit(RefuseFetch(event.rref, event.fork, Reason.LEASE_EXPIRED))
-            self._emit(Send(event.sender, ForkRefused(event.rref, event.fork, Reason.LEASE_EXPIRED)))
+            self._emit(SendControl(event.sender, ForkRefused(event.rref, event.fork, Reason.LEASE_EXPIRED)))
             return
         entry = self._entry_or_expect(event.rref, creator_is_gone)
         if entry is None:
@@ -217,7 +217,7 @@ class OwnerTable:
 
     # The death of others.
 
-    def lease_ended(self, node: Node) -> None:
+    def lease_ended(self, node: Incarnation) -> None:
         """Everything that the node held is dropped, for good: a process that comes back is told so (G4)."""
         self.ended.add(node)
         for entry in list(self):
@@ -225,7 +225,7 @@ class OwnerTable:
         self.creator_gone(node)
         self.refused.discard_if(lambda rref: rref.creator == node)  # `ended` refuses them now
 
-    def creator_gone(self, node: Node) -> None:
+    def creator_gone(self, node: Incarnation) -> None:
         """What the dead announced and never delivered will not come."""
         for entry in list(self):
             if entry.rref.creator == node:
@@ -233,13 +233,13 @@ class OwnerTable:
 
     # Inside.
 
-    def _drop_holder(self, entry: OwnerEntry, node: Node) -> None:
+    def _drop_holder(self, entry: OwnerEntry, node: Incarnation) -> None:
         """If the node lives after all, it must not wait for an answer that nobody owes it any more."""
         for fork in _forks_of(entry.forks, node):
             del entry.forks[fork]
         for fork in _forks_of(entry.askers, node):
             del entry.askers[fork]
-            self._emit(Send(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))
+            self._emit(SendControl(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))
         for fork in _forks_of(entry.fetchers, node):
             del entry.fetchers[fork]
             self._emit(RefuseFetch(entry.rref, fork, Reason.LEASE_EXPIRED))
@@ -253,13 +253,13 @@ class OwnerTable:
         if creator_is_gone or rref.creator == self._me or rref in self.refused:
             return None
         entry = self.entries[rref] = OwnerEntry(rref, State.EXPECTED)
-        self._emit(Send(rref.creator, CreationProbe(rref)))
+        self._emit(SendControl(rref.creator, CreationProbe(rref)))
         return entry
 
     def _answer_the_waiting(self, entry: OwnerEntry) -> None:
         for fork, holder in entry.askers.items():
             entry.forks[fork] = holder
-            self._emit(Send(holder, ForkConfirmed(entry.rref, fork)))
+            self._emit(SendControl(holder, ForkConfirmed(entry.rref, fork)))
         for fork in entry.fetchers:
             self._emit(Serve(entry.rref, fork))
         entry.askers.clear()
@@ -267,7 +267,7 @@ class OwnerTable:
 
     def _refuse_the_waiting(self, entry: OwnerEntry, reason: Reason) -> None:
         for fork, holder in entry.askers.items():
-            self._emit(Send(holder, ForkRefused(entry.rref, fork, reason)))
+            self._emit(SendControl(holder, ForkRefused(entry.rref, fork, reason)))
         for fork in entry.fetchers:
             self._emit(RefuseFetch(entry.rref, fork, reason))
         entry.askers.clear()
@@ -279,5 +279,5 @@ class OwnerTable:
             self._emit(ReleaseValue(entry.rref))
 
 
-def _forks_of(table: dict[ForkId, Node], node: Node) -> list[ForkId]:
+def _forks_of(table: dict[ForkId, Incarnation], node: Incarnation) -> list[ForkId]:
     return [fork for fork, holder in table.items() if holder == node]

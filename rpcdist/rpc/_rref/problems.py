@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rpcdist.errors import Cancelled, DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
 from rpcdist.rpc._rref.handles import fresh_copy
-from rpcdist.rpc._rref.identifiers import Node
+from rpcdist.rpc._rref.identifiers import Incarnation
 from rpcdist.rpc._rref.messages import Reason
 
 __all__ = ["FORK_AFTER_DELETION", "GONE", "Losses", "creation_error", "describe", "owner_lost", "replaced"]
@@ -17,16 +17,16 @@ class Losses:
     """Why workers were declared dead; one entry for each process that died during ours."""
 
     def __init__(self) -> None:
-        self._losses: dict[Node, WorkerLost] = {}
+        self._losses: dict[Incarnation, WorkerLost] = {}
 
-    def __contains__(self, node: Node) -> bool:
+    def __contains__(self, node: Incarnation) -> bool:
         return node in self._losses
 
-    def note(self, node: Node, exc: WorkerLost) -> None:
+    def note(self, node: Incarnation, exc: WorkerLost) -> None:
         """The first report stays."""
         self._losses.setdefault(node, exc)
 
-    def error(self, reason: Reason, what: str, owner: Node, owner_name: str) -> Exception:
+    def error(self, reason: Reason, what: str, owner: Incarnation, owner_name: str) -> Exception:
         """What the use of a reference raises that the protocol gave up."""
         if reason is Reason.OWNER_LOST and owner in self._losses:
             return owner_lost(self._losses[owner], f"use of {what}")

@@ -9,7 +9,7 @@ Assumptions about the shell (A1 to A5):
 - A2. A message that carries forks (an argument, a result, the call of `remote()`) is delivered at most once. If it is
   lost, or may be, the sender reports `ShareFailed` (`CreationFailed` for the call of a `remote()`).
 - A3. Each fork of a message is reported (`Received`) when the message arrives, whether or not its value can be decoded.
-- A4. If a worker dies, every other one that knows of it reports `WorkerLost`, and `LeaseEnded` when its lease is over.
+- A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
   A living worker may be reported too: that costs its references, and leaks nothing.
 - A5. Identifiers are never used twice in a job.
 
@@ -32,10 +32,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rpcdist.rpc._rref.actions import Action, Fail, Send
+from rpcdist.rpc._rref.actions import Fail, RRefAction, SendControl
 from rpcdist.rpc._rref.bounded import BoundedSet
 from rpcdist.rpc._rref.events import (
-    Arrived,
     ConnectionBroken,
     Created,
     CreateRemote,
@@ -43,16 +42,17 @@ from rpcdist.rpc._rref.events import (
     CreationFailed,
     CreationFinished,
     DropAll,
-    Event,
     FetchArrived,
     HandleDropped,
+    HolderLost,
     LeaseEnded,
+    MessageArrived,
     Received,
+    RRefEvent,
     Share,
     ShareFailed,
-    WorkerLost,
 )
-from rpcdist.rpc._rref.identifiers import ForkId, Node
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation
 from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
     CreationOver,
@@ -76,20 +76,20 @@ __all__ = ["RRefProtocol"]
 class RRefProtocol:
     """The tables of one worker. Not thread-safe: the shell holds a lock around `handle`."""
 
-    def __init__(self, me: Node) -> None:
+    def __init__(self, me: Incarnation) -> None:
         self.me = me
-        self._actions: list[Action] = []
+        self._actions: list[RRefAction] = []
         self._to_myself: list[Message] = []
         self.owners = OwnerTable(me, self._emit)
         self.users = UserTable(self._emit)
-        self.lost: set[Node] = set()  # one entry for each process that died during ours
+        self.lost: set[Incarnation] = set()  # one entry for each process that died during ours
         self.refused_shares = BoundedSet[ForkId]()  # asked about before they came: refused if they still come
 
-    def handle(self, event: Event) -> list[Action]:
+    def handle(self, event: RRefEvent) -> list[RRefAction]:
         """Applies one event; returns what the shell has to do, in order."""
         _EVENTS[type(event)](self, event)
         while self._to_myself:
-            self._arrived(Arrived(self.me, self._to_myself.pop(0)))
+            self._arrived(MessageArrived(self.me, self._to_myself.pop(0)))
         actions, self._actions = self._actions, []
         return actions
 
@@ -102,13 +102,13 @@ class RRefProtocol:
         held, parked, owned = len(self.users.forks), len(self.users.parked), len(self.owners.entries)
         return f"<RRefProtocol of {self.me!r}: {held} forks held, {parked} parked, {owned} values owned>"
 
-    def _emit(self, action: Action) -> None:
-        if type(action) is Send and action.to == self.me:
+    def _emit(self, action: RRefAction) -> None:
+        if type(action) is SendControl and action.to == self.me:
             self._to_myself.append(action.message)
         else:
             self._actions.append(action)
 
-    def _is_gone(self, node: Node) -> bool:
+    def _is_gone(self, node: Incarnation) -> bool:
         return node in self.lost or node in self.owners.ended
 
     # Events.
@@ -167,7 +167,7 @@ class RRefProtocol:
     def _fetch_arrived(self, event: FetchArrived) -> None:
         self.owners.fetch(event, self._is_gone(event.rref.creator))
 
-    def _worker_lost(self, event: WorkerLost) -> None:
+    def _worker_lost(self, event: HolderLost) -> None:
         """Its forks of our values stay until its lease ends: the declaration may be wrong."""
         self.lost.add(event.node)
         self.users.owner_lost(event.node)
@@ -182,66 +182,66 @@ class RRefProtocol:
         self.users.drop_all()
         self.owners.drop_all()
 
-    def _arrived(self, event: Arrived) -> None:
+    def _arrived(self, event: MessageArrived) -> None:
         message = event.message
         if event.sender in self.owners.ended and isinstance(message, ForkRequest | UserDeleted | CreationQuery):
-            self._emit(Send(event.sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
+            self._emit(SendControl(event.sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
             return
         _MESSAGES[type(message)](self, message, event.sender)
 
     # Messages to the owner.
 
-    def _on_fork_request(self, message: ForkRequest, sender: Node) -> None:
+    def _on_fork_request(self, message: ForkRequest, sender: Incarnation) -> None:
         self.owners.request(message.rref, message.fork, sender, self._is_gone(message.rref.creator))
 
-    def _on_user_deleted(self, message: UserDeleted, sender: Node) -> None:
+    def _on_user_deleted(self, message: UserDeleted, sender: Incarnation) -> None:
         self.owners.delete(message.rref, message.fork, sender)
 
-    def _on_creation_query(self, message: CreationQuery, sender: Node) -> None:
+    def _on_creation_query(self, message: CreationQuery, sender: Incarnation) -> None:
         self.owners.answer_creation_query(message.rref, message.fork, sender)
 
-    def _on_creation_over(self, message: CreationOver, sender: Node) -> None:
+    def _on_creation_over(self, message: CreationOver, sender: Incarnation) -> None:
         self.owners.creation_over(message.rref, Reason.UNKNOWN)
 
     # Messages to a user.
 
-    def _on_fork_confirmed(self, message: ForkConfirmed, sender: Node) -> None:
+    def _on_fork_confirmed(self, message: ForkConfirmed, sender: Incarnation) -> None:
         user = self.users.forks.get(message.fork)
         if user is not None:
             self.users.confirm(user)
         else:
-            self._emit(Send(sender, UserDeleted(message.rref, message.fork)))  # [Note: stale requests]
+            self._emit(SendControl(sender, UserDeleted(message.rref, message.fork)))  # [Note: stale requests]
 
-    def _on_fork_refused(self, message: ForkRefused, sender: Node) -> None:
+    def _on_fork_refused(self, message: ForkRefused, sender: Incarnation) -> None:
         if message.reason is Reason.LEASE_EXPIRED:
             self.users.lease_expired(sender)
         else:
             self.users.refuse(message.fork, message.reason)
 
-    def _on_creation_probe(self, message: CreationProbe, sender: Node) -> None:
+    def _on_creation_probe(self, message: CreationProbe, sender: Incarnation) -> None:
         """While our call is under way we are silent: it will arrive, or our query about it will."""
         if message.rref not in self.users.creating:
-            self._emit(Send(sender, CreationOver(message.rref)))
+            self._emit(SendControl(sender, CreationOver(message.rref)))
 
     # Messages between parent and child.
 
-    def _on_child_confirmed(self, message: ChildConfirmed, sender: Node) -> None:
+    def _on_child_confirmed(self, message: ChildConfirmed, sender: Incarnation) -> None:
         self.users.release(message.fork)
 
-    def _on_share_query(self, message: ShareQuery, sender: Node) -> None:
+    def _on_share_query(self, message: ShareQuery, sender: Incarnation) -> None:
         """Silence means yes: our verdict on the fork is under way, or will be."""
         if message.fork in self.users.forks or self.owners.holds(message.rref, message.fork):
             return
         self.refused_shares.add(message.fork)
-        self._emit(Send(sender, ShareLost(message.rref, message.fork)))
+        self._emit(SendControl(sender, ShareLost(message.rref, message.fork)))
 
-    def _on_share_lost(self, message: ShareLost, sender: Node) -> None:
+    def _on_share_lost(self, message: ShareLost, sender: Incarnation) -> None:
         self.users.release(message.fork)
         self.owners.delete(message.rref, message.fork, sender)
 
 
 # Each handler takes its own class, which a table of them cannot say.
-_EVENTS: dict[type[Event], Callable[[RRefProtocol, Any], None]] = {
+_EVENTS: dict[type[RRefEvent], Callable[[RRefProtocol, Any], None]] = {
     CreateRemote: RRefProtocol._create_remote,
     Created: RRefProtocol._created,
     CreationFailed: RRefProtocol._creation_failed,
@@ -253,12 +253,12 @@ _EVENTS: dict[type[Event], Callable[[RRefProtocol, Any], None]] = {
     Received: RRefProtocol._received,
     HandleDropped: RRefProtocol._handle_dropped,
     FetchArrived: RRefProtocol._fetch_arrived,
-    WorkerLost: RRefProtocol._worker_lost,
+    HolderLost: RRefProtocol._worker_lost,
     LeaseEnded: RRefProtocol._lease_ended,
     DropAll: RRefProtocol._drop_all,
-    Arrived: RRefProtocol._arrived,
+    MessageArrived: RRefProtocol._arrived,
 }
-_MESSAGES: dict[type[Message], Callable[[RRefProtocol, Any, Node], None]] = {
+_MESSAGES: dict[type[Message], Callable[[RRefProtocol, Any, Incarnation], None]] = {
     ForkRequest: RRefProtocol._on_fork_request,
     UserDeleted: RRefProtocol._on_user_deleted,
     CreationQuery: RRefProtocol._on_creation_query,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from rpcdist.rpc._rref.identifiers import Node, RRefId
+from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc._rref.owner import State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
@@ -33,7 +33,7 @@ class LiveRRef:
         return f"{self.rref} at {self.owner}: {self.state}, held by {', '.join(self.holders) or 'nobody'}"
 
 
-def live_rrefs(protocol: RRefProtocol, name_of: Callable[[Node], str]) -> list[LiveRRef]:
+def live_rrefs(protocol: RRefProtocol, name_of: Callable[[Incarnation], str]) -> list[LiveRRef]:
     me = name_of(protocol.me)
     found = []
     for entry in protocol.owners:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from rpcdist.rpc._rref.actions import Action, Confirm, Fail, Send
+from rpcdist.rpc._rref.actions import Confirm, Fail, RRefAction, SendControl
 from rpcdist.rpc._rref.events import CreateRemote, Received, Share, ShareFailed
-from rpcdist.rpc._rref.identifiers import ForkId, Node, RRefId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId
 from rpcdist.rpc._rref.messages import (
     ChildConfirmed,
     CreationQuery,
@@ -30,7 +30,9 @@ class UserFork:
 
     __slots__ = ("children", "confirmed", "creating", "dropped", "fork", "owner", "parent_worker", "rref")
 
-    def __init__(self, rref: RRefId, fork: ForkId, owner: Node, *, creating: bool, parent_worker: Node | None) -> None:
+    def __init__(
+        self, rref: RRefId, fork: ForkId, owner: Incarnation, *, creating: bool, parent_worker: Incarnation | None
+    ) -> None:
         self.rref = rref
         self.fork = fork
         self.owner = owner
@@ -38,7 +40,7 @@ class UserFork:
         self.parent_worker = parent_worker
         self.confirmed = False
         self.dropped = False
-        self.children: dict[ForkId, Node] = {}
+        self.children: dict[ForkId, Incarnation] = {}
 
     def __repr__(self) -> str:
         state = "confirmed" if self.confirmed else "creating" if self.creating else "pending"
@@ -49,7 +51,7 @@ class UserFork:
 class UserTable:
     """All forks of one worker. Methods append what is to be done to the list that the protocol handed in."""
 
-    def __init__(self, emit: Callable[[Action], None]) -> None:
+    def __init__(self, emit: Callable[[RRefAction], None]) -> None:
         self._emit = emit
         self.forks: dict[ForkId, UserFork] = {}
         self.parked: dict[ForkId, ForkId] = {}  # child -> the fork that waits for it
@@ -68,7 +70,7 @@ class UserTable:
         """Whether the owner got the call is unknown, so it is asked; until it answers the fork stays pending."""
         user = self.forks.get(fork)
         if user is not None and not user.confirmed:
-            self._emit(Send(user.owner, CreationQuery(user.rref, fork)))
+            self._emit(SendControl(user.owner, CreationQuery(user.rref, fork)))
 
     def share(self, event: Share) -> None:
         user = self.forks.get(event.holder)
@@ -83,7 +85,7 @@ class UserTable:
         if to_is_gone:
             self.release(event.child)
         else:
-            self._emit(Send(event.to, ShareQuery(event.rref, event.child)))
+            self._emit(SendControl(event.to, ShareQuery(event.rref, event.child)))
 
     def receive(self, event: Received, owner_is_lost: bool) -> None:
         if event.fork in self.forks:
@@ -96,7 +98,7 @@ class UserTable:
         elif parent_worker is None:
             self.confirm(user)
         else:
-            self._emit(Send(event.owner, ForkRequest(event.rref, event.fork)))
+            self._emit(SendControl(event.owner, ForkRequest(event.rref, event.fork)))
 
     def drop(self, fork: ForkId) -> None:
         user = self.forks.get(fork)
@@ -135,19 +137,19 @@ class UserTable:
         del user.children[child]
         self._settle(user)
 
-    def lease_expired(self, owner: Node) -> None:
+    def lease_expired(self, owner: Incarnation) -> None:
         for user in [user for user in self if user.owner == owner]:
             self._fail(user, Reason.LEASE_EXPIRED)
 
-    def owner_lost(self, owner: Node) -> None:
+    def owner_lost(self, owner: Incarnation) -> None:
         for user in [user for user in self if user.owner == owner]:
             self._abandon(user)
 
-    def receiver_lost(self, node: Node) -> None:
+    def receiver_lost(self, node: Incarnation) -> None:
         for _, child in self.shared_with(node):
             self.release(child)
 
-    def shared_with(self, node: Node) -> list[tuple[RRefId, ForkId]]:
+    def shared_with(self, node: Incarnation) -> list[tuple[RRefId, ForkId]]:
         """Unsettled shares."""
         return [(user.rref, child) for user in self for child, to in user.children.items() if to == node]
 
@@ -156,9 +158,9 @@ class UserTable:
     def _abandon(self, user: UserFork) -> None:
         """The owner counts as dead. The message to it matters only if it lives after all: then it must not leak."""
         if user.creating:
-            self._emit(Send(user.owner, CreationQuery(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, CreationQuery(user.rref, user.fork)))
         else:
-            self._emit(Send(user.owner, UserDeleted(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, UserDeleted(user.rref, user.fork)))
         self._fail(user, Reason.OWNER_LOST)
 
     def _fail(self, user: UserFork, reason: Reason) -> None:
@@ -173,11 +175,11 @@ class UserTable:
     def _settle(self, user: UserFork) -> None:
         if user.dropped and user.confirmed and not user.children:
             del self.forks[user.fork]
-            self._emit(Send(user.owner, UserDeleted(user.rref, user.fork)))
+            self._emit(SendControl(user.owner, UserDeleted(user.rref, user.fork)))
 
     def _tell_parent(self, user: UserFork) -> None:
         if user.parent_worker is not None:
-            self._emit(Send(user.parent_worker, ChildConfirmed(user.rref, user.fork)))
+            self._emit(SendControl(user.parent_worker, ChildConfirmed(user.rref, user.fork)))
             user.parent_worker = None
 
     def _creation_is_over(self, user: UserFork) -> None:

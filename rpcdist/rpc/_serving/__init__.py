@@ -1,1 +1,3 @@
-"""TODO"""
+"""The callee's side: runs the calls that arrive, and sends what they return."""
+
+__all__: list[str] = []

@@ -28,7 +28,7 @@ from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._membership.gatherings import CONTRIBUTE, INTERNAL
 from rpcdist.rpc._serving.producers import AsyncProducer, Producer, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
-from rpcdist.rpc._values.arrived import Arrived
+from rpcdist.rpc._values.arrived import ArrivedValue
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.function_names import decode_function, function_name
 from rpcdist.rpc.functions import is_async_execution
@@ -59,7 +59,9 @@ class ActiveCall:
         "session",
     )
 
-    def __init__(self, session: AnySession, call: rpc_pb2.Call, arguments: Arrived | None, deadline: Deadline) -> None:
+    def __init__(
+        self, session: AnySession, call: rpc_pb2.Call, arguments: ArrivedValue | None, deadline: Deadline
+    ) -> None:
         self.session = session
         self.call = call
         self.arguments = arguments
@@ -106,7 +108,7 @@ class Dispatcher:
         arguments = None
         if call.HasField("arguments"):
             plain_only = not agent.options.allow_pickle
-            arguments = Arrived(call.arguments, buffers, agent.rrefs, session.peer, plain_only)
+            arguments = ArrivedValue(call.arguments, buffers, agent.rrefs, session.peer, plain_only)
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = ActiveCall(session, call, arguments, deadline)
         if call.autograd_context and agent.autograd is not None:

@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from rpcdist.rpc._rref.manager import RRefManager, Token
     from rpcdist.rpc.future import Future
 
-__all__ = ["NO_BUFFERS", "Arrived", "OutgoingRRefs"]
+__all__ = ["NO_BUFFERS", "ArrivedValue", "OutgoingRRefs"]
 
 NO_BUFFERS: Sequence[ReceiveBuffer] = ()
 
 
-class Arrived:
+class ArrivedValue:
     """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
 
     The shares of remote references are received when this is made, on the I/O loop; what decoding does not claim is

@@ -1,6 +1,6 @@
 """Runs of bytes beside a value: how they leave without a copy, and where they arrive.
 
-Small buffers travel inside the message. Of a large one the message carries only the size; its bytes follow in pieces,
+Small buffers travel inside the message. Of a large one the message carries only the size; its bytes follow in chunks,
 are read straight out of the sender's memory, and are written straight into the memory that the received tensor will
 use.
 """
@@ -81,7 +81,7 @@ class ReceiveBuffer:
 
     Attributes:
         size: in bytes.
-        view: writable bytes; the transport writes the pieces into it, from any thread, and must be done before
+        view: writable bytes; the transport writes the chunks into it, from any thread, and must be done before
             `decode`.
         memory: the same bytes as a tensor of uint8; its storage is resizable, and aligned to 64 bytes.
     """
@@ -134,7 +134,7 @@ def add_buffer(value: value_pb2.Value, view: memoryview, large: list[LargeBuffer
 
 
 def large_sizes(value: value_pb2.Value) -> list[int]:
-    """The sizes in bytes of the buffers that follow as pieces, in their order."""
+    """The sizes in bytes of the buffers that follow as chunks, in their order."""
     return [buffer.size for buffer in value.buffers if buffer.size]
 
 

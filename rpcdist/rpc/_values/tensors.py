@@ -35,7 +35,7 @@ MapDevice = Callable[[torch.device], torch.device]
 
 # Copies are made between integers of the same width: cheaper than the real type, defined for all of them, and outside
 # autograd.
-_CARRIERS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_BINDINGS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 
 KEPT_HOLES_BYTES: Final = 4096
 """A view whose memory spans no more than this keeps its strides: the holes cost less than the copy."""
@@ -238,7 +238,7 @@ def _send_compacted(value: value_pb2.Value, same: list[_View], large: list[Large
     for dim, step in enumerate(tensor.stride()):
         if step == 0:
             tensor = tensor.narrow(dim, 0, 1)
-    copy = tensor.detach().view(_CARRIERS[tensor.itemsize]).clone()
+    copy = tensor.detach().view(_BINDINGS[tensor.itemsize]).clone()
     repeated = zip(same[0].tensor.stride(), copy.stride(), strict=True)
     stride = [0 if step == 0 else dense for step, dense in repeated]
     for view in same:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from rpcdist.collectives._transports.sockets import spin_policy
-from rpcdist.collectives._transports.sockets.spin_policy import MAX_LOOKS, MIN_LOOKS, Patience
+from rpcdist.collectives._transports.sockets.spin_policy import MAX_LOOKS, MIN_LOOKS, SpinPolicy
 
 HERE, THERE = "127.0.0.1:1", "127.0.0.2:1"
 
@@ -20,20 +20,20 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     [([HERE, HERE], MAX_LOOKS), ([HERE, HERE, HERE], 0), ([HERE, THERE, HERE, THERE], MAX_LOOKS)],
 )
 def test_more_ranks_than_cores_do_not_look_at_all(addresses: list[str], looks: int) -> None:
-    patience = Patience(0, addresses)
-    assert patience.looks == looks
-    patience.came()
-    patience.slept(1e-6)
-    assert patience.looks == looks
+    spin_policy = SpinPolicy(0, addresses)
+    assert spin_policy.looks == looks
+    spin_policy.came()
+    spin_policy.slept(1e-6)
+    assert spin_policy.looks == looks
 
 
 def test_it_gives_up_on_slow_peers_and_learns_when_they_are_fast_again() -> None:
-    patience = Patience(0, [HERE, HERE])
+    spin_policy = SpinPolicy(0, [HERE, HERE])
     for _ in range(10):
-        patience.slept(0.5)
-    assert patience.looks == MIN_LOOKS
-    patience.slept(20e-6)
-    assert patience.looks == 2 * MIN_LOOKS
+        spin_policy.slept(0.5)
+    assert spin_policy.looks == MIN_LOOKS
+    spin_policy.slept(20e-6)
+    assert spin_policy.looks == 2 * MIN_LOOKS
     for _ in range(10):
-        patience.came()
-    assert patience.looks == MAX_LOOKS
+        spin_policy.came()
+    assert spin_policy.looks == MAX_LOOKS

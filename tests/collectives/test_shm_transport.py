@@ -195,7 +195,7 @@ def test_a_killed_peer_ends_the_wait_through_the_control(pool: SharedPool) -> No
         assert name == "stopped" and waited_s < 5.0
 
 
-def test_a_closed_plane_gives_its_memory_back(pool: SharedPool) -> None:
+def test_a_closed_transport_gives_its_memory_back(pool: SharedPool) -> None:
     pool.group(2, BUFFER)
     assert pool.call(2, "cases", [SUM, Case(Kind.REDUCE_SCATTER, torch.float32, 8, ReduceOp.SUM)]) == [[]] * 2
     assert pool.call(2, "mappings") == [1, 1]

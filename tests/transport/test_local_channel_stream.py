@@ -1,4 +1,4 @@
-"""The local lane's stream on a pair of Unix sockets: frames, pieces in place, limits, backpressure and the end."""
+"""The local channel's stream on a pair of Unix sockets: frames, chunks in place, limits, backpressure and the end."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport import _local_stream
-from rpcdist.transport._frames import PIECE_BYTES, PieceHead, parse_piece_head, piece_envelope, piece_head
+from rpcdist.transport._frames import CHUNK_BYTES, ChunkHead, chunk_envelope, chunk_head, parse_chunk_head
 from rpcdist.transport._local_stream import LocalStream
 from rpcdist.transport.session import MAX_HANDSHAKE_BYTES
 
@@ -30,7 +30,7 @@ def framed(data: bytes, flag: int = 0) -> bytes:
 
 
 class Receiver:
-    """Remembers what a stream delivers; one buffer takes the pieces of transfer 1."""
+    """Remembers what a stream delivers; one buffer takes the chunks of transfer 1."""
 
     def __init__(self, size: int = 0) -> None:
         self.frames: list[bytes] = []
@@ -45,12 +45,12 @@ class Receiver:
         self.frames.append(bytes(data))
         self._arrived.set()
 
-    def place(self, head: PieceHead) -> memoryview | None:
+    def place(self, head: ChunkHead) -> memoryview | None:
         if head.transfer != 1:
             return None
         return memoryview(self.buffer)[head.offset : head.offset + head.size]
 
-    def placed(self, head: PieceHead, num_bytes: int) -> None:
+    def placed(self, head: ChunkHead, num_bytes: int) -> None:
         assert num_bytes == head.head_size + head.size
         self.placed_sizes.append(head.size)
         self._arrived.set()
@@ -109,14 +109,14 @@ async def test_frames_of_all_sizes_arrive_as_they_were(ends: Any) -> None:
 async def test_frames_arrive_however_they_are_cut(ends: Any, seed: int) -> None:
     chance = random.Random(seed)
     steps = iter(lambda: chance.choice([1, 3, 5, 64, 70, 4096, 65536, 100_000, 300_000]), None)
-    piece = chance.randbytes(150_000)
+    chunk = chance.randbytes(150_000)
     envelopes = [
         chance.randbytes(10),
-        piece_envelope(1, 0, 0, memoryview(piece)),  # received in place
+        chunk_envelope(1, 0, 0, memoryview(chunk)),  # received in place
         b"",
-        chance.randbytes(150_000),  # large, and no piece
-        piece_envelope(2, 0, 0, memoryview(piece)),  # a piece that nobody waits for
-        piece_envelope(1, 0, 150_000, memoryview(piece[:10])),  # a small one
+        chance.randbytes(150_000),  # large, and no chunk
+        chunk_envelope(2, 0, 0, memoryview(chunk)),  # a chunk that nobody waits for
+        chunk_envelope(1, 0, 150_000, memoryview(chunk[:10])),  # a small one
         chance.randbytes(70_000),
     ]
     stream, receiver = LocalStream(ends[0], "b"), Receiver(150_000)
@@ -124,18 +124,18 @@ async def test_frames_arrive_however_they_are_cut(ends: Any, seed: int) -> None:
     await send_all(ends[1], b"".join(map(framed, envelopes)), steps)
     await receiver.until(frames=len(envelopes) - 1, placed=1)
     assert receiver.frames == [data for data in envelopes if data is not envelopes[1]]
-    assert (receiver.placed_sizes, bytes(receiver.buffer)) == ([150_000], piece)
+    assert (receiver.placed_sizes, bytes(receiver.buffer)) == ([150_000], chunk)
     delivering.cancel()
     stream.abort("done")
 
 
-def test_the_head_of_a_piece_is_read_alone() -> None:
-    head = piece_head(1 << 40, 3, 5 << 30, PIECE_BYTES)
-    size = len(head) + PIECE_BYTES
-    assert parse_piece_head(head, size) == (1 << 40, 3, 5 << 30, PIECE_BYTES, len(head))
+def test_the_head_of_a_chunk_is_read_alone() -> None:
+    head = chunk_head(1 << 40, 3, 5 << 30, CHUNK_BYTES)
+    size = len(head) + CHUNK_BYTES
+    assert parse_chunk_head(head, size) == (1 << 40, 3, 5 << 30, CHUNK_BYTES, len(head))
     for damaged in (b"", head[:-1], b"\x0a" + head[1:], head[:2], b"\x7a" + b"\xff" * 70):
-        assert parse_piece_head(damaged, size) is None
-    assert parse_piece_head(head, size + 1) is None
+        assert parse_chunk_head(damaged, size) is None
+    assert parse_chunk_head(head, size + 1) is None
 
 
 async def test_what_comes_with_the_last_handshake_message_is_not_lost(ends: Any) -> None:

@@ -1,4 +1,4 @@
-"""Who gets to whom over the local lane: names that others took, strangers, limits, fallbacks and forks."""
+"""Who gets to whom over the local channel: names that others took, strangers, limits, fallbacks and forks."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.transport import Node, _local_channel, _server
 from rpcdist.transport import link as link_module
-from rpcdist.transport._local_channel import LANES_VARIABLE, accept_local, connect_local, listen_local
+from rpcdist.transport._local_channel import CHANNELS_VARIABLE, accept_local, connect_local, listen_local
 from rpcdist.transport.handshake import ServerHandshake
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local lane without abstract sockets")
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
 
 LENGTH = struct.Struct("<I")
 
 
 @pytest.fixture(autouse=True)
-def lanes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LANES_VARIABLE, "auto")
+def channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
     monkeypatch.setattr(link_module, "LOCAL_LIMIT_S", UNIT_S)
 
 
@@ -52,7 +52,7 @@ def server(nodes: Nodes) -> Node:
 
 
 def works(client: Node, server: Node) -> bool:
-    """Opens a link, and sends something there and back; whether it went over the lane."""
+    """Opens a link, and sends something there and back; whether it went over the channel."""
     answers = Recorder()
     link = open_link(client, server, handler=answers)
     link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(b"x" * 100_000)])
@@ -68,10 +68,10 @@ def free_port() -> int:
         return port
 
 
-# ---------------------------------------------------------------- which lane
+# ---------------------------------------------------------------- which channel
 
 
-def test_neighbours_meet_on_the_lane_and_find_it_gone_with_the_server(nodes: Nodes, server: Node) -> None:
+def test_neighbours_meet_on_the_channel_and_find_it_gone_with_the_server(nodes: Nodes, server: Node) -> None:
     client = nodes.make("client")
     assert works(client, server) and works(client, server)
     address = server.address
@@ -88,10 +88,10 @@ def test_neighbours_meet_on_the_lane_and_find_it_gone_with_the_server(nodes: Nod
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    monkeypatch.setenv(LANES_VARIABLE, "grpc" if side == "server" else "auto")
+    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "server" else "auto")
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
-    monkeypatch.setenv(LANES_VARIABLE, "grpc" if side == "client" else "auto")
+    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "client" else "auto")
     assert not works(nodes.make("client"), server)
 
 
@@ -110,10 +110,10 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
     assert not works(nodes.make("client"), server)
 
 
-def test_a_lane_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(LANES_VARIABLE, "pigeons")
+def test_a_channel_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "pigeons")
     node = nodes.make("server")
-    with pytest.raises(ConfigError, match="RPCDIST_LANES is 'auto' or 'grpc', not 'pigeons'"):
+    with pytest.raises(ConfigError, match="RPCDIST_CHANNELS is 'auto' or 'grpc', not 'pigeons'"):
         node.serve("127.0.0.1", 0)
     assert node.address is None
 
@@ -122,7 +122,7 @@ def test_a_lane_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch)
 
 
 class Squatter:
-    """Listens under the name of a worker's lane before that does, and keeps what it is told.
+    """Listens under the name of a worker's channel before that does, and keeps what it is told.
 
     Args:
         answer: what it does with a connection.
@@ -217,7 +217,7 @@ def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
         assert answers.wait()[0].reply.id == 1
     finally:
         squatter.close()
-    assert f"no local lane to 127.0.0.1:{port}, so gRPC is used: " in caplog.text
+    assert f"no local channel to 127.0.0.1:{port}, so gRPC is used: " in caplog.text
     assert squatter.heard and TOKEN.encode() not in squatter.heard and b"a secret" not in squatter.heard
 
 
@@ -226,7 +226,7 @@ def test_another_users_process_under_the_name_is_not_spoken_to(
 ) -> None:
     monkeypatch.setattr(_local_channel, "same_user", lambda connection: False)
     assert not works(nodes.make("client"), server)
-    assert "another user's process listens under the name of the local lane" in caplog.text
+    assert "another user's process listens under the name of the local channel" in caplog.text
 
 
 # ---------------------------------------------------------------- strangers
@@ -294,7 +294,7 @@ def test_strangers_have_limited_company(nodes: Nodes, monkeypatch: pytest.Monkey
     for _ in range(4):
         assert works(client, server)  # who is proven is not counted any more
     with stranger(server), stranger(server):
-        assert not works(client, server)  # they are in the way on the lane, and gRPC is not
+        assert not works(client, server)  # they are in the way on the channel, and gRPC is not
     assert works(client, server)
 
 
@@ -308,7 +308,7 @@ def test_processes_of_other_users_are_closed_unread(
     assert works(nodes.make("client"), server)
 
 
-def test_the_wrong_token_fails_on_the_lane_and_grpc_says_so(nodes: Nodes, server: Node) -> None:
+def test_the_wrong_token_fails_on_the_channel_and_grpc_says_so(nodes: Nodes, server: Node) -> None:
     client = nodes.make("client", token="another token, just as long")
     with pytest.raises(AuthenticationFailed, match="did not prove the job token"):
         open_link(client, server, handler=Recorder())
@@ -365,7 +365,7 @@ FORKS = """
     link = node.run(node.connect(address, "echo", LIMIT_S, handler=answers), LIMIT_S)
     assert is_local(link)
 
-    def lanes():
+    def channels():
         found = 0
         for name in os.listdir("/proc/self/fd"):
             try:
@@ -379,16 +379,16 @@ FORKS = """
                         names.append(copy.getpeername())
                     except OSError:
                         pass
-                    found += any(b"rpcdist-lane" in (n if isinstance(n, bytes) else n.encode()) for n in names)
+                    found += any(b"rpcdist-channel" in (n if isinstance(n, bytes) else n.encode()) for n in names)
         return found
 
-    assert lanes() == 3, lanes()                        # the listener, and both ends
+    assert channels() == 3, channels()                        # the listener, and both ends
     for number in range(1, 4):
         link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=number)), [Memory(b"x" * (8 << 20))])
         child = os.fork()                               # in the middle of a transfer
         if child == 0:
             link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=99)))    # goes nowhere
-            os._exit(3 if lanes() == 0 else 4)
+            os._exit(3 if channels() == 0 else 4)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 3
     assert sorted(message.reply.id for message in answers.wait(3)) == [1, 2, 3]
     assert all(buffers == [b"x" * (8 << 20)] for buffers in answers.buffers)
@@ -399,7 +399,7 @@ FORKS = """
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
-def test_a_forked_child_has_no_part_in_the_lane_and_does_not_disturb_it(loop: str) -> None:
+def test_a_forked_child_has_no_part_in_the_channel_and_does_not_disturb_it(loop: str) -> None:
     script = textwrap.dedent(FORKS).format(tests=os.path.dirname(__file__))
     environment = {**os.environ, "RPCDIST_LOOP": loop}
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Planes among threads of one process, simple enough to be the reference for all others."""
+"""Transports among threads of one process, simple enough to be the reference for all others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, Plane, PlaneMismatch, PlaneTimeout
+from rpcdist.collectives._transports.base import Control, Transport, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline
 
 T = TypeVar("T")
@@ -48,12 +48,12 @@ class _Room:
             self._barrier.wait(timeout_s)
         except threading.BrokenBarrierError as exc:
             missing = frozenset(other for other in range(self.size) if self._slots[other] is None)
-            raise PlaneTimeout(missing) from exc
+            raise TransportTimeout(missing) from exc
         return found  # type: ignore[return-value]
 
 
-class MemoryPlane(Plane):
-    """One rank's end; `memory_planes` makes all of them."""
+class MemoryTransport(Transport):
+    """One rank's end; `memory_transports` makes all of them."""
 
     def __init__(self, rank: int, room: _Room) -> None:
         self.rank = rank
@@ -66,7 +66,7 @@ class MemoryPlane(Plane):
         brought = (control.fingerprint, inputs)
         everything = self._room.meet(self.rank, brought, control.deadline.remaining_s())
         if any(fingerprint != control.fingerprint for fingerprint, _ in everything):
-            raise PlaneMismatch({rank: describe_fingerprint(entry[0]) for rank, entry in enumerate(everything)})
+            raise TransportMismatch({rank: describe_fingerprint(entry[0]) for rank, entry in enumerate(everything)})
         results = reference(operation, self.rank, [tensors for _, tensors in everything])
         for output, result in zip(operation.outputs, results, strict=True):
             output.view(-1).copy_(result)
@@ -76,9 +76,9 @@ class MemoryPlane(Plane):
         self.closed = True
 
 
-def memory_planes(size: int) -> list[MemoryPlane]:
+def memory_transports(size: int) -> list[MemoryTransport]:
     room = _Room(size)
-    return [MemoryPlane(rank, room) for rank in range(size)]
+    return [MemoryTransport(rank, room) for rank in range(size)]
 
 
 def reference(operation: Operation, rank: int, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:

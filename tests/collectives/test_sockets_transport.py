@@ -56,7 +56,7 @@ REDUCTIONS = [
 @pytest.mark.parametrize(("op", "dtype"), REDUCTIONS, ids=lambda value: str(value).split(".")[-1])
 def test_all_reduce(ranks: Ranks, op: ReduceOp, dtype: torch.dtype) -> None:
     for count in COUNTS:
-        inputs = [tensor(rank, count, dtype) for rank in range(len(ranks.planes))]
+        inputs = [tensor(rank, count, dtype) for rank in range(len(ranks.transports))]
         wanted = reduced(inputs, op)
         ranks.run_well([Operation(Kind.ALL_REDUCE, (each,), (each,), op) for each in inputs])
         assert all(equal(each, wanted) for each in inputs)
@@ -65,7 +65,9 @@ def test_all_reduce(ranks: Ranks, op: ReduceOp, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", LARGE_COUNTS)
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG, ReduceOp.MAX], ids=lambda op: op.name)
 def test_large_all_reduce_gives_the_same_bits_everywhere(ranks: Ranks, count: int, op: ReduceOp) -> None:
-    inputs = [torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(len(ranks.planes))]
+    inputs = [
+        torch.randn(count, generator=torch.Generator().manual_seed(rank)) for rank in range(len(ranks.transports))
+    ]
     wanted = reduced([each.double() for each in inputs], op).float()
     ranks.run_well([Operation(Kind.ALL_REDUCE, (each,), (each,), op) for each in inputs])
     assert torch.allclose(inputs[0], wanted, atol=1e-5)
@@ -75,7 +77,7 @@ def test_large_all_reduce_gives_the_same_bits_everywhere(ranks: Ranks, count: in
 @pytest.mark.parametrize("count", [*COUNTS, *LARGE_COUNTS])
 @pytest.mark.parametrize("op", [ReduceOp.SUM, ReduceOp.AVG], ids=lambda op: op.name)
 def test_reduce_changes_the_root_only(ranks: Ranks, count: int, op: ReduceOp) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     for root in {0, size - 1}:
         inputs = [tensor(rank, count, torch.float32) for rank in range(size)]
         before = [each.clone() for each in inputs]
@@ -88,7 +90,7 @@ def test_reduce_changes_the_root_only(ranks: Ranks, count: int, op: ReduceOp) ->
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @pytest.mark.parametrize("count", [*COUNTS, *LARGE_COUNTS])
 def test_broadcast(ranks: Ranks, count: int, dtype: torch.dtype) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     for root in {0, size - 1}:
         tensors = [tensor(rank, count, dtype) for rank in range(size)]
         wanted = tensors[root].clone()
@@ -100,7 +102,7 @@ def test_broadcast(ranks: Ranks, count: int, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("count", [*COUNTS, 70_001])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_all_gather(ranks: Ranks, count: int, dtype: torch.dtype, in_place: bool) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     wanted = [tensor(rank, count, dtype) for rank in range(size)]
     operations = []
     for rank in range(size):
@@ -116,7 +118,7 @@ def test_all_gather(ranks: Ranks, count: int, dtype: torch.dtype, in_place: bool
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 @pytest.mark.parametrize("count", [*COUNTS, 70_001])
 def test_gather_and_scatter(ranks: Ranks, count: int, dtype: torch.dtype) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     for root in {0, size - 1}:
         chunks = [tensor(rank, count, dtype) for rank in range(size)]
         outputs = tuple(torch.empty(count, dtype=dtype) for _ in range(size))
@@ -141,7 +143,7 @@ def test_gather_and_scatter(ranks: Ranks, count: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize("lengths", ["even", "uneven", "empty", "large"])
 @pytest.mark.parametrize("in_place", [False, True])
 def test_reduce_scatter(ranks: Ranks, op: ReduceOp, lengths: str, in_place: bool) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     counts = {
         "even": [5] * size,
         "uneven": [(3 * rank) % 4 for rank in range(size)],
@@ -163,7 +165,7 @@ def test_reduce_scatter(ranks: Ranks, op: ReduceOp, lengths: str, in_place: bool
 @pytest.mark.parametrize("scale", [1, 30_000])
 @pytest.mark.parametrize("dtype", MOVED, ids=str)
 def test_all_to_all_with_chunks_of_any_length(ranks: Ranks, scale: int, dtype: torch.dtype) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
 
     def chunk(source: int, destination: int) -> torch.Tensor:
         return tensor(source, scale * ((source + 2 * destination) % 4), dtype, salt=destination)
@@ -183,7 +185,7 @@ def test_all_to_all_with_chunks_of_any_length(ranks: Ranks, scale: int, dtype: t
 
 @pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER], ids=lambda kind: kind.title)
 def test_premultiplied_sums(ranks: Ranks, kind: Kind) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     inputs = [[tensor(rank, 6, torch.float64, salt=chunk) for chunk in range(size)] for rank in range(size)]
     used = inputs if kind is Kind.REDUCE_SCATTER else [[chunks[0]] for chunks in inputs]
     wanted = [
@@ -214,7 +216,7 @@ def test_premultiplied_sums(ranks: Ranks, kind: Kind) -> None:
 
 
 def test_many_operations_in_a_row(ranks: Ranks) -> None:
-    size = len(ranks.planes)
+    size = len(ranks.transports)
     for number in range(50):
         ranks.run_well([Operation(Kind.BARRIER)] * size)
         tensors = [torch.full((), rank + number) for rank in range(size)]
@@ -252,7 +254,7 @@ def test_large_messages_in_stripes_on_several_sockets(count: int) -> None:
             copy = tensors[0].clone()
             group.run_well([Operation(Kind.BROADCAST, (each,), (each,), root=0) for each in tensors])
             assert all(equal(each, copy) for each in tensors)
-        used = len(group.planes[0]._links._open)
+        used = len(group.transports[0]._links._open)
         assert used == (3 if count > 1_000_000 else 2)
 
 

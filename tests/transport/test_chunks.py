@@ -1,4 +1,4 @@
-"""Frames, pieces and turns on the wire, as tables: pure functions and bookkeeping, no I/O."""
+"""Frames, chunks and turns on the wire, as tables: pure functions and bookkeeping, no I/O."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from session_pairs import Bytes, announced, call
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._frames import (
+    CHUNK_BYTES,
+    CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
-    PIECE_BYTES,
-    PIECE_WINDOW_BYTES,
-    Piece,
+    Chunk,
+    chunk_envelope,
     frame,
     parse,
-    piece_envelope,
     unframe,
     varint,
 )
@@ -30,8 +30,8 @@ from rpcdist.transport._outgoing import Outgoing
 MIB = 1 << 20
 
 
-def piece(transfer: int, buffer: int, offset: int, data: bytes) -> Piece:
-    return Piece(transfer, buffer, offset, memoryview(data))
+def chunk(transfer: int, buffer: int, offset: int, data: bytes) -> Chunk:
+    return Chunk(transfer, buffer, offset, memoryview(data))
 
 
 # ---------------------------------------------------------------- frames
@@ -52,25 +52,25 @@ def test_joined_frames_are_an_envelope() -> None:
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 2**32 - 1), st.integers(0, 2**64 - 1), st.binary(max_size=300))
-def test_pieces_are_ordinary_protobuf_and_come_back(transfer: int, buffer: int, offset: int, data: bytes) -> None:
-    encoded = piece_envelope(transfer, buffer, offset, memoryview(data))
-    expected = rpc_pb2.Piece(transfer=transfer, buffer=buffer, offset=offset, data=data)
-    assert rpc_pb2.Envelope.FromString(encoded).piece == expected
+def test_chunks_are_ordinary_protobuf_and_come_back(transfer: int, buffer: int, offset: int, data: bytes) -> None:
+    encoded = chunk_envelope(transfer, buffer, offset, memoryview(data))
+    expected = rpc_pb2.Chunk(transfer=transfer, buffer=buffer, offset=offset, data=data)
+    assert rpc_pb2.Envelope.FromString(encoded).chunk == expected
     parsed = parse(encoded)
-    assert isinstance(parsed, Piece) and parsed == Piece(transfer, buffer, offset, memoryview(data))
+    assert isinstance(parsed, Chunk) and parsed == Chunk(transfer, buffer, offset, memoryview(data))
     # Another implementation leaves zeros out; it must be understood as well.
-    assert parse(rpc_pb2.Envelope(piece=expected).SerializeToString()) == parsed
+    assert parse(rpc_pb2.Envelope(chunk=expected).SerializeToString()) == parsed
 
 
 @given(st.binary(max_size=200))
-def test_random_bytes_are_an_envelope_a_piece_or_a_violation(data: bytes) -> None:
+def test_random_bytes_are_an_envelope_a_chunk_or_a_violation(data: bytes) -> None:
     for candidate in (data, b"\x7a" + data, b"\x0a" + data):
         try:
             parsed = parse(candidate)
         except ProtocolViolation as exc:
             assert f"{len(candidate)} bytes" in str(exc)
         else:
-            assert isinstance(parsed, Piece | rpc_pb2.Envelope)
+            assert isinstance(parsed, Chunk | rpc_pb2.Envelope)
 
 
 # ---------------------------------------------------------------- incoming
@@ -84,12 +84,12 @@ def test_a_message_is_delivered_with_its_last_byte_and_once() -> None:
     incoming = Incoming()
     message = announced(5, 4, 0, 3)
     assert incoming.announce(message) is None
-    assert incoming.piece(piece(5, 2, 0, b"ab")) is None
-    assert incoming.piece(piece(5, 0, 0, b"1234")) is None
-    delivery = incoming.piece(piece(5, 2, 2, b"c"))
+    assert incoming.chunk(chunk(5, 2, 0, b"ab")) is None
+    assert incoming.chunk(chunk(5, 0, 0, b"1234")) is None
+    delivery = incoming.chunk(chunk(5, 2, 2, b"c"))
     assert delivery is not None
     assert delivery[0] == message and [bytes(buffer.view) for buffer in delivery[1]] == [b"1234", b"", b"abc"]
-    assert incoming.piece(piece(5, 2, 2, b"c")) is None
+    assert incoming.chunk(chunk(5, 2, 2, b"c")) is None
     assert "0 transfers" in repr(incoming)
 
 
@@ -102,9 +102,9 @@ def test_transfers_do_not_mix() -> None:
     incoming = Incoming()
     for number in (1, 2):
         incoming.announce(announced(number, 4))
-    assert incoming.piece(piece(1, 0, 0, b"aa")) is None
-    assert incoming.piece(piece(2, 0, 0, b"bbb")) is None
-    first, second = incoming.piece(piece(1, 0, 2, b"aa")), incoming.piece(piece(2, 0, 3, b"b"))
+    assert incoming.chunk(chunk(1, 0, 0, b"aa")) is None
+    assert incoming.chunk(chunk(2, 0, 0, b"bbb")) is None
+    first, second = incoming.chunk(chunk(1, 0, 2, b"aa")), incoming.chunk(chunk(2, 0, 3, b"b"))
     assert first is not None and second is not None
     assert [bytes(delivery[1][0].view) for delivery in (first, second)] == [b"aaaa", b"bbbb"]
 
@@ -112,14 +112,14 @@ def test_transfers_do_not_mix() -> None:
 VIOLATIONS: list[tuple[str, list[Any], str]] = [
     ("announced twice", [announced(1, 5), announced(1, 5)], "announced twice"),
     ("announced as number 0", [announced(0, 5)], "announced twice"),
-    ("out of order", [announced(1, 5), piece(1, 0, 2, b"xx")], "expected at 0"),
-    ("repeated", [announced(1, 5), piece(1, 0, 0, b"xx"), piece(1, 0, 0, b"xx")], "expected at 2"),
-    ("larger than announced", [announced(1, 5), piece(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
-    ("larger in the end", [announced(1, 5), piece(1, 0, 0, b"xxx"), piece(1, 0, 3, b"xxx")], "5 announced bytes"),
-    ("another buffer", [announced(1, 5), piece(1, 1, 0, b"x")], "buffer 1 of 1"),
+    ("out of order", [announced(1, 5), chunk(1, 0, 2, b"xx")], "expected at 0"),
+    ("repeated", [announced(1, 5), chunk(1, 0, 0, b"xx"), chunk(1, 0, 0, b"xx")], "expected at 2"),
+    ("larger than announced", [announced(1, 5), chunk(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
+    ("larger in the end", [announced(1, 5), chunk(1, 0, 0, b"xxx"), chunk(1, 0, 3, b"xxx")], "5 announced bytes"),
+    ("another buffer", [announced(1, 5), chunk(1, 1, 0, b"x")], "buffer 1 of 1"),
     ("more than there is memory", [announced(1, 2**62)], "no memory"),
     ("more than a number holds", [announced(1, 2**64 - 1)], "no memory"),
-    ("wrapped nonsense", [announced(1, 2, wrapped=True), piece(1, 0, 0, b"\xff\xff")], "wrapped"),
+    ("wrapped nonsense", [announced(1, 2, wrapped=True), chunk(1, 0, 0, b"\xff\xff")], "wrapped"),
 ]
 
 
@@ -128,7 +128,7 @@ def test_what_a_peer_must_not_send(steps: list[Any], text: str) -> None:
     incoming = Incoming()
 
     def apply(step: Any) -> object:
-        return incoming.piece(step) if isinstance(step, Piece) else incoming.announce(step)
+        return incoming.chunk(step) if isinstance(step, Chunk) else incoming.announce(step)
 
     for step in steps[:-1]:
         assert apply(step) is None
@@ -136,7 +136,7 @@ def test_what_a_peer_must_not_send(steps: list[Any], text: str) -> None:
         apply(steps[-1])
 
 
-def test_an_aborted_transfer_is_forgotten_and_its_late_pieces_are_dropped() -> None:
+def test_an_aborted_transfer_is_forgotten_and_its_late_chunks_are_dropped() -> None:
     taken: list[int] = []
 
     def allocate(size_bytes: int) -> ReceiveBuffer:
@@ -147,7 +147,7 @@ def test_an_aborted_transfer_is_forgotten_and_its_late_pieces_are_dropped() -> N
     incoming.announce(announced(1, 5))
     assert incoming.abort(1) == announced(1, 5)
     assert incoming.abort(1) is None and incoming.abort(9) is None
-    assert incoming.piece(piece(1, 0, 0, b"xx")) is None
+    assert incoming.chunk(chunk(1, 0, 0, b"xx")) is None
     assert incoming.announce(announced(1, 2)) is None  # the number is free again
     assert taken == [5, 2]
 
@@ -156,36 +156,36 @@ def test_an_aborted_transfer_is_forgotten_and_its_late_pieces_are_dropped() -> N
 
 
 def written(outgoing: Outgoing) -> list[bytes]:
-    """Everything, for a peer that takes pieces as fast as they come."""
+    """Everything, for a peer that takes chunks as fast as they come."""
     envelopes = []
     while (envelope := outgoing.next_envelope()) is not None:
         envelopes.append(envelope)
-        if isinstance(parse(envelope), Piece):
+        if isinstance(parse(envelope), Chunk):
             outgoing.grant(len(envelope))
     return envelopes
 
 
-def test_no_more_pieces_than_the_peer_has_granted_and_messages_pass() -> None:
+def test_no_more_chunks_than_the_peer_has_granted_and_messages_pass() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(bytes(PIECE_WINDOW_BYTES + 3 * PIECE_BYTES))])
+    outgoing.add(call(1), [Bytes(bytes(CHUNK_WINDOW_BYTES + 3 * CHUNK_BYTES))])
     sent = list(iter(outgoing.next_envelope, None))
     assert [shape(envelope) for envelope in sent[:1]] == ["1"]
-    assert len(sent) == 1 + PIECE_WINDOW_BYTES // PIECE_BYTES
+    assert len(sent) == 1 + CHUNK_WINDOW_BYTES // CHUNK_BYTES
     assert not outgoing and not outgoing.is_empty
     outgoing.add(call(2))
     assert shape(outgoing.next_envelope() or b"") == "2"
     assert outgoing.next_envelope() is None
     outgoing.grant(len(sent[1]))
-    assert isinstance(parse(outgoing.next_envelope() or b""), Piece)
-    outgoing.grant(PIECE_WINDOW_BYTES)
+    assert isinstance(parse(outgoing.next_envelope() or b""), Chunk)
+    outgoing.grant(CHUNK_WINDOW_BYTES)
     assert len(written(outgoing)) == 2 and outgoing.is_empty
 
 
 def shape(envelope: bytes) -> str:
-    """`3,4` for messages of those ids, `7:1@0+5` for a piece of transfer 7, buffer 1."""
+    """`3,4` for messages of those ids, `7:1@0+5` for a chunk of transfer 7, buffer 1."""
     parsed = parse(envelope)
-    if isinstance(parsed, Piece):
-        return f"{parsed.transfer}:{parsed.buffer}@{parsed.offset // PIECE_BYTES}+{len(parsed.data)}"
+    if isinstance(parsed, Chunk):
+        return f"{parsed.transfer}:{parsed.buffer}@{parsed.offset // CHUNK_BYTES}+{len(parsed.data)}"
     return ",".join(str(message.call.id) for message in parsed.messages)
 
 
@@ -195,8 +195,8 @@ def receive(envelopes: list[bytes], incoming: Incoming | None = None) -> list[tu
     delivered = []
     for envelope in envelopes:
         parsed = parse(envelope)
-        if isinstance(parsed, Piece):
-            deliveries = [incoming.piece(parsed)]
+        if isinstance(parsed, Chunk):
+            deliveries = [incoming.chunk(parsed)]
         else:
             deliveries = []
             for message in parsed.messages:
@@ -220,8 +220,8 @@ def test_messages_that_wait_go_together() -> None:
 
 def test_small_messages_go_first_and_transfers_take_turns() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(b"a" * (2 * PIECE_BYTES + 3)), Bytes(b"b" * 4)])
-    outgoing.add(call(2), [Bytes(b"c" * (PIECE_BYTES + 1))])
+    outgoing.add(call(1), [Bytes(b"a" * (2 * CHUNK_BYTES + 3)), Bytes(b"b" * 4)])
+    outgoing.add(call(2), [Bytes(b"c" * (CHUNK_BYTES + 1))])
     outgoing.add(call(3))
     seen = []
     while (envelope := outgoing.next_envelope()) is not None:
@@ -229,20 +229,20 @@ def test_small_messages_go_first_and_transfers_take_turns() -> None:
         if len(seen) in (2, 3):
             outgoing.add(call(len(seen) + 2))
     assert seen == [
-        "1,2,3", f"1:0@0+{PIECE_BYTES}", "4", f"2:0@0+{PIECE_BYTES}", "5",
-        f"1:0@1+{PIECE_BYTES}", "2:0@1+1", "1:0@2+3", "1:1@0+4",
+        "1,2,3", f"1:0@0+{CHUNK_BYTES}", "4", f"2:0@0+{CHUNK_BYTES}", "5",
+        f"1:0@1+{CHUNK_BYTES}", "2:0@1+1", "1:0@2+3", "1:1@0+4",
     ]  # fmt: skip
 
 
 def test_a_stream_of_small_messages_does_not_starve_a_transfer() -> None:
     outgoing = Outgoing()
-    outgoing.add(call(1), [Bytes(b"a" * 3 * PIECE_BYTES)])
+    outgoing.add(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
     kinds = ""
     for number in range(2, 8):
         outgoing.add(call(number))
         envelope = outgoing.next_envelope()
         assert envelope is not None
-        kinds += "p" if isinstance(parse(envelope), Piece) else "m"
+        kinds += "p" if isinstance(parse(envelope), Chunk) else "m"
     assert kinds == "mpmpmp"
 
 
@@ -271,7 +271,7 @@ def test_a_message_too_big_for_an_envelope_is_wrapped(size: int) -> None:
 def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
     for envelopes_before in range(4):
         outgoing, incoming = Outgoing(), Incoming()
-        number = outgoing.add(call(1), [Bytes(b"a" * 3 * PIECE_BYTES)])
+        number = outgoing.add(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
         outgoing.add(call(2), [Bytes(b"b" * 10)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
         assert outgoing.abort(number)
@@ -283,7 +283,7 @@ def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
 def test_an_abort_stops_what_is_wrapped_and_what_follows_it() -> None:
     for envelopes_before in (0, 2, 4):
         outgoing = Outgoing()
-        number = outgoing.add(call(1, b"x" * 2 * MIB), [Bytes(b"a" * 2 * PIECE_BYTES)])
+        number = outgoing.add(call(1, b"x" * 2 * MIB), [Bytes(b"a" * 2 * CHUNK_BYTES)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
         assert outgoing.abort(number)
         outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
@@ -299,7 +299,7 @@ def test_a_message_that_is_wrapped_can_be_aborted_too() -> None:
     assert receive(written(outgoing)) == [(1, [])]
 
 
-def test_an_abort_after_the_last_piece_changes_nothing() -> None:
+def test_an_abort_after_the_last_chunk_changes_nothing() -> None:
     outgoing = Outgoing()
     number = outgoing.add(call(1), [Bytes(b"abc")])
     envelopes = written(outgoing)
@@ -320,7 +320,7 @@ def stream_parts(envelopes: list[bytes]) -> dict[int, list[str]]:
     incoming, parts = Incoming(), {}  # type: ignore[var-annotated]
     for envelope in envelopes:
         parsed = parse(envelope)
-        arrived = [incoming.piece(parsed)] if isinstance(parsed, Piece) else map(incoming.announce, parsed.messages)
+        arrived = [incoming.chunk(parsed)] if isinstance(parsed, Chunk) else map(incoming.announce, parsed.messages)
         for message, _ in filter(None, arrived):
             if message.HasField("stream_item"):
                 parts.setdefault(message.stream_item.id, []).append(message.stream_item.value.body.decode().strip("x"))
@@ -331,7 +331,7 @@ def stream_parts(envelopes: list[bytes]) -> dict[int, list[str]]:
 
 def test_the_parts_of_a_stream_keep_their_order_and_others_pass_them() -> None:
     outgoing = Outgoing()
-    outgoing.add(*item(9, 0, 2 * PIECE_BYTES))
+    outgoing.add(*item(9, 0, 2 * CHUNK_BYTES))
     outgoing.add(*item(9, 1))
     outgoing.add(call(1))
     outgoing.add(*item(8, 0))
@@ -344,7 +344,7 @@ def test_the_parts_of_a_stream_keep_their_order_and_others_pass_them() -> None:
 
 def test_a_held_stream_goes_on_when_the_transfer_before_it_is_aborted() -> None:
     outgoing = Outgoing()
-    number = outgoing.add(*item(9, 0, 3 * PIECE_BYTES))
+    number = outgoing.add(*item(9, 0, 3 * CHUNK_BYTES))
     outgoing.add(*item(9, 1))
     sent = [outgoing.next_envelope(), outgoing.next_envelope()]
     assert outgoing.abort(number)
@@ -352,7 +352,7 @@ def test_a_held_stream_goes_on_when_the_transfer_before_it_is_aborted() -> None:
 
 
 @settings(max_examples=40)
-@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0, 10, PIECE_BYTES + 1, -2 * MIB])), max_size=12))
+@given(st.lists(st.tuples(st.integers(1, 3), st.sampled_from([0, 0, 10, CHUNK_BYTES + 1, -2 * MIB])), max_size=12))
 def test_streams_arrive_in_order_whatever_the_sizes(items: list[tuple[int, int]]) -> None:
     outgoing = Outgoing()
     expected: dict[int, list[str]] = {}
@@ -371,7 +371,7 @@ def test_streams_arrive_in_order_whatever_the_sizes(items: list[tuple[int, int]]
     assert not outgoing and "0 messages" in repr(outgoing)
 
 
-@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3 * PIECE_BYTES), max_size=3)), max_size=6))
+@given(st.lists(st.tuples(st.integers(0, 3), st.lists(st.integers(0, 3 * CHUNK_BYTES), max_size=3)), max_size=6))
 def test_whatever_is_sent_arrives_whole(messages: list[tuple[int, list[int]]]) -> None:
     outgoing = Outgoing()
     expected = []

@@ -1,4 +1,4 @@
-"""Sessions over the local lane: threads that write by themselves, who writes when, and how a session ends."""
+"""Sessions over the local channel: threads that write by themselves, who writes when, and how a session ends."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from session_pairs import LIMIT_S, Bytes, LanePair, announced, call
+from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.transport import session as session_module
-from rpcdist.transport._frames import PIECE_BYTES, PIECE_WINDOW_BYTES, frame, piece_envelope
+from rpcdist.transport._frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, chunk_envelope, frame
 from rpcdist.transport._incoming import Incoming, heap_buffer
 from rpcdist.transport._outgoing import Outgoing
 
 
 @pytest.fixture
-async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[LanePair]:
+async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ChannelPair]:
     """Every message for which somebody waits counts as a lone one."""
     monkeypatch.setattr(session_module, "LONE_AFTER_S", 0.0)
-    pair = LanePair()
+    pair = ChannelPair()
     await asyncio.sleep(0)  # the writers go to sleep
     yield pair
     await pair.end()
@@ -40,7 +40,7 @@ def reply(id: int) -> rpc_pb2.Message:
         (call(1), [], True),
         (reply(1), [], True),
         (call(1), [b"x" * 100_000], True),
-        (call(1), [b"x" * 10 * PIECE_BYTES], False),  # the rest is the writer's
+        (call(1), [b"x" * 10 * CHUNK_BYTES], False),  # the rest is the writer's
         (rpc_pb2.Message(call=rpc_pb2.Call(id=1, result={})), [], False),
         (rpc_pb2.Message(reply=rpc_pb2.Reply(id=1, created=True)), [], False),
         (rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)), [], False),
@@ -48,7 +48,7 @@ def reply(id: int) -> rpc_pb2.Message:
     ids=["call", "reply", "small buffer", "large buffer", "remote()", "created", "ack"],
 )
 async def test_what_somebody_waits_for_is_written_at_once(
-    pair: LanePair, message: rpc_pb2.Message, buffers: list[bytes], expected: bool
+    pair: ChannelPair, message: rpc_pb2.Message, buffers: list[bytes], expected: bool
 ) -> None:
     """The loop does not run in between, so only this thread can have written it."""
     session = pair.sessions[0]
@@ -57,7 +57,7 @@ async def test_what_somebody_waits_for_is_written_at_once(
     assert await session.drain(LIMIT_S)
 
 
-async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: LanePair, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(session_module, "LONE_AFTER_S", LIMIT_S)
     session = pair.sessions[0]
     for number in range(1, 6):
@@ -68,10 +68,10 @@ async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: LanePair, monkey
 
 @pytest.mark.parametrize("lone_after_s", [0.0, 60e-6, 1.0])
 async def test_many_threads_lose_and_reorder_nothing(
-    pair: LanePair, lone_after_s: float, monkeypatch: pytest.MonkeyPatch
+    pair: ChannelPair, lone_after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(session_module, "LONE_AFTER_S", lone_after_s)
-    big = os.urandom(3 * PIECE_BYTES)
+    big = os.urandom(3 * CHUNK_BYTES)
 
     def send(thread: int) -> None:
         for index in range(300):
@@ -89,7 +89,7 @@ async def test_many_threads_lose_and_reorder_nothing(
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_a_thread_that_writes_while_the_session_drains(pair: LanePair) -> None:
+async def test_a_thread_that_writes_while_the_session_drains(pair: ChannelPair) -> None:
     for number in range(1, 200):
         sending = asyncio.to_thread(pair.sessions[0].send, call(number))
         task = asyncio.ensure_future(sending)
@@ -101,7 +101,7 @@ async def test_a_thread_that_writes_while_the_session_drains(pair: LanePair) -> 
     await asyncio.get_running_loop().shutdown_default_executor()
 
 
-async def test_small_messages_pass_transfers_in_both_directions(pair: LanePair) -> None:
+async def test_small_messages_pass_transfers_in_both_directions(pair: ChannelPair) -> None:
     data = os.urandom(8 << 20)
     for side in (0, 1):
         for number in range(1, 5):
@@ -114,7 +114,7 @@ async def test_small_messages_pass_transfers_in_both_directions(pair: LanePair) 
         assert [buffers for _, buffers in got[10:]] == [[data]] * 4
 
 
-async def test_a_receiver_that_stands_still_stops_the_sender(pair: LanePair) -> None:
+async def test_a_receiver_that_stands_still_stops_the_sender(pair: ChannelPair) -> None:
     """Credit is for what was taken; what is not taken stays with the sender, in its tensors."""
     pair.tasks[1].cancel()
     pair.streams[1].abort = lambda reason: None
@@ -123,7 +123,7 @@ async def test_a_receiver_that_stands_still_stops_the_sender(pair: LanePair) -> 
     session.send(call(1), [Bytes(bytes(size))])
     await asyncio.sleep(0.1)
     [transfer] = session._outgoing._transfers
-    assert transfer.at <= PIECE_WINDOW_BYTES + PIECE_BYTES
+    assert transfer.at <= CHUNK_WINDOW_BYTES + CHUNK_BYTES
     session.send(call(2))
     assert "1 transfers" in repr(session)
     del pair.streams[1].abort
@@ -131,7 +131,7 @@ async def test_a_receiver_that_stands_still_stops_the_sender(pair: LanePair) -> 
 
 
 @pytest.mark.parametrize("side", [0, 1])
-async def test_the_reason_of_the_end_crosses_the_lane(pair: LanePair, side: int) -> None:
+async def test_the_reason_of_the_end_crosses_the_channel(pair: ChannelPair, side: int) -> None:
     names = ("the server", "the client")
     pair.sessions[side].close("enough")
     assert await pair.sessions[0].ended(LIMIT_S) and await pair.sessions[1].ended(LIMIT_S)
@@ -139,7 +139,7 @@ async def test_the_reason_of_the_end_crosses_the_lane(pair: LanePair, side: int)
     assert pair.handlers[1 - side].closed == [f"{names[1 - side]} closed the connection: enough"]
 
 
-async def test_who_writes_to_a_peer_that_closed_learns_the_peers_reason(pair: LanePair) -> None:
+async def test_who_writes_to_a_peer_that_closed_learns_the_peers_reason(pair: ChannelPair) -> None:
     pair.streams[1].abort("the reason that counts")
     pair.sessions[0].send(call(1))  # fails, before anything was read
     assert await pair.sessions[0].ended(LIMIT_S)
@@ -147,7 +147,7 @@ async def test_who_writes_to_a_peer_that_closed_learns_the_peers_reason(pair: La
     pair.sessions[0].send(call(2))  # dropped without an error
 
 
-async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: LanePair) -> None:
+async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: ChannelPair) -> None:
     pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
     pair.sessions[1].send(call(2), [Bytes(bytes(64 << 20))])
     await asyncio.sleep(0)
@@ -160,14 +160,16 @@ async def test_a_peer_that_is_gone_ends_the_session_at_once(pair: LanePair) -> N
 @pytest.mark.parametrize(
     ("envelopes", "says"),
     [
-        ([frame(announced(1, 200_000)), piece_envelope(1, 0, 5, memoryview(bytes(100_000)))], "at 5"),
-        ([frame(announced(1, 90_000)), piece_envelope(1, 0, 0, memoryview(bytes(100_000)))], "90000"),
-        ([frame(announced(1, 90_000)), piece_envelope(1, 7, 0, memoryview(bytes(80_000)))], "buffer 7"),
+        ([frame(announced(1, 200_000)), chunk_envelope(1, 0, 5, memoryview(bytes(100_000)))], "at 5"),
+        ([frame(announced(1, 90_000)), chunk_envelope(1, 0, 0, memoryview(bytes(100_000)))], "90000"),
+        ([frame(announced(1, 90_000)), chunk_envelope(1, 7, 0, memoryview(bytes(80_000)))], "buffer 7"),
         ([b"\xff" * 100_000], "no envelope"),
     ],
     ids=["out of order", "too long", "no such buffer", "no envelope"],
 )
-async def test_a_violation_in_a_large_frame_ends_the_session(pair: LanePair, envelopes: list[bytes], says: str) -> None:
+async def test_a_violation_in_a_large_frame_ends_the_session(
+    pair: ChannelPair, envelopes: list[bytes], says: str
+) -> None:
     for data in envelopes:
         await asyncio.wait_for(pair.streams[0].write(data), LIMIT_S)
     assert await pair.sessions[1].ended(LIMIT_S)
@@ -177,7 +179,7 @@ async def test_a_violation_in_a_large_frame_ends_the_session(pair: LanePair, env
 
 
 async def test_a_handler_that_fails_is_named_to_the_peer(
-    pair: LanePair, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
+    pair: ChannelPair, caplog: pytest.LogCaptureFixture, reported_loop_errors: list[str]
 ) -> None:
     pair.handlers[1].failing = True
     pair.sessions[0].send(call(1))
@@ -185,10 +187,10 @@ async def test_a_handler_that_fails_is_named_to_the_peer(
     assert "could not be handled: ValueError('the handler fails')" in pair.handlers[0].closed[0]
 
 
-async def test_an_aborted_transfer_frees_the_lane(pair: LanePair) -> None:
+async def test_an_aborted_transfer_frees_the_channel(pair: ChannelPair) -> None:
     number = pair.sessions[0].send(call(1), [Bytes(bytes(64 << 20))])
     pair.sessions[0].abort_transfer(number, "not wanted")
-    pair.sessions[0].send(call(2), [Bytes(bytes(PIECE_BYTES))])
+    pair.sessions[0].send(call(2), [Bytes(bytes(CHUNK_BYTES))])
     assert (await pair.handlers[1].next())[0] == 2
     assert await pair.sessions[0].drain(LIMIT_S) and pair.handlers[1].received.empty()
 
@@ -196,7 +198,7 @@ async def test_an_aborted_transfer_frees_the_lane(pair: LanePair) -> None:
 # ---------------------------------------------------------------- the bookkeeping beneath
 
 
-def test_a_piece_can_be_received_where_it_belongs() -> None:
+def test_a_chunk_can_be_received_where_it_belongs() -> None:
     incoming = Incoming(heap_buffer)
     assert incoming.announce(rpc_pb2.Message(transfer=1, large=[6])) is None
     place = incoming.place(1, 0, 0, 4)
@@ -213,7 +215,7 @@ def test_a_piece_can_be_received_where_it_belongs() -> None:
 
 
 def test_an_envelope_in_parts_is_the_envelope() -> None:
-    data = os.urandom(2 * PIECE_BYTES + 5)
+    data = os.urandom(2 * CHUNK_BYTES + 5)
     whole, parts = Outgoing(), Outgoing()
     for outgoing in (whole, parts):
         outgoing.add(call(1), [Bytes(data)])
@@ -227,9 +229,9 @@ def test_an_envelope_in_parts_is_the_envelope() -> None:
 
 
 def test_the_queue_of_a_session_stands_many_threads() -> None:
-    """Credit that is granted while another thread takes pieces is not lost."""
+    """Credit that is granted while another thread takes chunks is not lost."""
     outgoing, rounds = Outgoing(), 100
-    outgoing.add(call(1), [Bytes(bytes(PIECE_BYTES * rounds))])
+    outgoing.add(call(1), [Bytes(bytes(CHUNK_BYTES * rounds))])
     taken: list[int] = []
 
     def take() -> None:
@@ -246,12 +248,12 @@ def test_the_queue_of_a_session_stands_many_threads() -> None:
             outgoing.grant(taken[granted])
             granted += 1
     thread.join(LIMIT_S)
-    pieces: Any = taken[1:]
-    assert outgoing.is_empty and sum(taken[granted:]) == PIECE_WINDOW_BYTES - outgoing._credit_bytes + taken[0]
-    assert len(pieces) == rounds
+    chunks: Any = taken[1:]
+    assert outgoing.is_empty and sum(taken[granted:]) == CHUNK_WINDOW_BYTES - outgoing._credit_bytes + taken[0]
+    assert len(chunks) == rounds
 
 
-async def test_a_closed_lane_raises_on_every_way_in(pair: LanePair) -> None:
+async def test_a_closed_channel_raises_on_every_way_in(pair: ChannelPair) -> None:
     pair.sessions[0].close("enough")
     await pair.sessions[0].ended(LIMIT_S)
     for attempt in (pair.streams[0].read, pair.streams[0].flush, lambda: pair.streams[0].write(b"x")):
