@@ -81,7 +81,7 @@ _TOKEN_ADVICE = (
 )
 
 
-class _State(Enum):
+class HandshakeState(Enum):
     START = "start"
     HELLO_SENT = "hello sent"
     CHALLENGE_SENT = "challenge sent"
@@ -90,7 +90,7 @@ class _State(Enum):
     FAILED = "failed"
 
 
-class _Side:
+class _HandshakeSide:
     """What the two state machines share: the doorway, the outcome, and how a failure is reported."""
 
     def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
@@ -102,7 +102,7 @@ class _Side:
         self._job = job
         self._identity = identity
         self._token_source = token_source
-        self._state = _State.START
+        self._state = HandshakeState.START
         self._hello = pb.Hello()
         self._transcript = b""
         self._peer: Identity | None = None
@@ -113,7 +113,7 @@ class _Side:
     @property
     def done(self) -> bool:
         """True once the peer is proven and the session is open."""
-        return self._state is _State.DONE
+        return self._state is HandshakeState.DONE
 
     @property
     def peer(self) -> Identity:
@@ -136,7 +136,7 @@ class _Side:
 
     def _open(self, message: pb.Handshake) -> str:
         """Checks what holds for every message, and returns which step it is."""
-        if self._state in (_State.DONE, _State.FAILED):
+        if self._state in (HandshakeState.DONE, HandshakeState.FAILED):
             raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
         if message.ByteSize() > MAX_HANDSHAKE_BYTES:
             raise self._violation(f"a handshake message is larger than {MAX_HANDSHAKE_BYTES} bytes")
@@ -146,8 +146,8 @@ class _Side:
         return step
 
     def _violation(self, text: str) -> ProtocolViolation:
-        if self._state is not _State.DONE:  # what comes after the handshake does not undo it; the caller closes
-            self._state = _State.FAILED
+        if self._state is not HandshakeState.DONE:  # what comes after the handshake does not undo it; the caller closes
+            self._state = HandshakeState.FAILED
         return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
 
     def _unexpected(self, step: str) -> ProtocolViolation:
@@ -164,7 +164,7 @@ class _Side:
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
         if code == Code.TOKEN and self._token_source is not None:
             text = f"{text} This process uses {self._token_source}."
-        self._state = _State.FAILED
+        self._state = HandshakeState.FAILED
         self.refusal_code = code
         self.failure = AuthenticationFailed(text)
 
@@ -192,7 +192,7 @@ class _Side:
         return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
 
 
-class ClientHandshake(_Side):
+class ClientHandshake(_HandshakeSide):
     """The side that opened the connection.
 
     Args:
@@ -231,9 +231,9 @@ class ClientHandshake(_Side):
 
     def start(self) -> pb.Handshake:
         """The first message."""
-        if self._state is not _State.START:
+        if self._state is not HandshakeState.START:
             raise ProtocolViolation("the handshake was started twice")
-        self._state = _State.HELLO_SENT
+        self._state = HandshakeState.HELLO_SENT
         return pb.Handshake(hello=self._hello)
 
     def receive(self, message: pb.Handshake) -> pb.Handshake | None:
@@ -246,12 +246,12 @@ class ClientHandshake(_Side):
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
         """
         step = self._open(message)
-        if step == "refusal" and self._state is not _State.START:
+        if step == "refusal" and self._state is not HandshakeState.START:
             self._refused_by_peer(message.refusal, "the server")
             return None
-        if step == "challenge" and self._state is _State.HELLO_SENT:
+        if step == "challenge" and self._state is HandshakeState.HELLO_SENT:
             return self._receive_challenge(message.challenge)
-        if step == "welcome" and self._state is _State.PROOF_SENT:
+        if step == "welcome" and self._state is HandshakeState.PROOF_SENT:
             return self._receive_welcome(message.welcome)
         raise self._unexpected(step)
 
@@ -273,7 +273,7 @@ class ClientHandshake(_Side):
                 "workers published the same address. Ask the coordinator for its present address.",
             )
         self._peer = peer
-        self._state = _State.PROOF_SENT
+        self._state = HandshakeState.PROOF_SENT
         return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client")))
 
     def _receive_welcome(self, welcome: pb.Welcome) -> pb.Handshake | None:
@@ -284,11 +284,11 @@ class ClientHandshake(_Side):
             text = "the server's welcome was tampered with on its way, or belongs to another session"
             return self._refuse(Code.UNSPECIFIED, text)
         self._session = session
-        self._state = _State.DONE
+        self._state = HandshakeState.DONE
         return None
 
 
-class ServerHandshake(_Side):
+class ServerHandshake(_HandshakeSide):
     """The side that accepted the connection.
 
     Args:
@@ -335,14 +335,14 @@ class ServerHandshake(_Side):
             ProtocolViolation: the message is out of order, too large or malformed. Close the connection.
         """
         step = self._open(message)
-        if step == "refusal" and self._state is not _State.START:
+        if step == "refusal" and self._state is not HandshakeState.START:
             self._refused_by_peer(
                 message.refusal, f"the client, which calls itself {_shown(self._hello.identity.name)!r},"
             )
             return None
-        if step == "hello" and self._state is _State.START:
+        if step == "hello" and self._state is HandshakeState.START:
             return self._receive_hello(message.hello)
-        if step == "proof" and self._state is _State.CHALLENGE_SENT:
+        if step == "proof" and self._state is HandshakeState.CHALLENGE_SENT:
             return self._receive_proof(message.proof)
         raise self._unexpected(step)
 
@@ -367,7 +367,7 @@ class ServerHandshake(_Side):
         self._hello = hello
         self._record(self._nonce, peer, self._identity)
         self._peer = peer
-        self._state = _State.CHALLENGE_SENT
+        self._state = HandshakeState.CHALLENGE_SENT
         me = identity_to_proto(self._identity)
         return pb.Handshake(challenge=pb.Challenge(nonce=self._nonce, proof=self._proof(b"server"), identity=me))
 
@@ -381,7 +381,7 @@ class ServerHandshake(_Side):
         if reason is not None:
             return self._refuse(Code.POLICY, reason, f"{who} is not accepted: {reason}")
         self._session = self._session_keys(secrets.token_bytes(SESSION_ID_BYTES))
-        self._state = _State.DONE
+        self._state = HandshakeState.DONE
         proof_bytes = mac(self._session.key, b"rpcdist welcome")
         return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
 

@@ -17,8 +17,8 @@ from google.protobuf.message import DecodeError, Message
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConnectFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._grpc_channel import CHANNEL_OPTIONS, ClientStream, mapped_errors
-from rpcdist.transport._local_channel import LocalStream, connect_local
+from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GrpcClientChannel, mapped_errors
+from rpcdist.transport._channels.local_connections import LocalChannel, connect_local
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys, request_proof
 from rpcdist.transport.session import NullHandler, Session, SessionHandler, expect_handshake
 
@@ -166,7 +166,7 @@ async def open_link(
         channel = grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
         try:
             async with asyncio.timeout_at(asyncio.get_running_loop().time() + deadline - time.monotonic()):
-                stream = ClientStream(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
+                stream = GrpcClientChannel(channel.stream_stream(f"/{PACKAGE}.Rpc/Session")(), address)
                 await _prove(stream, handshake)
             break
         except TimeoutError as exc:
@@ -189,7 +189,7 @@ async def open_link(
     return _link(node, address, channel, stream, handshake, role, handler)
 
 
-async def _prove_local(stream: LocalStream, address: str, handshake: ClientHandshake, limit_s: float) -> bool:
+async def _prove_local(stream: LocalChannel, address: str, handshake: ClientHandshake, limit_s: float) -> bool:
     """Runs the handshake on the local channel; False if that fails, and the channel is closed then.
 
     Whatever is wrong with the channel, gRPC has the last word: there it is the address itself that is asked.
@@ -213,7 +213,7 @@ def _link(
     node: Node,
     address: str,
     channel: grpc.aio.Channel,
-    stream: ClientStream | LocalStream,
+    stream: GrpcClientChannel | LocalChannel,
     handshake: ClientHandshake,
     role: str,
     handler: SessionHandler | None,
@@ -235,7 +235,7 @@ def _link(
     return link
 
 
-async def _prove(stream: ClientStream | LocalStream, handshake: ClientHandshake) -> None:
+async def _prove(stream: GrpcClientChannel | LocalChannel, handshake: ClientHandshake) -> None:
     await stream.write(rpc_pb2.Envelope(handshake=handshake.start()).SerializeToString())
     while not handshake.done:
         envelope = expect_handshake(await stream.read())
@@ -247,7 +247,7 @@ async def _prove(stream: ClientStream | LocalStream, handshake: ClientHandshake)
         handshake.check()
 
 
-async def _until_heard(stream: ClientStream | LocalStream) -> None:
+async def _until_heard(stream: GrpcClientChannel | LocalChannel) -> None:
     """Waits, bounded, until the server has read why it was refused; a connection that closes first throws that away."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(REFUSAL_LIMIT_S):

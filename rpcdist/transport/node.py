@@ -18,10 +18,10 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import ConfigError
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import fork
-from rpcdist.transport._io_loop import IoLoop
-from rpcdist.transport._server import Method, Server
+from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.handshake import identity_from_proto
+from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link, open_link
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token

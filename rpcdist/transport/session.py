@@ -16,17 +16,17 @@ from typing import Protocol, runtime_checkable
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
-from rpcdist.transport._incoming import Delivery, Incoming, ReceiveBuffer, heap_buffer
-from rpcdist.transport._io_loop import IoLoop
-from rpcdist.transport._outgoing import LargeBuffer, Outgoing
+from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
+from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
+from rpcdist.transport.io_loop import IoLoop
 
 __all__ = [
-    "ByteStream",
+    "Channel",
     "DirectChannel",
     "FrameReceiver",
-    "LargeBuffer",
-    "ReceiveBuffer",
+    "IncomingBuffer",
+    "OutgoingBuffer",
     "Session",
     "SessionHandler",
 ]
@@ -39,7 +39,7 @@ LONE_AFTER_S = 60e-6  # a message that comes later than this after the last one 
 MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
-class ByteStream(Protocol):
+class Channel(Protocol):
     """A channel: whole envelopes in both directions, in order."""
 
     async def read(self) -> bytes | None:
@@ -66,7 +66,7 @@ class FrameReceiver(Protocol):
 
 
 @runtime_checkable
-class DirectChannel(ByteStream, Protocol):
+class DirectChannel(Channel, Protocol):
     """A channel that any thread may write to, and that brings what arrives instead of being read."""
 
     async def deliver(self, receiver: FrameReceiver) -> None:
@@ -83,7 +83,7 @@ class DirectChannel(ByteStream, Protocol):
         """Sends an envelope as far as that is possible without waiting; by one thread at a time."""
 
     async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """As `ByteStream.write`, of an envelope whose payload lies elsewhere."""
+        """As `Channel.write`, of an envelope whose payload lies elsewhere."""
 
     async def flush(self) -> None:
         """Writes what `put` has left."""
@@ -95,13 +95,13 @@ class SessionHandler(Protocol):
     def on_opened(self, session: Session) -> None:
         """A peer opened this session; not called for sessions that this process opens itself."""
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
         """Messages arrived whole, in the order in which they became complete."""
 
     def on_closed(self, session: Session, reason: str) -> None:
         """The session ended; called once. What was queued and not written is lost."""
 
-    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
         """Memory for a large buffer that was announced."""
 
 
@@ -111,13 +111,13 @@ class NullHandler:
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
         session.close(f"unexpected message from {session.peer.name}")
 
     def on_closed(self, session: Session, reason: str) -> None:
         logger.debug("session with %s closed: %s", session.peer.name, reason)
 
-    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
 
 
@@ -133,7 +133,7 @@ class Session:
     def __init__(
         self,
         io: IoLoop,
-        stream: ByteStream,
+        stream: Channel,
         peer: Identity,
         *,
         role: str,
@@ -172,7 +172,7 @@ class Session:
 
     # ---------------------------------------------------------------- any thread
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message; any thread may call it, and it never blocks.
 
         Args:

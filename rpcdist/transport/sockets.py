@@ -39,8 +39,8 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.transport import fork
-from rpcdist.transport._sockets_waiting import WaitingRoom
-from rpcdist.transport._sockets_wire import (
+from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
+from rpcdist.transport._socket_hub.wire import (
     ROLE,
     HubAddress,
     check_purpose,

@@ -18,8 +18,8 @@ from rpc_victims import World, until
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.ids import Identity
-from rpcdist.transport._frames import frame
-from rpcdist.transport._grpc_channel import CHANNEL_OPTIONS
+from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS
+from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys
 
 __all__ = [

@@ -18,7 +18,7 @@ from rpcdist import rpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, SerializationError
 from rpcdist.rpc._values.failures import exception_of, failure_of
-from rpcdist.transport._io_loop import IoLoop
+from rpcdist.transport.io_loop import IoLoop
 
 PROMPT_S = 5 * UNIT_S
 KINDS = ("half a surrogate pair", "str exits", "no attributes", "constructor exits")

@@ -35,7 +35,7 @@ from rpc_victims import CALM_S, Victims, World, forkserver_pid, join, leave, unt
 from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
-from rpcdist.transport._frames import chunk_envelope
+from rpcdist.transport._framing.frames import chunk_envelope
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 

@@ -344,7 +344,7 @@ def limit_closing(seconds: float) -> None:
 
 
 def limit_handshakes(seconds: float, count: int = 512) -> None:
-    from rpcdist.transport import _server
+    from rpcdist.transport._server import server
 
-    _server.HANDSHAKE_LIMIT_S = seconds
-    _server.MAX_UNPROVEN = count
+    server.HANDSHAKE_LIMIT_S = seconds
+    server.MAX_UNPROVEN = count

@@ -10,8 +10,8 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._incoming import heap_buffer
-from rpcdist.transport._local_stream import LocalStream
+from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._framing.incoming import heap_buffer
 from rpcdist.transport.session import Session
 
 __all__ = ["LIMIT_S", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
@@ -165,4 +165,4 @@ class ChannelPair(Pair):
     def __init__(self, silence_limit_s: float = 60.0) -> None:
         self.sockets = socket.socketpair()
         names = ("the server", "the client")
-        super().__init__([LocalStream(*end) for end in zip(self.sockets, names, strict=True)], silence_limit_s)
+        super().__init__([LocalChannel(*end) for end in zip(self.sockets, names, strict=True)], silence_limit_s)

@@ -12,7 +12,7 @@ from session_pairs import Bytes, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._frames import (
+from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
@@ -24,8 +24,8 @@ from rpcdist.transport._frames import (
     unframe,
     varint,
 )
-from rpcdist.transport._incoming import Incoming, ReceiveBuffer, heap_buffer
-from rpcdist.transport._outgoing import Outgoing
+from rpcdist.transport._framing.incoming import Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.outgoing import Outgoing
 
 MIB = 1 << 20
 
@@ -139,7 +139,7 @@ def test_what_a_peer_must_not_send(steps: list[Any], text: str) -> None:
 def test_an_aborted_transfer_is_forgotten_and_its_late_chunks_are_dropped() -> None:
     taken: list[int] = []
 
-    def allocate(size_bytes: int) -> ReceiveBuffer:
+    def allocate(size_bytes: int) -> IncomingBuffer:
         taken.append(size_bytes)
         return heap_buffer(size_bytes)
 

@@ -21,9 +21,11 @@ from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
-from rpcdist.transport import Node, _local_channel, _server
+from rpcdist.transport import Node
 from rpcdist.transport import link as link_module
-from rpcdist.transport._local_channel import CHANNELS_VARIABLE, accept_local, connect_local, listen_local
+from rpcdist.transport._channels import local_connections
+from rpcdist.transport._channels.local_connections import CHANNELS_VARIABLE, accept_local, connect_local, listen_local
+from rpcdist.transport._server import server as server_module
 from rpcdist.transport.handshake import ServerHandshake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
@@ -96,7 +98,7 @@ def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.Monkey
 
 
 def test_without_abstract_sockets_there_is_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_local_channel, "has_abstract_sockets", lambda: False)
+    monkeypatch.setattr(local_connections, "has_abstract_sockets", lambda: False)
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
     assert not works(nodes.make("client"), server)
@@ -106,7 +108,7 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "overflowuid").write_text(f"{os.getuid()}\n")
-    monkeypatch.setattr(_local_channel, "_OVERFLOW_UID", tmp_path / "overflowuid")
+    monkeypatch.setattr(local_connections, "_OVERFLOW_UID", tmp_path / "overflowuid")
     assert not works(nodes.make("client"), server)
 
 
@@ -132,7 +134,7 @@ class Squatter:
         self.heard = b""
         self.ended = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(_local_channel._name(f"127.0.0.1:{port}"))
+        self._listener.bind(local_connections._name(f"127.0.0.1:{port}"))
         self._listener.listen()
         self._thread = threading.Thread(target=self._serve, args=(answer,))
         self._thread.start()
@@ -224,7 +226,7 @@ def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
 def test_another_users_process_under_the_name_is_not_spoken_to(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(_local_channel, "same_user", lambda connection: False)
+    monkeypatch.setattr(local_connections, "same_user", lambda connection: False)
     assert not works(nodes.make("client"), server)
     assert "another user's process listens under the name of the local channel" in caplog.text
 
@@ -237,7 +239,7 @@ def stranger(server: Node) -> Iterator[socket.socket]:
     assert server.address is not None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(LIMIT_S)
-        connection.connect(_local_channel._name(server.address))
+        connection.connect(local_connections._name(server.address))
         yield connection
 
 
@@ -282,13 +284,13 @@ def test_strangers_are_told_and_shown_out(
 
 
 def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: Node) -> None:
-    monkeypatch.setattr(_server, "HANDSHAKE_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(server_module, "HANDSHAKE_LIMIT_S", UNIT_S)
     with stranger(server) as silent:
         assert b"the handshake took longer than 0.4 s" in all_of(silent)
 
 
 def test_strangers_have_limited_company(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_server, "MAX_UNPROVEN_LOCAL", 2)
+    monkeypatch.setattr(server_module, "MAX_UNPROVEN_LOCAL", 2)
     server, client = nodes.make("server", serve=True), nodes.make("client")
     server.handle_role("echo", Recorder(echo=True))
     for _ in range(4):
@@ -302,7 +304,7 @@ def test_processes_of_other_users_are_closed_unread(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(_local_channel, "same_user", lambda connection: False)
+        patch.setattr(local_connections, "same_user", lambda connection: False)
         with stranger(server) as connection:
             assert all_of(connection) == b""
     assert works(nodes.make("client"), server)
@@ -333,7 +335,7 @@ def test_the_listener_outlives_a_lack_of_descriptors(
         stream = await accept_local(theirs)
         stream.abort("done")
 
-    monkeypatch.setattr(_local_channel, "_SHORTAGE_PAUSE_S", 0.0)
+    monkeypatch.setattr(local_connections, "_SHORTAGE_PAUSE_S", 0.0)
     asyncio.run(run())
     theirs.close()
     assert caplog.text.count("could not be accepted") == 2

@@ -15,9 +15,9 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.transport import session as session_module
-from rpcdist.transport._frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, chunk_envelope, frame
-from rpcdist.transport._incoming import Incoming, heap_buffer
-from rpcdist.transport._outgoing import Outgoing
+from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, chunk_envelope, frame
+from rpcdist.transport._framing.incoming import Incoming, heap_buffer
+from rpcdist.transport._framing.outgoing import Outgoing
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 import pytest
 from session_pairs import LIMIT_S, Bytes, ChannelPair, MemoryPair, Pair, announced, call
 
-from rpcdist.transport._frames import CHUNK_BYTES, chunk_envelope, frame
+from rpcdist.transport._framing.frames import CHUNK_BYTES, chunk_envelope, frame
 
 
 @pytest.fixture(params=[MemoryPair, ChannelPair], ids=["memory", "channel"])

@@ -29,13 +29,14 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
-from rpcdist.transport import _sockets_wire, sockets
+from rpcdist.transport import sockets
+from rpcdist.transport._socket_hub import wire
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import HubAddress, SocketHub
 from rpcdist.transport.token import job_token
 
 UNIX = [pytest.param(False, id="tcp")]
-if _sockets_wire.has_abstract_sockets():
+if wire.has_abstract_sockets():
     UNIX.append(pytest.param(True, id="unix"))
 
 
@@ -366,7 +367,7 @@ def test_connections_may_be_handed_to_a_callback(pair: tuple[SocketHub, SocketHu
 def test_a_unix_peer_of_another_user_is_refused(
     pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not _sockets_wire.has_abstract_sockets():
+    if not wire.has_abstract_sockets():
         pytest.skip("there are no abstract Unix sockets here")
     a, b = pair
     monkeypatch.setattr(sockets, "same_user", lambda connection: False)

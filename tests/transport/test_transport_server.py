@@ -27,7 +27,7 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import Identity
 from rpcdist.transport import Link, Node, Session
-from rpcdist.transport._local_channel import CHANNELS_VARIABLE
+from rpcdist.transport._channels.local_connections import CHANNELS_VARIABLE
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 

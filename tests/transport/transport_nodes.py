@@ -8,8 +8,8 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
-from rpcdist.transport._incoming import ReceiveBuffer, heap_buffer
-from rpcdist.transport._local_stream import LocalStream
+from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._framing.incoming import IncomingBuffer, heap_buffer
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "open_link"]
 
@@ -41,7 +41,7 @@ class Recorder:
             self.sessions.append(session)
             self._changed.notify_all()
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
         with self._changed:
             for message, buffers in messages:
                 self.messages.append(message)
@@ -56,7 +56,7 @@ class Recorder:
             self.closed.append(reason)
             self._changed.notify_all()
 
-    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
 
     def wait(self, count: int = 1) -> list[rpc_pb2.Message]:
@@ -101,4 +101,4 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 def is_local(link: Link) -> bool:
     """Whether the session runs over the local channel."""
-    return isinstance(link.session._stream, LocalStream)
+    return isinstance(link.session._stream, LocalChannel)

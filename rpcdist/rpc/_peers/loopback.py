@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
-from rpcdist.transport.session import LargeBuffer, ReceiveBuffer
+from rpcdist.transport.session import IncomingBuffer, OutgoingBuffer
 
 __all__ = ["Loopback"]
 
@@ -19,8 +19,8 @@ class Loopback:
     def __init__(
         self,
         identity: Identity,
-        allocate: Callable[[int], ReceiveBuffer],
-        deliver: Callable[[Loopback, list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]], None],
+        allocate: Callable[[int], IncomingBuffer],
+        deliver: Callable[[Loopback, list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]], None],
     ) -> None:
         self.peer = identity
         self._allocate = allocate
@@ -29,7 +29,7 @@ class Loopback:
     def __repr__(self) -> str:
         return f"<Loopback of {self.peer.name}>"
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         received = []
         for buffer in buffers:
             copy = self._allocate(len(buffer.view))

@@ -28,7 +28,7 @@ from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlOutbox
 from rpcdist.transport import Link, Node, Session, SessionHandler
-from rpcdist.transport.session import LargeBuffer
+from rpcdist.transport.session import OutgoingBuffer
 
 __all__ = ["Peer", "PeerOwner", "PeerState", "Sender"]
 
@@ -82,7 +82,7 @@ class Peer:
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], Sender | None]] = []
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[OutgoingBuffer], Sender | None]] = []
         self._control = ControlOutbox()
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
@@ -93,7 +93,9 @@ class Peer:
 
     # ------------------------------------------------------------ any thread
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: Sender | None = None) -> None:
+    def send(
+        self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = (), sent: Sender | None = None
+    ) -> None:
         """Sends a message, or keeps it until the connection stands.
 
         Args:
@@ -115,7 +117,7 @@ class Peer:
         if sent is not None:
             sent.on_sent(session, number)
 
-    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: Sender | None) -> None:
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer], sent: Sender | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent))

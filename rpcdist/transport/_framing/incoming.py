@@ -13,12 +13,12 @@ from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._frames import Chunk
+from rpcdist.transport._framing.frames import Chunk
 
-__all__ = ["Delivery", "Incoming", "ReceiveBuffer", "heap_buffer"]
+__all__ = ["Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
 
 
-class ReceiveBuffer(Protocol):
+class IncomingBuffer(Protocol):
     """Memory that a large buffer is received into."""
 
     @property
@@ -33,18 +33,18 @@ class _HeapBuffer:
         self.view = memoryview(bytearray(size_bytes))
 
 
-def heap_buffer(size_bytes: int) -> ReceiveBuffer:
+def heap_buffer(size_bytes: int) -> IncomingBuffer:
     """The allocator that is used where the layers above bring none."""
     return _HeapBuffer(size_bytes)
 
 
-Delivery = tuple[rpc_pb2.Message, list[ReceiveBuffer]]
+Delivery = tuple[rpc_pb2.Message, list[IncomingBuffer]]
 
 
-class _Transfer:
+class _IncomingTransfer:
     __slots__ = ("buffers", "filled", "message", "missing")
 
-    def __init__(self, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], missing: int) -> None:
+    def __init__(self, message: rpc_pb2.Message, buffers: list[IncomingBuffer], missing: int) -> None:
         self.message = message
         self.buffers = buffers
         self.filled = [0] * len(buffers)
@@ -54,9 +54,9 @@ class _Transfer:
 class Incoming:
     """The transfers of one session that are under way."""
 
-    def __init__(self, allocate: Callable[[int], ReceiveBuffer] = heap_buffer) -> None:
+    def __init__(self, allocate: Callable[[int], IncomingBuffer] = heap_buffer) -> None:
         self._allocate = allocate
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, _IncomingTransfer] = {}
 
     def __repr__(self) -> str:
         return (
@@ -82,7 +82,7 @@ class Incoming:
         except (MemoryError, RuntimeError, OverflowError) as exc:
             raise ProtocolViolation(f"no memory for {sum(sizes)} announced bytes: {exc}") from exc
         missing = sum(sizes)
-        transfer = _Transfer(message, buffers, missing)
+        transfer = _IncomingTransfer(message, buffers, missing)
         if missing:
             self._transfers[number] = transfer
             return None
@@ -132,7 +132,7 @@ class Incoming:
         transfer = self._transfers.pop(number, None)
         return transfer.message if transfer is not None else None
 
-    def _deliver(self, transfer: _Transfer) -> Delivery | None:
+    def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         if not transfer.message.wrapped:
             return transfer.message, transfer.buffers
         try:

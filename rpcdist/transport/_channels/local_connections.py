@@ -18,12 +18,12 @@ from typing import Final
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport import fork
-from rpcdist.transport._local_stream import LocalStream
-from rpcdist.transport._sockets_wire import has_abstract_sockets, same_user
+from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._socket_hub.wire import has_abstract_sockets, same_user
 
 __all__ = [
     "CHANNELS_VARIABLE",
-    "LocalStream",
+    "LocalChannel",
     "accept_local",
     "connect_local",
     "listen_local",
@@ -79,7 +79,7 @@ def listen_local(address: str) -> socket.socket | None:
     return listener
 
 
-async def accept_local(listener: socket.socket) -> LocalStream:
+async def accept_local(listener: socket.socket) -> LocalChannel:
     """The next connection from a process of this user; others are closed unread.
 
     Cancelled, it leaves the listener open.
@@ -95,14 +95,14 @@ async def accept_local(listener: socket.socket) -> LocalStream:
         fork.note_socket(connection)
         try:
             if same_user(connection):
-                return LocalStream(connection, "the peer")
+                return LocalChannel(connection, "the peer")
         except OSError:
             logger.debug("a local connection ended before it was looked at")
         connection.close()
         await asyncio.sleep(0)  # whoever does this in a loop must not keep others from their turn
 
 
-def connect_local(address: str) -> LocalStream | None:
+def connect_local(address: str) -> LocalChannel | None:
     """Connects to the channel of the worker at `address`; None if there is none on this host. On the I/O loop."""
     if not local_channels_allowed():
         return None
@@ -112,7 +112,7 @@ def connect_local(address: str) -> LocalStream | None:
     try:
         connection.connect(_name(address))
         if same_user(connection):
-            return LocalStream(connection, address)
+            return LocalChannel(connection, address)
         logger.warning("another user's process listens under the name of the local channel to %s; using gRPC", address)
     except OSError as exc:  # nobody there, or a full backlog
         logger.debug("no local channel to %s: %s", address, exc)

@@ -18,9 +18,9 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.transport._frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
+from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 
-__all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "ClientStream", "ServerStream", "mapped_errors"]
+__all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "GrpcClientChannel", "GrpcServerChannel", "mapped_errors"]
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
@@ -90,7 +90,7 @@ def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistEr
     return error_of(exc, address)
 
 
-class ClientStream:
+class GrpcClientChannel:
     """The calling end of `Rpc.Session`."""
 
     def __init__(self, call: Any, address: str) -> None:
@@ -139,7 +139,7 @@ class ClientStream:
         self._call.cancel()
 
 
-class ServerStream:
+class GrpcServerChannel:
     """The serving end of `Rpc.Session`; made in the handler's task, which reads."""
 
     def __init__(self, context: Any, address: str) -> None:

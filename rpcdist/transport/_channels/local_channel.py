@@ -3,7 +3,7 @@
 A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
 why the sender closes.
 
-    before the proof    `read` and `write`, like any `ByteStream`; frames are limited to the size of the handshake, and
+    before the proof    `read` and `write`, like any `Channel`; frames are limited to the size of the handshake, and
                         nothing is received beyond one scratch buffer
     after it            `deliver` hands each frame to the session as it arrives, and the payload of a chunk is received
                         straight into the memory where it belongs; `put` sends from any thread, a chunk straight out of
@@ -27,11 +27,17 @@ from contextlib import suppress
 from typing import Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
-from rpcdist.transport._frames import CHUNK_BYTES, CHUNK_HEAD_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES, ChunkHead
-from rpcdist.transport._frames import parse_chunk_head as parse_head
+from rpcdist.transport._framing.frames import (
+    CHUNK_BYTES,
+    CHUNK_HEAD_BYTES,
+    MAX_ENVELOPE_BYTES,
+    MAX_FRAME_BYTES,
+    ChunkHead,
+)
+from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
 from rpcdist.transport.session import MAX_HANDSHAKE_BYTES, FrameReceiver
 
-__all__ = ["LocalStream"]
+__all__ = ["LocalChannel"]
 
 _LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
@@ -46,7 +52,7 @@ _SOCKET_BYTES: Final = 1 << 20
 a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are as fast with either."""
 
 
-class LocalStream:
+class LocalChannel:
     """A connected channel. All of it runs on the I/O loop, except `put`.
 
     Args:
@@ -80,12 +86,12 @@ class LocalStream:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
-        return f"<LocalStream to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
+        return f"<LocalChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
 
     # ------------------------------------------------------------ reading, before the proof
 
     async def read(self) -> bytes | None:
-        """See `ByteStream`; for the handshake, whose limit of a frame's size holds."""
+        """See `Channel`; for the handshake, whose limit of a frame's size holds."""
         while self._ended is None:
             frame = self._first_frame()
             if frame is not None:
@@ -301,7 +307,7 @@ class LocalStream:
             self._rest = parts
 
     async def write(self, data: bytes) -> None:
-        """See `ByteStream`; by one task at a time. Cancelled in the middle of a frame, the rest is for `flush`."""
+        """See `Channel`; by one task at a time. Cancelled in the middle of a frame, the rest is for `flush`."""
         await self.write_parts(data)
 
     async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:

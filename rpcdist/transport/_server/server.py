@@ -20,8 +20,13 @@ from grpc_reflection.v1alpha import reflection, reflection_pb2_grpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, RpcdistError, TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._grpc_channel import SERVER_OPTIONS, ServerStream, refuse
-from rpcdist.transport._local_channel import LocalStream, accept_local, listen_local, local_channels_allowed
+from rpcdist.transport._channels.grpc_channel import SERVER_OPTIONS, GrpcServerChannel, refuse
+from rpcdist.transport._channels.local_connections import (
+    LocalChannel,
+    accept_local,
+    listen_local,
+    local_channels_allowed,
+)
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.handshake import ReplayWindow, ServerHandshake, verify_request
 from rpcdist.transport.link import COUNTER_KEY, PACKAGE, PROOF_KEY, SESSION_KEY
@@ -235,7 +240,7 @@ class Server(grpc.GenericRpcHandler):
 
     async def _session(self, _requests: Any, context: Any) -> None:
         """A session on gRPC."""
-        stream = ServerStream(context, context.peer())
+        stream = GrpcServerChannel(context, context.peer())
         if self._unproven >= MAX_UNPROVEN:
             await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many handshakes at once; try again")
         handshake = await self._admit(stream, context.peer(), lambda reason: refuse(context, reason))
@@ -263,7 +268,7 @@ class Server(grpc.GenericRpcHandler):
             if sessions:
                 await asyncio.wait(sessions, timeout=STOP_LIMIT_S)
 
-    async def _local_session(self, stream: LocalStream) -> None:
+    async def _local_session(self, stream: LocalChannel) -> None:
         """A session on the local channel."""
 
         async def turn_away(reason: str) -> None:
@@ -280,7 +285,7 @@ class Server(grpc.GenericRpcHandler):
             stream.abort("the connection was closed")
 
     async def _admit(
-        self, stream: ServerStream | LocalStream, peer: str, turn_away: Callable[[str], Awaitable[None]]
+        self, stream: GrpcServerChannel | LocalChannel, peer: str, turn_away: Callable[[str], Awaitable[None]]
     ) -> ServerHandshake | None:
         """Lets the peer prove itself; None if it did not."""
         self._unproven += 1
@@ -298,7 +303,7 @@ class Server(grpc.GenericRpcHandler):
             self._unproven -= 1
         return None
 
-    async def _prove(self, stream: ServerStream | LocalStream) -> ServerHandshake:
+    async def _prove(self, stream: GrpcServerChannel | LocalChannel) -> ServerHandshake:
         node = self._node
         handshake = ServerHandshake(
             node.token, node.job, node.identity, node.refusal_for, token_source=node.token_source
@@ -311,7 +316,7 @@ class Server(grpc.GenericRpcHandler):
             handshake.check()
         return handshake
 
-    async def _serve(self, stream: ServerStream | LocalStream, handshake: ServerHandshake) -> None:
+    async def _serve(self, stream: GrpcServerChannel | LocalChannel, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
         handler = await self._node.session_handler(role) or NullHandler()
         session = Session(

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError
-from rpcdist.transport._io_loop import IoLoop
+from rpcdist.transport.io_loop import IoLoop
 
 __all__ = ["WaitingRoom"]
 

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.transport._frames import (
+from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
@@ -25,14 +25,14 @@ from rpcdist.transport._frames import (
     frame,
 )
 
-__all__ = ["LargeBuffer", "Outgoing"]
+__all__ = ["Outgoing", "OutgoingBuffer"]
 
 
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or the first ones and the sender's own memory where the others are."""
 
 
-class LargeBuffer(Protocol):
+class OutgoingBuffer(Protocol):
     """Memory to be sent; the object keeps it alive."""
 
     @property
@@ -40,12 +40,14 @@ class LargeBuffer(Protocol):
         """C-contiguous, one byte per item. It is read while chunks are written, not when the message is queued."""
 
 
-class _Transfer:
+class _OutgoingTransfer:
     """The buffers of one message of a stream, or of none (0). `then` starts when all of this is written."""
 
     __slots__ = ("at", "buffers", "index", "number", "stream", "then")
 
-    def __init__(self, number: int, stream: int, buffers: list[memoryview], then: _Transfer | None = None) -> None:
+    def __init__(
+        self, number: int, stream: int, buffers: list[memoryview], then: _OutgoingTransfer | None = None
+    ) -> None:
         self.number = number
         self.stream = stream
         self.buffers = buffers
@@ -73,7 +75,7 @@ class _Transfer:
         return self.index == len(self.buffers)
 
 
-_Entry = tuple[bytes, _Transfer | None, int]  # a frame, its buffers, and its stream or 0
+_Entry = tuple[bytes, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
 
 
 def _stream_of(message: rpc_pb2.Message) -> int:
@@ -90,7 +92,7 @@ class Outgoing:
 
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
-        self._transfers: deque[_Transfer] = deque()
+        self._transfers: deque[_OutgoingTransfer] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
@@ -115,7 +117,7 @@ class Outgoing:
         with self._lock:
             self._credit_bytes += num_bytes
 
-    def add(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+    def add(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
         stream = _stream_of(message)
         number = 0
@@ -124,7 +126,7 @@ class Outgoing:
             message.transfer = number = next(self._numbers)
             views = [buffer.view for buffer in buffers]
             message.large.extend(map(len, views))
-            transfer = _Transfer(number, stream, views)
+            transfer = _OutgoingTransfer(number, stream, views)
         data = frame(message)
         if len(data) > MAX_FRAME_BYTES:
             number = number or next(self._numbers)
@@ -133,12 +135,12 @@ class Outgoing:
         return number
 
     def _wrap(
-        self, message: rpc_pb2.Message, number: int, stream: int, inner: _Transfer | None
-    ) -> tuple[bytes, _Transfer]:
+        self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None
+    ) -> tuple[bytes, _OutgoingTransfer]:
         body = memoryview(message.SerializeToString())
         announcement = frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True))
         # The same number is free again when the inner message is announced.
-        return announcement, _Transfer(number, stream, [body], inner)
+        return announcement, _OutgoingTransfer(number, stream, [body], inner)
 
     def abort(self, number: int) -> bool:
         """Stops a transfer; returns whether the peer must be told (its announcement may be on the way)."""
@@ -202,9 +204,9 @@ class Outgoing:
                 self._schedule(transfer)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _schedule(self, transfer: _Transfer) -> None:
+    def _schedule(self, transfer: _OutgoingTransfer) -> None:
         """Gives a transfer its next turn, or lets go what it holds back."""
-        rest: _Transfer | None = transfer
+        rest: _OutgoingTransfer | None = transfer
         while rest is not None and rest.finished:
             rest = rest.then
         if rest is None or rest.number in self._aborted:

@@ -1,0 +1,3 @@
+"""How messages become bytes: envelopes, chunks of large buffers, and what waits to be written or to be complete."""
+
+__all__: list[str] = []

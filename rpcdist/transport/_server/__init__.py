@@ -1,0 +1,3 @@
+"""The serving side of a process: its listeners, the admission of peers, and its gRPC services."""
+
+__all__: list[str] = []
