@@ -28,8 +28,7 @@ from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private
     get_gradients,
     is_available,
 )
-from rpcdist.autograd._worker import AutogradWorker
-from rpcdist.rpc import _autograd_hooks
+from rpcdist.autograd._worker import AutogradWorker as AutogradWorker
 
 __all__ = [
     "AutogradError",
@@ -46,5 +45,3 @@ __all__ = [
     "is_in_backward",
     "queue_callback",
 ]
-
-_autograd_hooks.install(AutogradWorker)

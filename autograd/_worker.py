@@ -5,18 +5,16 @@ Each message has one handler, `on_message`; the sessions' envelopes and the gRPC
 
 from __future__ import annotations
 
-import asyncio
 import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 from torch.autograd.graph import GradientEdge
 
-from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._message_nodes import Gradients
@@ -26,13 +24,12 @@ from rpcdist.autograd._wire_format import decode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._values import ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._autograd_hooks import AutogradHost
+from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.failures import text_of
 from rpcdist.rpc.future import Future
-from rpcdist.transport import Session
-
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
 
 __all__ = ["AutogradWorker"]
 
@@ -40,47 +37,43 @@ logger = logging.getLogger(__name__)
 
 DROP_DELAY_S = 0.05
 
-SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
-
 
 class AutogradWorker:
     """One per agent; see `rpcdist.rpc._autograd_hooks.AutogradHooks`."""
 
-    def __init__(self, agent: Agent) -> None:
-        self.id = agent.worker_id
-        self.contexts = ContextTable(agent.worker_id, agent.incarnation)
-        self._agent = agent
+    def __init__(self, host: AutogradHost) -> None:
+        self.id = host.identity.id
+        self.contexts = ContextTable(self.id, host.identity.incarnation)
+        self.host = host
         self._passes = itertools.count(1)
         self._to_drop: deque[Context] = deque()
-        self._drop_timer: asyncio.TimerHandle | None = None  # I/O loop
-        agent.node.add_service(SERVICE, {"Deliver": self._deliver})
+        self._drop_timer: Timer | None = None  # I/O loop
 
     def __repr__(self) -> str:
-        return f"<AutogradWorker of {self._agent.worker_name} [{len(self.contexts)} contexts]>"
+        return f"<AutogradWorker of {self.host.identity.name} [{len(self.contexts)} contexts]>"
 
     # ------------------------------------------------------------ what passes need
 
     def name_of(self, worker_id: int) -> str:
-        return self._agent.worker_name_of(worker_id)
+        return self.host.worker_name_of(worker_id)
 
     def origin_of(self, pass_id: int) -> int:
         return worker_of(pass_id)
 
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
-        self._agent.pool.submit(function, *arguments)
+        self.host.submit(function, *arguments)
 
     def send(
         self,
         to: int,
         body: autograd_pb2.AutogradMessage,
         owner: BackwardPass | None = None,
-        large: Sequence[object] = (),
+        large: Sequence[LargeBuffer] = (),
     ) -> None:
         """Sends a message of a pass; any thread. If it cannot be sent, the pass fails."""
-        message = rpc_pb2.Message(autograd=body)
-        delivery = None if owner is None else _Delivery(self, owner, to)
+        observer = None if owner is None else _PassObserver(self, owner, to)
         try:
-            self._agent.connections.peer(to).send(message, large, delivery)  # type: ignore[arg-type]
+            self.host.send(to, body, large, observer)
         except RpcdistError as exc:
             if owner is not None:
                 owner.fail(self._lost(to, str(exc)))
@@ -90,7 +83,7 @@ class AutogradWorker:
     def send_gradients(
         self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[Gradients], owner: BackwardPass
     ) -> None:
-        large = encode_into(body.gradients.value, gradients, None, map_device=self._agent.directory.device_map(to))
+        large = encode_into(body.gradients.value, gradients, None, map_device=self.host.device_map(to))
         self.send(to, body, owner, large)
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
@@ -99,7 +92,7 @@ class AutogradWorker:
             self.send(worker, body)
 
     def _lost(self, worker_id: int, reason: str) -> WorkerLost:
-        silence_s = self._agent.connections.silence_s(worker_id)
+        silence_s = self.host.silence_s(worker_id)
         return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
 
     # ------------------------------------------------------------ backward
@@ -117,24 +110,20 @@ class AutogradWorker:
         """The same, on pool threads. Cancelling the future ends the pass."""
         begun, first = self._begin(context_id, roots, retain_graph, mode, deadline)
         future: Future[None] = Future()
-        timer: list[object] = []
+        timer: list[Timer] = []
 
         def ended() -> None:
-            for handle in timer:
-                self._agent.node.io.call_soon(handle.cancel)  # type: ignore[attr-defined]
+            for started in timer:
+                started.cancel()
             if begun.error is None:
                 future._complete(None)
             else:
                 future._fail(begun.error)
 
-        def start_timer() -> None:
-            if not begun.is_over:
-                timer.append(self._agent.node.io.loop.call_later(deadline.remaining_s(), begun.expire))
-
         begun.on_end = lambda: self.submit(ended)
         future._on_cancel = lambda: begun.fail(AutogradError("the backward pass was cancelled by its caller"))
         if deadline.is_finite:
-            self._agent.node.io.call_soon(start_timer)
+            timer.append(self.host.call_later(deadline.remaining_s(), begun.expire))
         begun.post(first)
         return future
 
@@ -165,8 +154,8 @@ class AutogradWorker:
         body = autograd_pb2.AutogradMessage(context=context_id)
         body.release.SetInParent()
         for worker in context.neighbours() - {told_by, self.id}:
-            if not self._agent.closed:
-                self._agent.connections.send_control(worker, body)
+            if not self.host.is_closed:
+                self.host.send_control(worker, body)
         return context
 
     def _released_by(self, worker_id: int, context_id: int) -> None:
@@ -181,11 +170,11 @@ class AutogradWorker:
         if not context.is_light():
             self.submit(self._drop)
         elif self._drop_timer is None:
-            self._drop_timer = self._agent.node.io.loop.call_later(DROP_DELAY_S, self._drop_soon)
+            self._drop_timer = self.host.call_later(DROP_DELAY_S, self._drop_soon)
 
     def _drop_soon(self) -> None:
         self._drop_timer = None
-        if not self._agent.closed:
+        if not self.host.is_closed:
             self.submit(self._drop)
 
     def _drop(self) -> None:
@@ -226,12 +215,6 @@ class AutogradWorker:
 
     # ------------------------------------------------------------ what arrives (I/O loop)
 
-    async def _deliver(self, peer: Identity, message: autograd_pb2.AutogradMessage) -> autograd_pb2.AutogradDelivered:
-        if self._agent.closed:
-            raise RpcdistError(f"worker {self._agent.worker_name!r} has shut down RPC")
-        self.on_message(peer, message, ())
-        return autograd_pb2.AutogradDelivered()
-
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
     ) -> None:
@@ -254,7 +237,7 @@ class AutogradWorker:
         elif kind == "verdicts":
             current.handle_soon(Decided(sender.id, decode_verdicts(message.verdicts)))
         elif kind == "gradients":
-            plain_only = not self._agent.options.allow_pickle
+            plain_only = not self.host.allow_pickle
             read = partial(decode, message.gradients.value, buffers, None, plain_only=plain_only)
             current.gradients_arrived(list(message.gradients.messages), read)
         elif kind == "done":
@@ -291,13 +274,13 @@ class AutogradWorker:
 
     def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
-        answer.aborted.worker, answer.aborted.worker_name = self.id, self._agent.worker_name
+        answer.aborted.worker, answer.aborted.worker_name = self.id, self.host.identity.name
         answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, text_of(error)
         self.send(sender.id, answer)
 
 
-class _Delivery:
-    """Hears when a message of a pass could not be sent (`rpcdist.rpc._peers.peer.Sender`)."""
+class _PassObserver:
+    """Hears when a message of a pass could not be sent (`SendObserver`)."""
 
     __slots__ = ("_owner", "_to", "_worker")
 
@@ -311,7 +294,7 @@ class _Delivery:
         # A pass that is done here still owes the others what it has sent last.
         return self._owner.error is not None
 
-    def on_sent(self, session: Session, transfer: int) -> None:
+    def on_sent(self, session: MessageSink, transfer: int) -> None:
         if session.closed_reason is not None:
             self._worker.submit(self._owner.fail, self._worker._lost(self._to, session.closed_reason))
 

@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+from rpcdist import _upper_layers
 
 if TYPE_CHECKING:
     from rpcdist import autograd as autograd
@@ -50,3 +52,11 @@ def __getattr__(name: str) -> object:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def _load_autograd() -> Any:
+    """What makes distributed autograd for an agent (`rpcdist.rpc._autograd_hooks.MakeAutograd`)."""
+    return importlib.import_module("rpcdist.autograd").AutogradWorker
+
+
+_upper_layers.register("autograd", _load_autograd)

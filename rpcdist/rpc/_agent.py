@@ -15,22 +15,25 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
+from rpcdist import _upper_layers
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._autograd_hooks import AutogradHooks, CallContext, make_hooks
+from rpcdist.rpc._autograd_hooks import AutogradHooks, CallContext, MakeAutograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.reply_sinks import Job
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.waiting import replace_torch_functions
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._membership.directory import Directory
 from rpcdist.rpc._membership.gatherings import Gatherings, Leader
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.loopback import Loopback
+from rpcdist.rpc._peers.network import SendObserver
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
@@ -53,6 +56,7 @@ logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
 RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
+AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
 TICK_S = 0.1
 CLOSE_LIMIT_S = 5.0
 
@@ -113,9 +117,11 @@ class Agent:
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
-        self.autograd = make_hooks(self)
+        make_autograd: MakeAutograd = _upper_layers.load("autograd")
+        self.autograd = make_autograd(_AutogradLinks(self))
         self._restore_torch = replace_torch_functions()
         atexit.register(self._abandon)
+        self.node.add_service(AUTOGRAD_SERVICE, {"Deliver": self._deliver_autograd})
         self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
         self.node.handle_role(ROLE, self.connections, self.connections.refusal)
         self.node.io.call_soon(self._tick)
@@ -248,6 +254,14 @@ class Agent:
         self.rrefs.on_message(peer.id, peer.incarnation, message)
         return rref_pb2.RRefDelivered()
 
+    async def _deliver_autograd(
+        self, peer: Identity, message: autograd_pb2.AutogradMessage
+    ) -> autograd_pb2.AutogradDelivered:
+        if self.closed or self.autograd is None:
+            raise RpcdistError(f"worker {self.worker_name!r} has shut down RPC")
+        self.autograd.on_message(peer, message, ())
+        return autograd_pb2.AutogradDelivered()
+
     def _tick(self) -> None:
         if self.closed:
             return
@@ -357,3 +371,33 @@ class Agent:
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[torch.device, torch.device]:
         return dict(self.options.device_maps.get(dst.name, {}))
+
+
+class _AutogradLinks:
+    """The agent, as distributed autograd sees it: `AutogradHost`."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self.identity = agent.identity
+        self.allow_pickle = agent.options.allow_pickle
+        self.default_mode = agent.options.autograd_mode
+        self.timeout_of = agent.caller.timeout_of
+        self.worker_name_of = agent.directory.name_of
+        self.device_map = agent.directory.device_map
+        self.silence_s = agent.connections.silence_s
+        self.submit = agent.pool.submit
+        self.call_later = Timers(agent.node.io).call_later
+        self.send_control = agent.connections.send_control
+
+    @property
+    def is_closed(self) -> bool:
+        return self._agent.closed
+
+    def send(
+        self,
+        to: int,
+        message: autograd_pb2.AutogradMessage,
+        buffers: Sequence[LargeBuffer] = (),
+        observer: SendObserver | None = None,
+    ) -> None:
+        self._agent.connections.peer(to).send(rpc_pb2.Message(autograd=message), buffers, observer)

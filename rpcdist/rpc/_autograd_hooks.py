@@ -1,7 +1,11 @@
-"""Where distributed autograd takes hold of calls.
+"""Where distributed autograd and calls meet: three small interfaces, and the context of the calls that are made now.
 
-`rpcdist.autograd` is a layer above this package, so it registers itself here when it is imported. Every agent imports
-it when it starts: a call with an autograd context may arrive at a worker whose program never names it.
+    CallContext      an autograd context, as one call sees it      implemented by rpcdist.autograd, used here
+    AutogradHooks    distributed autograd of one agent             implemented by rpcdist.autograd, used here
+    AutogradHost     what it needs of its agent                    implemented here, used by rpcdist.autograd
+
+`rpcdist.autograd` is a layer above this package, and registered by the root of the package (`rpcdist._upper_layers`):
+a call with an autograd context may arrive at a worker whose program never names it.
 
 A call made inside a context takes the context's id along. Tensors that require grad, in its arguments, its result and
 the items of its stream, are reported to the context on both sides, in the same order: the order of the value's tensor
@@ -10,22 +14,20 @@ table. The callee's function runs inside the context, too.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 import torch
 
 from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
-from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._peers.network import SendObserver
+from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
-
-__all__ = ["AutogradHooks", "CallContext", "current_autograd", "install", "make_hooks"]
+__all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
 
 
 class CallContext(Protocol):
@@ -58,7 +60,7 @@ class AutogradHooks(Protocol):
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
     ) -> None:
-        """A message arrived; on the I/O loop."""
+        """A message arrived; on the I/O loop. The same message may come twice, and in any order with others."""
         ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
@@ -84,20 +86,74 @@ class AutogradHooks(Protocol):
         ...
 
 
+class AutogradHost(Protocol):
+    """What distributed autograd needs of its agent. Any thread may call any method; none of them waits."""
+
+    @property
+    def identity(self) -> Identity:
+        """This worker: its id, name and incarnation."""
+        ...
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether the agent shuts down, or has: nothing can be sent any more."""
+        ...
+
+    @property
+    def allow_pickle(self) -> bool:
+        """Whether gradients may arrive pickled."""
+        ...
+
+    @property
+    def default_mode(self) -> str:
+        """The mode of a backward pass that names none: "smart" or "fast"."""
+        ...
+
+    def timeout_of(self, timeout_s: float) -> float:
+        """A timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
+        ...
+
+    def worker_name_of(self, worker_id: int) -> str:
+        """The name of a worker, or a text with its id if it is unknown."""
+        ...
+
+    def device_map(self, to: int) -> MapDevice | None:
+        """Where tensors of other devices than the CPU go at a worker; None without a map for it."""
+        ...
+
+    def silence_s(self, worker_id: int) -> float:
+        """Seconds since the connection to a worker was last known to be good."""
+        ...
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Has a function called on a thread that may run code of users."""
+        ...
+
+    def call_later(self, delay_s: float, function: Callable[[], object]) -> Timer:
+        """Has a short function called on the I/O loop, in `delay_s` seconds."""
+        ...
+
+    def send(
+        self,
+        to: int,
+        message: autograd_pb2.AutogradMessage,
+        buffers: Sequence[LargeBuffer] = (),
+        observer: SendObserver | None = None,
+    ) -> None:
+        """Sends a message to another worker, at most once.
+
+        Raises:
+            TransportError, UnknownWorker: the worker is lost, or nobody has this id.
+        """
+        ...
+
+    def send_control(self, to: int, message: autograd_pb2.AutogradMessage) -> None:
+        """Sends a message to another worker until it has arrived, unless the worker dies."""
+        ...
+
+
+MakeAutograd = Callable[[AutogradHost], AutogradHooks]
+"""Makes distributed autograd for an agent; `rpcdist._upper_layers` knows it as "autograd"."""
+
 current_autograd: ContextVar[CallContext | None] = ContextVar("rpcdist_autograd_context", default=None)
 """The context of the calls that this thread or task makes; None outside of contexts."""
-
-_factory: Callable[[Agent], AutogradHooks] | None = None
-
-
-def install(factory: Callable[[Agent], AutogradHooks]) -> None:
-    """Says what makes the hooks of an agent."""
-    global _factory
-    _factory = factory
-
-
-def make_hooks(agent: Agent) -> AutogradHooks:
-    """The hooks of an agent that starts."""
-    importlib.import_module("rpcdist.autograd")  # a layer above: it calls `install`
-    assert _factory is not None
-    return _factory(agent)

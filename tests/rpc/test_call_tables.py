@@ -120,10 +120,10 @@ def test_a_call_that_met_a_closed_session_is_reported() -> None:
     table = CallTable(lambda at: None)
     made = pending(table, 10, agent=agent)
     peer = Identity("b", 1, 7)
-    made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)  # type: ignore[arg-type]
+    made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)
     assert made.transfer == 3 and not unanswered
     session = SimpleNamespace(peer=peer, closed_reason="broken", last_received=0.0)
-    made.on_sent(session, 0)  # type: ignore[arg-type]
+    made.on_sent(session, 0)
     assert unanswered == [(made, session, "broken")]
 
 

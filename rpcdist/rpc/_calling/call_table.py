@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, WorkerLost
-from rpcdist.transport import Session
+from rpcdist.rpc._peers.network import MessageSink
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -109,7 +109,7 @@ class PendingCall:
     def ended(self) -> bool:
         return self.id not in self._agent.caller.calls
 
-    def on_sent(self, session: Session, transfer: int) -> None:
+    def on_sent(self, session: MessageSink, transfer: int) -> None:
         """The message was given to a session; if that session has ended meanwhile, so has the call."""
         self.session = session
         self.transfer = transfer

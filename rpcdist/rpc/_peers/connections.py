@@ -16,7 +16,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._peers.control import ControlInbox
 from rpcdist.rpc._peers.leases import Leases
-from rpcdist.rpc._peers.peer import Peer, PeerState, Sender
+from rpcdist.rpc._peers.network import MessageSink, SendObserver
+from rpcdist.rpc._peers.peer import Peer, PeerState
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.transport import Session
 
@@ -219,14 +220,14 @@ class Connections:
         self._agent.streams.fail_where(lambda _, on: on is session, partial(_lost, session, reason))
         self._shares_uncertain(peer.identity)
 
-    def on_unanswered(self, call: PendingCall, session: Session, reason: str) -> None:
+    def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
         """The session of a call has ended: the call fails, unless it may be repeated. Any thread."""
         if call.repeatable is None:
             self._agent.caller.end(call, _lost(session, reason, call.what()))
         else:
             self._agent.node.io.call_soon(self._send_again, call, session, reason)
 
-    def _send_again(self, call: PendingCall, session: Session, reason: str) -> None:
+    def _send_again(self, call: PendingCall, session: MessageSink, reason: str) -> None:
         if call.ended or call.session is not session or call.repeatable is None:
             return
         call.session = None
@@ -238,7 +239,7 @@ class Connections:
         except TransportError as exc:
             self._agent.caller.end(call, _lost(session, f"{reason}; {exc}", call.what()))
 
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Sender]) -> None:
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
         """A worker is declared dead."""
         silence = time.monotonic() - peer.last_up
         exc = WorkerLost(peer.identity.name, "a connection", silence, reason)
@@ -297,5 +298,5 @@ class Connections:
             session.close(reason)
 
 
-def _lost(session: Session, reason: str, what: str) -> WorkerLost:
+def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
     return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 
 from rpcdist._proto import rpc_pb2
@@ -28,6 +29,10 @@ class Loopback:
 
     def __repr__(self) -> str:
         return f"<Loopback of {self.peer.name}>"
+
+    @property
+    def last_received(self) -> float:
+        return time.monotonic()
 
     def send(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         received = []

@@ -27,10 +27,11 @@ from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlOutbox
+from rpcdist.rpc._peers.network import SendObserver
 from rpcdist.transport import Link, Node, Session, SessionHandler
 from rpcdist.transport.session import OutgoingBuffer
 
-__all__ = ["Peer", "PeerOwner", "PeerState", "Sender"]
+__all__ = ["Peer", "PeerOwner", "PeerState"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +55,7 @@ class PeerOwner(SessionHandler, Protocol):
     def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
 
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Sender]) -> None:
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
         """The worker is declared dead; `unsent` waited for a connection to it."""
 
 
@@ -82,7 +83,7 @@ class Peer:
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[rpc_pb2.Message, Sequence[OutgoingBuffer], Sender | None]] = []
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[OutgoingBuffer], SendObserver | None]] = []
         self._control = ControlOutbox()
         self._link: Link | None = None
         self._task: asyncio.Task[None] | None = None
@@ -94,7 +95,7 @@ class Peer:
     # ------------------------------------------------------------ any thread
 
     def send(
-        self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = (), sent: Sender | None = None
+        self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = (), sent: SendObserver | None = None
     ) -> None:
         """Sends a message, or keeps it until the connection stands.
 
@@ -117,7 +118,7 @@ class Peer:
         if sent is not None:
             sent.on_sent(session, number)
 
-    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer], sent: Sender | None) -> None:
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer], sent: SendObserver | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent))
@@ -276,20 +277,6 @@ class Peer:
 
 def _because(broken: str, then: str) -> str:
     return f"{broken}; then {then}" if broken else then
-
-
-class Sender(Protocol):
-    """Who sends a message, and hears when it went, or that it did not."""
-
-    @property
-    def ended(self) -> bool:
-        """It need not be sent any more."""
-
-    def on_sent(self, session: Session, transfer: int) -> None:
-        """It was given to this session."""
-
-    def on_not_sent(self, silence_s: float, reason: str) -> None:
-        """The worker was declared lost before that."""
 
 
 class _Forward:

@@ -1,0 +1,159 @@
+"""What the RPC layer uses of the transport, as protocols.
+
+`rpcdist.transport` implements them with sockets (`Node`, `Link`, `Session`, `IoLoop`). Tests implement them in memory,
+which is how several workers can live in one process without a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from typing import Any, Protocol, TypeVar
+
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import Message
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.ids import Identity
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+
+__all__ = ["Connection", "IoThread", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
+
+T = TypeVar("T")
+ReplyT = TypeVar("ReplyT", bound=Message)
+
+
+class MessageSink(Protocol):
+    """Where messages to one worker go: a session, or the loopback of calls to oneself."""
+
+    @property
+    def peer(self) -> Identity:
+        """Who gets them."""
+
+    @property
+    def closed_reason(self) -> str | None:
+        """Why nothing can be sent any more; None while it can."""
+
+    @property
+    def last_received(self) -> float:
+        """When the peer was last heard of, in seconds of the monotonic clock."""
+
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+        """Queues a message; any thread, never blocks. Returns the number of the transfer, 0 if it needs none."""
+
+    def abort_transfer(self, number: int, reason: str) -> None:
+        """Stops sending the buffers of a message; any thread."""
+
+
+class PeerSession(MessageSink, Protocol):
+    """A proven connection with another process, as the transport hands it out."""
+
+    @property
+    def id(self) -> bytes:
+        """Its number, the same at both ends."""
+
+    def close(self, reason: str) -> None:
+        """Ends it at once; any thread; idempotent."""
+
+    async def drain(self, timeout_s: float) -> bool:
+        """Waits until what was queued is written; False when the time is over."""
+
+    async def ended(self, timeout_s: float) -> bool:
+        """Waits until it has ended; False when the time is over."""
+
+
+class SessionTaker(Protocol):
+    """Who takes what arrives on sessions. All of it is called on the I/O loop, and must not block or run user code."""
+
+    def on_opened(self, session: PeerSession) -> None:
+        """A peer opened this session; not called for those that this process opens itself."""
+
+    def on_messages(self, session: PeerSession, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+        """Messages arrived whole, in the order in which they became complete."""
+
+    def on_closed(self, session: PeerSession, reason: str) -> None:
+        """The session ended; called once."""
+
+    def allocate(self, size_bytes: int) -> ReceiveBuffer:
+        """Memory for a large buffer that was announced."""
+
+
+class Connection(Protocol):
+    """A connection that this process opened."""
+
+    @property
+    def session(self) -> PeerSession:
+        """Carries the messages in both directions."""
+
+    async def unary(
+        self, service: str, method: str, request: Message, reply_type: type[ReplyT], timeout_s: float | None
+    ) -> ReplyT:
+        """One call of a service method of the peer."""
+
+    async def close(self, timeout_s: float = 5.0) -> None:
+        """Ends the session and the connection; idempotent; bounded."""
+
+
+class IoThread(Protocol):
+    """The event loop on which everything of the network runs, and its thread."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The loop; to be used on its thread only."""
+
+    def call_soon(self, function: Callable[..., object], *args: object) -> None:
+        """Has a function called on the loop soon; any thread."""
+
+    def spawn(self, coroutine: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
+        """Starts a task on the loop; on its thread only."""
+
+
+class Network(Protocol):
+    """This process's place on the network."""
+
+    @property
+    def io(self) -> IoThread:
+        """Where it runs."""
+
+    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
+        """Runs a coroutine on the I/O loop and waits for it; any other thread."""
+
+    def add_service(
+        self,
+        descriptor: ServiceDescriptor,
+        methods: Mapping[str, Callable[[Identity, Any], Awaitable[Message]]],
+    ) -> None:
+        """Serves methods of a service; handlers run on the I/O loop."""
+
+    def handle_role(
+        self, role: str, handler: SessionTaker | None, refuse: Callable[[Identity], str | None] | None = None
+    ) -> None:
+        """Says who takes the sessions that peers open for a role, and whom to refuse; None ends that."""
+
+    async def connect(
+        self,
+        address: str,
+        role: str,
+        timeout_s: float,
+        handler: SessionTaker | None = None,
+        expected: Identity | None = None,
+        retry: bool = True,
+    ) -> Connection:
+        """Connects to another process; on the I/O loop."""
+
+    def release(self) -> None:
+        """Gives back this user's share of it; blocks, bounded."""
+
+
+class SendObserver(Protocol):
+    """Hears how a message went: which session took it, or that the worker was lost before one could."""
+
+    @property
+    def ended(self) -> bool:
+        """Whether the message need not be sent any more."""
+
+    def on_sent(self, session: MessageSink, transfer: int) -> None:
+        """It was given to this session, as this transfer (0 for none)."""
+
+    def on_not_sent(self, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before that."""
