@@ -57,7 +57,7 @@ class ForkGuard:
 
     def __init__(self) -> None:
         self.in_child = False
-        self._running = False
+        self._num_running = 0  # nodes
         self._server_ports: frozenset[int] = frozenset()
         self._peers: frozenset[Peer] = frozenset()
         self._sockets: frozenset[weakref.ref[socket.socket]] = frozenset()
@@ -66,15 +66,17 @@ class ForkGuard:
         self._lock = threading.Lock()  # for writers in the parent
 
     def mark_running(self) -> None:
-        """From now on a child that is forked must not use rpcdist."""
-        self._running = True
+        """A node started: from now on a child that is forked must not use rpcdist."""
+        with self._lock:
+            self._num_running += 1
 
     def mark_stopped(self) -> None:
-        """The process no longer communicates: forget all ports, and let children do as they like."""
+        """A node ended. After the last one, forgets all ports, and lets children do as they like."""
         with self._lock:
-            self._running = False
-            self._server_ports = frozenset()
-            self._peers = frozenset()
+            self._num_running -= 1
+            if self._num_running == 0:
+                self._server_ports = frozenset()
+                self._peers = frozenset()
 
     def note_server_port(self, port: int) -> None:
         """Remembers a port that this process listens on; connections accepted there are recognised by it."""
@@ -100,7 +102,7 @@ class ForkGuard:
 
     def after_fork_in_child(self) -> None:
         """What the child does first. Every participant is called, even when one fails."""
-        if not self._running:
+        if not self._num_running:
             return
         self.in_child = True
         self._lock = threading.Lock()

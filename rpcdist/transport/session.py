@@ -11,82 +11,24 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol, runtime_checkable
+from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
+from rpcdist.transport._channels.channel import Channel, DirectChannel
 from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.io_loop import IoLoop
 
-__all__ = [
-    "Channel",
-    "DirectChannel",
-    "FrameReceiver",
-    "IncomingBuffer",
-    "OutgoingBuffer",
-    "Session",
-    "SessionHandler",
-]
+__all__ = ["IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
 logger = logging.getLogger(__name__)
 
 HEARTBEATS_PER_TIMEOUT = 4
-MAX_HANDSHAKE_BYTES = 4096
 LONE_AFTER_S = 60e-6  # a message that comes later than this after the last one was written is not part of a burst
 MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
-
-
-class Channel(Protocol):
-    """A channel: whole envelopes in both directions, in order."""
-
-    async def read(self) -> bytes | None:
-        """The next envelope; None when the peer closed the stream. Raises `TransportError` when it broke."""
-
-    async def write(self, data: bytes) -> None:
-        """Returns when the channel can take more; raises `TransportError` when it broke."""
-
-    def abort(self, reason: str) -> None:
-        """Ends the stream at once; pending reads and writes fail. Idempotent."""
-
-
-class FrameReceiver(Protocol):
-    """Takes what a `DirectChannel` brings. On the I/O loop; what it raises ends the channel."""
-
-    def receive(self, data: bytes | bytearray) -> None:
-        """An envelope."""
-
-    def place(self, head: ChunkHead) -> memoryview | None:
-        """Where the bytes of a chunk belong, so that they can be received there; None if that is nowhere."""
-
-    def placed(self, head: ChunkHead, num_bytes: int) -> None:
-        """The bytes are there; `num_bytes` is the size of their whole envelope."""
-
-
-@runtime_checkable
-class DirectChannel(Channel, Protocol):
-    """A channel that any thread may write to, and that brings what arrives instead of being read."""
-
-    async def deliver(self, receiver: FrameReceiver) -> None:
-        """Runs until the channel ends, and raises why."""
-
-    def read_out(self) -> Exception | None:
-        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether `put` may be called."""
-
-    def put(self, head: bytes, payload: memoryview | None = None) -> None:
-        """Sends an envelope as far as that is possible without waiting; by one thread at a time."""
-
-    async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
-        """As `Channel.write`, of an envelope whose payload lies elsewhere."""
-
-    async def flush(self) -> None:
-        """Writes what `put` has left."""
 
 
 class SessionHandler(Protocol):
@@ -423,18 +365,3 @@ def _is_awaited(message: rpc_pb2.Message) -> bool:
     if message.HasField("call"):
         return not message.call.HasField("result")
     return message.HasField("reply") and not message.reply.created
-
-
-def expect_handshake(data: bytes | bytearray | None) -> rpc_pb2.Envelope:
-    """The envelope if it is a handshake step, else `ProtocolViolation`; used before anything is proven.
-
-    A peer that goes away (None) raises `TransportError`: it may have been cancelled, and has done nothing wrong.
-    """
-    if data is None:
-        raise TransportError("the connection was closed during the handshake")
-    if len(data) > MAX_HANDSHAKE_BYTES:
-        raise ProtocolViolation(f"{len(data)} bytes arrived before the handshake was finished")
-    envelope = parse(data)
-    if isinstance(envelope, Chunk) or envelope.messages or not envelope.HasField("handshake"):
-        raise ProtocolViolation("a message arrived before the handshake was finished")
-    return envelope

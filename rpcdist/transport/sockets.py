@@ -52,7 +52,6 @@ from rpcdist.transport._socket_hub.wire import (
     same_user,
     tune,
 )
-from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 from rpcdist.transport.node import Node
 
 __all__ = ["HANDSHAKE_LIMIT_S", "MAX_UNPROVEN", "MAX_WAITING", "WAITING_LIMIT_S", "HubAddress", "SocketHub"]
@@ -312,7 +311,7 @@ class SocketHub:
 
     async def _prove(self, connection: socket.socket, purpose: str) -> socket.socket:
         node = self._node
-        side = ClientHandshake(node.token, node.job, ROLE, node.identity, token_source=node.token_source)
+        side = node.credentials.client_handshake(ROLE)
         await prove_client(connection, side, purpose)
         return connection
 
@@ -377,7 +376,7 @@ class SocketHub:
             if connection.family == socket.AF_UNIX and not same_user(connection):
                 raise AuthenticationFailed("it belongs to another user")
             node = self._node
-            side = ServerHandshake(node.token, node.job, node.identity, token_source=node.token_source)
+            side = node.credentials.server_handshake()
             async with asyncio.timeout(HANDSHAKE_LIMIT_S):
                 purpose = await prove_server(connection, side, self._room.refusal, spoke)
             handed_over = self._room.put(purpose, connection)

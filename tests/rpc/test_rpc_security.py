@@ -37,7 +37,7 @@ from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_p
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
 from rpcdist.transport._framing.frames import chunk_envelope
 from rpcdist.transport.handshake import ClientHandshake
-from rpcdist.transport.link import COUNTER_KEY, PROOF_KEY, SESSION_KEY
+from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
 pytestmark = pytest.mark.multiproc
 

@@ -333,7 +333,7 @@ def connection_to(name: str) -> str:
 
 def num_unproven() -> int:
     """How many peers are in the middle of a handshake."""
-    found: int = rpc.api._get_current_rpc_agent().node._server._unproven
+    found: int = rpc.api._get_current_rpc_agent().node._server.num_unproven
     return found
 
 
@@ -344,7 +344,7 @@ def limit_closing(seconds: float) -> None:
 
 
 def limit_handshakes(seconds: float, count: int = 512) -> None:
-    from rpcdist.transport._server import server
+    from rpcdist.transport._server import admission
 
-    server.HANDSHAKE_LIMIT_S = seconds
-    server.MAX_UNPROVEN = count
+    admission.HANDSHAKE_LIMIT_S = seconds
+    admission.MAX_UNPROVEN = count

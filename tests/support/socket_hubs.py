@@ -16,12 +16,11 @@ LIMIT_S = 20.0
 
 @contextmanager
 def running_node(token: str | None = None, job: str = "default") -> Iterator[Node]:
-    node = Node(NodeOptions(token=token, job=job))
-    node.io.start()
+    node = Node(NodeOptions(token=token, job=job)).start()
     try:
         yield node
     finally:
-        node.io.close()
+        node.release()
 
 
 @contextmanager

@@ -16,11 +16,10 @@ from transport_nodes import is_local
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
-from rpcdist.transport import Session
+from rpcdist.transport import Node, Session, acquire_node
 from rpcdist.transport._framing.frames import CHUNK_BYTES, Chunk, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.node import Node, acquire_node
 
 T = TypeVar("T")
 MIB = 1 << 20

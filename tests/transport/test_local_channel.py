@@ -21,11 +21,10 @@ from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
-from rpcdist.transport import Node
-from rpcdist.transport import link as link_module
+from rpcdist.transport import Node, connector
 from rpcdist.transport._channels import local_connections
 from rpcdist.transport._channels.local_connections import CHANNELS_VARIABLE, accept_local, connect_local, listen_local
-from rpcdist.transport._server import server as server_module
+from rpcdist.transport._server import admission, local_listeners
 from rpcdist.transport.handshake import ServerHandshake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
@@ -36,7 +35,7 @@ LENGTH = struct.Struct("<I")
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
-    monkeypatch.setattr(link_module, "LOCAL_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(connector, "LOCAL_LIMIT_S", UNIT_S)
 
 
 @pytest.fixture
@@ -280,17 +279,17 @@ def test_strangers_are_told_and_shown_out(
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
     assert len(warnings) == 1 and "refused a connection from a process of this host" in warnings[0]
     assert works(nodes.make("client"), server)
-    assert server._server._unproven == 0
+    assert server._server.num_unproven == 0
 
 
 def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: Node) -> None:
-    monkeypatch.setattr(server_module, "HANDSHAKE_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", UNIT_S)
     with stranger(server) as silent:
         assert b"the handshake took longer than 0.4 s" in all_of(silent)
 
 
 def test_strangers_have_limited_company(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(server_module, "MAX_UNPROVEN_LOCAL", 2)
+    monkeypatch.setattr(local_listeners, "MAX_UNPROVEN_LOCAL", 2)
     server, client = nodes.make("server", serve=True), nodes.make("client")
     server.handle_role("echo", Recorder(echo=True))
     for _ in range(4):

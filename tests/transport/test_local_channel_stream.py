@@ -17,7 +17,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport._channels import local_channel
 from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_envelope, chunk_head, parse_chunk_head
-from rpcdist.transport.session import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 
 LIMIT_S = 20.0
 LENGTH = struct.Struct("<I")

@@ -396,7 +396,7 @@ def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.
 
 FORKING = """
     import os, socket, sys
-    from rpcdist.transport.node import acquire_node
+    from rpcdist.transport import acquire_node
     from rpcdist.transport.sockets import SocketHub
 
     node = acquire_node()

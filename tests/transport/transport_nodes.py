@@ -71,15 +71,14 @@ class Recorder:
 
 
 class Nodes:
-    """Starts nodes as `acquire_node` does, but several in one process."""
+    """Several nodes in one process."""
 
     def __init__(self) -> None:
         self._running: list[Node] = []
 
     def make(self, name: str, serve: bool = False, **options: Any) -> Node:
-        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **options})).acquire()
+        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **options})).start()
         node.identity = Identity(name, -1, new_incarnation())
-        node.io.start()
         self._running.append(node)
         if serve:
             node.serve("127.0.0.1", 0)

@@ -27,6 +27,7 @@ from contextlib import suppress
 from typing import Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.transport._channels.channel import FrameReceiver
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -35,7 +36,7 @@ from rpcdist.transport._framing.frames import (
     ChunkHead,
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
-from rpcdist.transport.session import MAX_HANDSHAKE_BYTES, FrameReceiver
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 
 __all__ = ["LocalChannel"]
 

@@ -23,7 +23,6 @@ from rpcdist.transport._socket_hub.wire import has_abstract_sockets, same_user
 
 __all__ = [
     "CHANNELS_VARIABLE",
-    "LocalChannel",
     "accept_local",
     "connect_local",
     "listen_local",

@@ -1,0 +1,59 @@
+"""What a session needs of a channel: whole envelopes in both directions, in order."""
+
+from __future__ import annotations
+
+from typing import Protocol, runtime_checkable
+
+from rpcdist.transport._framing.frames import ChunkHead
+
+__all__ = ["Channel", "DirectChannel", "FrameReceiver"]
+
+
+class Channel(Protocol):
+    """Carries the envelopes of one session; used on the I/O loop."""
+
+    async def read(self) -> bytes | None:
+        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
+
+    async def write(self, data: bytes) -> None:
+        """Returns when the channel can take more; raises `TransportError` when it broke."""
+
+    def abort(self, reason: str) -> None:
+        """Ends the channel at once; pending reads and writes fail. Idempotent."""
+
+
+class FrameReceiver(Protocol):
+    """Takes what a `DirectChannel` brings. Called on the I/O loop; an exception that it raises ends the channel."""
+
+    def receive(self, data: bytes | bytearray) -> None:
+        """An envelope arrived."""
+
+    def place(self, head: ChunkHead) -> memoryview | None:
+        """Where the bytes of a chunk belong, so that they can be received there; None: nobody wants them any more."""
+
+    def placed(self, head: ChunkHead, num_bytes: int) -> None:
+        """The bytes are there; `num_bytes` is the size of their whole envelope."""
+
+
+@runtime_checkable
+class DirectChannel(Channel, Protocol):
+    """A channel that any thread may write to, and that calls a receiver instead of being read."""
+
+    async def deliver(self, receiver: FrameReceiver) -> None:
+        """Runs until the channel ends, and raises why."""
+
+    def read_out(self) -> Exception | None:
+        """Delivers at once all that has arrived; returns why the channel has ended, or None."""
+
+    @property
+    def is_free(self) -> bool:
+        """Whether `put` may be called."""
+
+    def put(self, head: bytes, payload: memoryview | None = None) -> None:
+        """Sends an envelope as far as that is possible without waiting; one thread at a time."""
+
+    async def write_parts(self, head: bytes, payload: memoryview | None = None) -> None:
+        """Like `Channel.write`, for an envelope whose last bytes lie in memory of their own."""
+
+    async def flush(self) -> None:
+        """Writes what `put` has left."""

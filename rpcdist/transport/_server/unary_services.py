@@ -1,0 +1,89 @@
+"""The unary gRPC methods that other parts register: checks who calls, and runs their handlers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import grpc
+from google.protobuf.descriptor import ServiceDescriptor
+from google.protobuf.message import DecodeError, Message
+from google.protobuf.message_factory import GetMessageClass
+
+from rpcdist.errors import RpcdistError
+from rpcdist.ids import Identity
+from rpcdist.transport._channels.grpc_channel import refuse
+from rpcdist.transport.unary_proof import PACKAGE, ProvenSessions
+
+__all__ = ["Method", "UnaryServices"]
+
+logger = logging.getLogger(__name__)
+
+Method = Callable[[Identity, Any], Awaitable[Message]]
+"""A service method: takes the proven caller and the request, returns the reply. Runs on the I/O loop."""
+
+
+class UnaryServices:
+    """The registered services. Lives on the I/O loop.
+
+    Attributes:
+        names: the full names of the services.
+        handlers: gRPC's handlers, by the path of their methods.
+
+    Args:
+        proven: the sessions that calls may belong to.
+    """
+
+    def __init__(self, proven: ProvenSessions) -> None:
+        self.names: list[str] = []
+        self.handlers: dict[str, Any] = {}
+        self._proven = proven
+        self._num_running = 0
+        self._one_ended = asyncio.Event()
+
+    def add(self, descriptor: ServiceDescriptor, methods: Mapping[str, Method]) -> None:
+        """Serves methods of a service; replaces what was registered under its name."""
+        for method in descriptor.methods:
+            if method.name in methods:
+                request_type = GetMessageClass(method.input_type)
+                path = f"/{descriptor.full_name}/{method.name}"
+                self.handlers[path] = self._handler(path, request_type, methods[method.name])
+        if descriptor.full_name not in self.names:
+            self.names.append(descriptor.full_name)
+
+    def _handler(self, path: str, request_type: type[Message], method: Method) -> Any:
+        async def handle(data: bytes, context: Any) -> bytes:
+            peer = self._proven.peer_of(path, context.invocation_metadata())
+            if peer is None:
+                await refuse(context, f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first")
+                raise AssertionError("unreachable")  # gRPC's `abort` raises
+            try:
+                request = request_type.FromString(data)
+            except DecodeError:
+                await context.abort(grpc.StatusCode.INVALID_ARGUMENT, f"the request of {path} cannot be parsed")
+            self._num_running += 1
+            try:
+                reply = await method(peer, request)
+            except RpcdistError as exc:
+                await context.abort(grpc.StatusCode.FAILED_PRECONDITION, str(exc))
+            except Exception as exc:
+                logger.exception("the handler of %s failed", path)
+                await context.abort(grpc.StatusCode.INTERNAL, repr(exc))
+            finally:
+                self._num_running -= 1
+                self._one_ended.set()
+            return reply.SerializeToString()
+
+        return grpc.unary_unary_rpc_method_handler(handle)
+
+    async def drain(self, timeout_s: float) -> None:
+        """Waits until the calls that are being handled have their replies, or the time is over."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                while self._num_running:
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+        except TimeoutError:
+            logger.debug("%s unary calls were cut off", self._num_running)

@@ -1,0 +1,43 @@
+"""What a process proves itself with on every connection, whichever side opens it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rpcdist._proto import handshake_pb2
+from rpcdist.ids import Identity
+from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+
+__all__ = ["Credentials"]
+
+
+class Credentials:
+    """The job's token and name, and who this process is.
+
+    Attributes:
+        token: the job token.
+        job: the job's name.
+        identity: who this process is. RPC sets it to name and id of its worker; handshakes that begin later state it.
+        token_source: where the token comes from, for error messages.
+    """
+
+    def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None = None) -> None:
+        self.token = token
+        self.job = job
+        self.identity = identity
+        self.token_source = token_source
+
+    def client_handshake(self, role: str, expected: Identity | None = None) -> ClientHandshake:
+        """For a connection that this process opens.
+
+        Args:
+            role: what the connection is for.
+            expected: who should answer; None for anybody who knows the token.
+        """
+        return ClientHandshake(
+            self.token, self.job, role, self.identity, expected=expected, token_source=self.token_source
+        )
+
+    def server_handshake(self, accept: Callable[[handshake_pb2.Hello], str | None] | None = None) -> ServerHandshake:
+        """For a connection that this process accepted; `accept` says why a proven peer is refused, or None."""
+        return ServerHandshake(self.token, self.job, self.identity, accept, token_source=self.token_source)

@@ -1,0 +1,49 @@
+"""The node that all parts of a process share: the store, collectives and RPC."""
+
+from __future__ import annotations
+
+import threading
+
+from rpcdist.errors import ConfigError
+from rpcdist.transport import fork
+from rpcdist.transport.node import Node, NodeOptions
+from rpcdist.transport.token import job_token
+
+__all__ = ["SharedNode", "acquire_node"]
+
+
+class SharedNode:
+    """Starts a node for the first part that asks, and gives it to the others until the last one has released it."""
+
+    def __init__(self) -> None:
+        self._node: Node | None = None
+        self._lock = threading.Lock()
+
+    def acquire(self, options: NodeOptions | None = None) -> Node:
+        """The node of this process, started if there is none; pair it with `Node.release`.
+
+        Args:
+            options: settings for a node that starts now. A node that runs already keeps its own; then a token that
+                differs is an error.
+
+        Raises:
+            ConfigError: the running node was started with another token.
+            ForkedProcess: this process was forked from one that runs a node.
+        """
+        fork.check_not_forked()
+        with self._lock:
+            if self._node is None or not self._node.share():
+                self._node = Node(options or NodeOptions()).start()
+            elif options is not None and options.token is not None:
+                self._check_token(self._node, options.token)
+            return self._node
+
+    def _check_token(self, node: Node, token: str) -> None:
+        if job_token(token) != node.credentials.token:
+            node.release()
+            raise ConfigError("this process already communicates with another job token; use one token per process")
+
+
+_shared = SharedNode()
+
+acquire_node = _shared.acquire

@@ -1,0 +1,78 @@
+"""Several nodes in one process, and the one that its parts share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from transport_nodes import LIMIT_S, Nodes, Recorder, open_link
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError
+from rpcdist.transport import NodeOptions
+from rpcdist.transport.fork import ForkGuard
+from rpcdist.transport.shared_node import SharedNode
+
+TOKENS = ("the token of one job", "the token of another")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+def test_each_node_has_a_port_an_identity_and_a_token_of_its_own(nodes: Nodes) -> None:
+    jobs = [[nodes.make(f"{side}-{job}", serve=True, token=TOKENS[job]) for side in "ab"] for job in (0, 1)]
+    assert len({node.address for job in jobs for node in job}) == 4
+    assert len({node.identity for job in jobs for node in job}) == 4
+    for client, server in jobs:
+        server.handle_role("echo", Recorder(echo=True))
+        link = open_link(client, server, handler=Recorder())
+        assert link.peer == server.identity
+    with pytest.raises(AuthenticationFailed, match="did not prove the job token"):
+        open_link(jobs[0][0], jobs[1][1])
+
+
+def test_a_node_ends_and_the_others_go_on(nodes: Nodes) -> None:
+    server, client, bystander = (nodes.make(name, serve=True) for name in ("server", "client", "bystander"))
+    server.handle_role("echo", Recorder(echo=True))
+    answers = Recorder()
+    link = open_link(client, server, handler=answers)
+    nodes.stop(bystander)
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=7)))
+    assert [message.reply.id for message in answers.wait(1)] == [7]
+    with pytest.raises(RpcdistError, match="is closed"):
+        bystander.run(bystander.connect("127.0.0.1:1", "echo", LIMIT_S), LIMIT_S)
+
+
+def test_the_shared_node_lives_until_its_last_user_has_released_it() -> None:
+    shared = SharedNode()
+    first = shared.acquire(NodeOptions(token=TOKENS[0]))
+    assert shared.acquire() is first and shared.acquire(NodeOptions(token=TOKENS[0])) is first
+    with pytest.raises(ConfigError, match="another job token"):
+        shared.acquire(NodeOptions(token=TOKENS[1]))
+    first.release()
+    first.release()
+    assert first.serve("127.0.0.1", 0)
+    first.release()
+    with pytest.raises(RpcdistError, match="is closed"):
+        first.serve("127.0.0.1", 0)
+    second = shared.acquire(NodeOptions(token=TOKENS[1]))  # nobody uses the other token any more
+    assert second is not first
+    second.release()
+
+
+def test_children_are_guarded_until_the_last_node_has_ended() -> None:
+    guard = ForkGuard()
+    guard.mark_running()
+    guard.mark_running()
+    guard.mark_stopped()
+    guard.after_fork_in_child()
+    assert guard.in_child
+    guard = ForkGuard()
+    guard.mark_running()
+    guard.mark_stopped()
+    guard.after_fork_in_child()
+    assert not guard.in_child
