@@ -23,6 +23,17 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.default_group import destroy_process_group as destroy_process_group
     from rpcdist.collectives._api.default_group import get_node_local_rank as get_node_local_rank
     from rpcdist.collectives._api.default_group import init_process_group as init_process_group
+    from rpcdist.collectives._api.group_queries import GroupMember as GroupMember
+    from rpcdist.collectives._api.group_queries import get_backend as get_backend
+    from rpcdist.collectives._api.group_queries import get_backend_config as get_backend_config
+    from rpcdist.collectives._api.group_queries import get_global_rank as get_global_rank
+    from rpcdist.collectives._api.group_queries import get_group_rank as get_group_rank
+    from rpcdist.collectives._api.group_queries import get_pg_count as get_pg_count
+    from rpcdist.collectives._api.group_queries import get_process_group_ranks as get_process_group_ranks
+    from rpcdist.collectives._api.group_queries import get_rank as get_rank
+    from rpcdist.collectives._api.group_queries import get_world_size as get_world_size
+    from rpcdist.collectives._api.group_queries import group as group
+    from rpcdist.collectives._api.group_queries import is_initialized as is_initialized
     from rpcdist.collectives._api.messages import P2POp as P2POp
     from rpcdist.collectives._api.messages import batch_isend_irecv as batch_isend_irecv
     from rpcdist.collectives._api.messages import irecv as irecv
@@ -55,19 +66,8 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.operations import scatter as scatter
     from rpcdist.collectives._api.split_groups import shrink_group as shrink_group
     from rpcdist.collectives._api.split_groups import split_group as split_group
-    from rpcdist.collectives._group.backend_contract import Backend as BackendBase
+    from rpcdist.collectives._group.backend_contract import GroupBackend as BackendBase
     from rpcdist.collectives._group.backend_contract import GroupContext as GroupContext
-    from rpcdist.collectives._group.registry import GroupMember as GroupMember
-    from rpcdist.collectives._group.registry import get_backend as get_backend
-    from rpcdist.collectives._group.registry import get_backend_config as get_backend_config
-    from rpcdist.collectives._group.registry import get_global_rank as get_global_rank
-    from rpcdist.collectives._group.registry import get_group_rank as get_group_rank
-    from rpcdist.collectives._group.registry import get_pg_count as get_pg_count
-    from rpcdist.collectives._group.registry import get_process_group_ranks as get_process_group_ranks
-    from rpcdist.collectives._group.registry import get_rank as get_rank
-    from rpcdist.collectives._group.registry import get_world_size as get_world_size
-    from rpcdist.collectives._group.registry import group as group
-    from rpcdist.collectives._group.registry import is_initialized as is_initialized
     from rpcdist.collectives._operations.operation import ReduceOp as ReduceOp
     from rpcdist.collectives._operations.reduce_ops import make_premul_sum as _make_nccl_premul_sum
     from rpcdist.collectives._operations.reduce_ops import reduce_op as reduce_op
@@ -224,7 +224,7 @@ _MODULES = {
         "barrier broadcast gather monitored_barrier reduce reduce_scatter reduce_scatter_single "
         "reduce_scatter_tensor scatter"
     ),
-    "_group.registry": (
+    "_api.group_queries": (
         "GroupMember get_backend get_backend_config get_global_rank get_group_rank get_pg_count "
         "get_process_group_ranks get_rank get_world_size group is_initialized"
     ),
@@ -261,7 +261,7 @@ _MODULES = {
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _MODULES_AS_NAMES = frozenset({"collective_utils", "flight_recorder", "functional"})
-_RENAMED = {"BackendBase": "Backend", "_make_nccl_premul_sum": "make_premul_sum"}
+_RENAMED = {"BackendBase": "GroupBackend", "_make_nccl_premul_sum": "make_premul_sum"}
 
 
 def __getattr__(name: str) -> object:

@@ -11,8 +11,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 
-from rpcdist.collectives._group import backend_contract
-from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.errors import ConfigError
 
 __all__ = [
@@ -32,7 +31,7 @@ __all__ = [
     "make_backend",
 ]
 
-BackendFactory = Callable[..., backend_contract.Backend]
+BackendFactory = Callable[..., GroupBackend]
 
 
 class _Plugin(NamedTuple):
@@ -140,7 +139,7 @@ class BackendConfig:
         return self.device_backend_map
 
 
-def make_backend(name: Backend | str, context: GroupContext) -> backend_contract.Backend:
+def make_backend(name: Backend | str, context: GroupContext) -> GroupBackend:
     """Constructs a backend; blocks until all ranks of the group can be reached.
 
     Raises:

@@ -15,8 +15,9 @@ from typing import cast
 import torch
 
 from rpcdist.collectives._api.default_group import init_process_group
+from rpcdist.collectives._api.group_queries import get_rank, get_world_size, is_initialized
 from rpcdist.collectives._api.new_groups import new_group
-from rpcdist.collectives._group.registry import default_group, get_rank, get_world_size, is_initialized
+from rpcdist.collectives._group.world import default_group
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 

@@ -17,7 +17,7 @@ import torch
 from torch.autograd import Function
 
 from rpcdist.collectives._api import operations
-from rpcdist.collectives._group.registry import Group, group_or_default
+from rpcdist.collectives._group.world import Group, group_or_default
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives._operations.reduce_ops import canonical_op
 from rpcdist.collectives.process_group import ProcessGroup

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, ClassVar, Final
 
 from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
-from rpcdist.collectives._group.topology import exchange
-from rpcdist.collectives._group.watched_backend import GroupWatch
+from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._mpi.mpi_library import Pause, load_mpi
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
 from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon
@@ -35,7 +35,7 @@ _SAFE_TAGS: Final = 1 << 15
 
 
 class MpiBackend(EngineBackend):
-    """See `Backend`; made on every rank of the group at about the same time.
+    """See `GroupBackend`; made on every rank of the group at about the same time.
 
     A blocking collective runs on the caller's thread while the group is idle, the others on a thread of the group, one
     after the other; messages are posted at once. All of them are nonblocking calls of MPI that are polled, so no order
@@ -74,7 +74,7 @@ class MpiBackend(EngineBackend):
     def _make_communicators(self, deadline: Deadline) -> list[MPI.Intracomm]:
         """Several, so that what a group does in parallel cannot meet: each has its own space of messages."""
         world = self._mpi.COMM_WORLD
-        ranks = [int(text) for text in exchange(self.context, "mpi", str(world.Get_rank()), deadline)]
+        ranks = [int(text) for text in exchange_values(self.context, "mpi", str(world.Get_rank()), deadline)]
         if len(set(ranks)) < len(ranks):
             raise ConfigError(
                 f"group {self.context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes here, "

@@ -16,11 +16,11 @@ from typing import ClassVar, Final, Generic, TypeVar
 import torch
 
 from rpcdist.collectives._group.at_exit import close_at_exit
-from rpcdist.collectives._group.backend_contract import Backend, GroupContext
+from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
+from rpcdist.collectives._group.bootstrap import exchange_values
 from rpcdist.collectives._group.engine import Reporter
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
-from rpcdist.collectives._group.topology import exchange
-from rpcdist.collectives._group.watched_backend import GroupWatch
+from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
@@ -66,8 +66,8 @@ class _Message:
     finish: Callable[[], None] | None
 
 
-class NcclBackend(Backend):
-    """See `Backend`; made on every rank of the group at about the same time.
+class NcclBackend(GroupBackend):
+    """See `GroupBackend`; made on every rank of the group at about the same time.
 
     "Done" means enqueued: a blocking call returns once the current stream will do it. A barrier, and everything with
     `blocking_wait`, waits for the device. Messages have no tags and need a named source: the sends and receives of two
@@ -125,7 +125,7 @@ class NcclBackend(Backend):
     def _connect(self, deadline: Deadline) -> Communicator:
         """Meets the other ranks in the store, then in NCCL, which by itself would wait for a missing one forever."""
         mine = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
-        unique_id = bytes.fromhex(exchange(self.context, "nccl", mine, deadline)[0])
+        unique_id = bytes.fromhex(exchange_values(self.context, "nccl", mine, deadline)[0])
         made = _bounded(
             lambda: self._runtime.connect(self.context.size, unique_id, self.context.rank),
             deadline,
@@ -243,7 +243,7 @@ class NcclBackend(Backend):
         number = self._watchdog.sequence
         mine = operation.fingerprint(number)
         try:
-            texts = exchange(self.context, f"check/{number}", mine.hex(), work.deadline)
+            texts = exchange_values(self.context, f"check/{number}", mine.hex(), work.deadline)
         except RuntimeError as exc:
             failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, str(exc)))
             raise failure.error(work.title) from exc

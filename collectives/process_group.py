@@ -1,86 +1,61 @@
-"""`ProcessGroup`: some ranks of the world, and the backends that carry their operations."""
+"""`ProcessGroup`: ranks of the world that run operations together, and the backends that carry them out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Protocol
 
 import torch
 
 from rpcdist.collectives._api.group_methods import LowerCaseOperations
-from rpcdist.collectives._group import backend_contract
-from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.lowering import Lowered, Place
-from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
-from rpcdist.collectives.work import Work
+from rpcdist.collectives._group.backend_binding import BackendBinding
+from rpcdist.collectives._group.backend_contract import GroupBackend
+from rpcdist.collectives._operations.lowering import Place
 from rpcdist.errors import ConfigError, RpcdistError
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store
 
-__all__ = ["BackendBinding", "ProcessGroup"]
+__all__ = ["ProcessGroup", "SplitGroup"]
 
 CPU_BACKENDS: Final = frozenset({"tcp", "gloo", "mpi"})
-"""Those that reach the CPU's memory only: tensors of other devices go through it."""
+"""Backends that reach CPU memory only: tensors of other devices are staged in it."""
 
 
-class BackendBinding:
-    """What carries the operations of one group on the tensors of one device type.
+class SplitGroup(Protocol):
+    """Makes a group of some ranks of another; see `ProcessGroup.split_group`."""
 
-    Attributes:
-        group: the group.
-        backend: does it.
-        place: for lowering.
-    """
-
-    __slots__ = ("backend", "group", "place")
-
-    def __init__(self, group: ProcessGroup, backend: backend_contract.Backend, place: Place) -> None:
-        self.group = group
-        self.backend = backend
-        self.place = place
-
-    def run(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work | None:
-        """Carries out an operation; returns Work if it is asynchronous, as the functions of torch do."""
-        work = self.submit(lowered, async_op, timeout_s)
-        return work if async_op else None
-
-    def submit(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
-        """The same, and always returns the Work."""
-        operation, finish, result = lowered
-        return self.backend.submit(
-            operation,
-            asynchronous=async_op,
-            timeout_s=self.group.changed_timeout_s if timeout_s is None else timeout_s,
-            finish=finish,
-            result=result,
-        )
-
-    def all_reduce(self, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None = None) -> Work:
-        """The one operation that sparse tensors have as well."""
-        if tensor.is_sparse:
-            return all_reduce_sparse(self, tensor, op, async_op, timeout_s)
-        return self.submit(lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
+    def __call__(
+        self,
+        parent: ProcessGroup,
+        ranks: Sequence[int],
+        *,
+        timeout: timedelta | None,
+        options: object | None,
+        name: str | None,
+        description: str | None,
+    ) -> ProcessGroup | None: ...
 
 
 class ProcessGroup(LowerCaseOperations):
-    """Some ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
+    """Ranks of the world that run operations together. Made by `init_process_group`, `new_group` and the like.
 
     Its own methods with torch's lower-case names (`allreduce`, `_allgather_base`, ...) take ranks in the group and
     return Work; the functions of `rpcdist.collectives` are the usual way.
 
     Args:
-        name: the same on all its ranks.
-        rank: of this process in the group.
-        ranks: the members' ranks in the world, by their rank in the group.
-        store: a key space that only this group uses.
+        name: equal on all its ranks, and different from those of all other groups.
+        rank: rank of this process in the group.
+        ranks: ranks of the members in the world, by rank in the group.
+        store: the part of the store that only this group uses.
         backends: device type to backend; one backend may carry several device types.
+        split: makes groups of some of its ranks.
         backend_name: as the caller of `init_process_group` or `new_group` gave it.
-        names: device type to the name that the caller knows the backend by ("gloo" for `tcp`).
-        timeout_s: limit of each operation that brings no other.
-        description: for people.
-        options: `pg_options`.
+        names: device type to the name that the caller gave the backend ("gloo" for `tcp`).
+        timeout_s: default limit of each operation, in seconds.
+        description: the purpose of the group, for people.
+        options: `pg_options` of the caller.
         device: the device that the group is bound to.
     """
 
@@ -90,8 +65,9 @@ class ProcessGroup(LowerCaseOperations):
         rank: int,
         ranks: tuple[int, ...],
         store: Store,
-        backends: Mapping[str, backend_contract.Backend],
+        backends: Mapping[str, GroupBackend],
         *,
+        split: SplitGroup,
         backend_name: str = "tcp",
         names: Mapping[str, str] | None = None,
         timeout_s: float = 1800.0,
@@ -102,12 +78,12 @@ class ProcessGroup(LowerCaseOperations):
         self._name = name
         self._rank = rank
         self._ranks = ranks
-        self._places = {world_rank: rank for rank, world_rank in enumerate(ranks)}
+        self._group_ranks = {world_rank: rank for rank, world_rank in enumerate(ranks)}
         self._store = store
         self._backends = dict(backends)
         self._bindings = {
             device_type: BackendBinding(
-                self, backend, Place(rank, len(ranks), device_type != "cpu" and backend.name in CPU_BACKENDS)
+                backend, Place(rank, len(ranks), device_type != "cpu" and backend.name in CPU_BACKENDS)
             )
             for device_type, backend in backends.items()
         }
@@ -115,8 +91,8 @@ class ProcessGroup(LowerCaseOperations):
         self._names = dict(names or {device: backend.name for device, backend in backends.items()})
         self._timeout_s = timeout_s
         self._description = description
+        self._split = split
         self._closed = False
-        self.changed_timeout_s: float | None = None
         self.options = options
         self.bound_device_id = device
 
@@ -125,14 +101,14 @@ class ProcessGroup(LowerCaseOperations):
         ranks = ", ".join(map(str, self._ranks[:8])) + (", ..." if len(self._ranks) > 8 else "")
         return f"<ProcessGroup {self._name!r}: rank {self._rank} of {len(self._ranks)} (world ranks {ranks}), {state}>"
 
-    # ------------------------------------------------------------ who it is
+    # ------------------------------------------------------------ identity
 
     def rank(self) -> int:
         """This process's rank in the group."""
         return self._rank
 
     def size(self) -> int:
-        """How many ranks it has."""
+        """Number of ranks in the group."""
         return len(self._ranks)
 
     def name(self) -> str:
@@ -141,7 +117,7 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The members' ranks in the world, by their rank in the group."""
+        """Ranks of the members in the world, by rank in the group."""
         return self._ranks
 
     @property
@@ -151,7 +127,7 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def group_desc(self) -> str:
-        """For people: what the creator said it is for."""
+        """The purpose of the group, as its creator described it."""
         return self._description
 
     @property
@@ -161,27 +137,27 @@ class ProcessGroup(LowerCaseOperations):
 
     @property
     def device_types(self) -> tuple[str, ...]:
-        """The types of devices whose tensors it carries."""
+        """The device types whose tensors it carries."""
         return tuple(self._backends)
 
     @property
     def timeout(self) -> timedelta:
-        """Limit of each operation that brings no other."""
+        """Default limit of each operation."""
         return timedelta(seconds=self.timeout_s)
 
     @property
     def timeout_s(self) -> float:
-        """The same in seconds."""
-        return self._timeout_s if self.changed_timeout_s is None else self.changed_timeout_s
+        """Default limit of each operation, in seconds."""
+        return self._timeout_s
 
     def get_group_store(self) -> Store:
-        """A key space that only this group uses."""
+        """The part of the store that only this group uses."""
         return self._store
 
     def group_rank(self, world_rank: int) -> int:
         """The rank in this group of a rank in the world. Raises ConfigError for one that is not a member."""
         try:
-            return self._places[world_rank]
+            return self._group_ranks[world_rank]
         except (KeyError, TypeError):
             raise ConfigError(f"Global rank {world_rank} is not part of group {self}") from None
 
@@ -191,7 +167,7 @@ class ProcessGroup(LowerCaseOperations):
             raise ConfigError(f"Group rank {group_rank} is not part of group {self}")
         return self._ranks[group_rank]
 
-    # ------------------------------------------------------------ what carries it
+    # ------------------------------------------------------------ backends
 
     def binding(self, device_type: str) -> BackendBinding:
         """What carries the operations on tensors of a device type.
@@ -219,7 +195,7 @@ class ProcessGroup(LowerCaseOperations):
             return "cpu"
         return next(iter(self._backends))
 
-    def backend(self, device: torch.device | str) -> backend_contract.Backend:
+    def backend(self, device: torch.device | str) -> GroupBackend:
         """The backend for a device."""
         return self.binding(torch.device(device).type).backend
 
@@ -227,16 +203,18 @@ class ProcessGroup(LowerCaseOperations):
         """Sets the limit of the operations that start from now on."""
         if not isinstance(timeout, timedelta):
             raise TypeError(f"Expected timeout argument to be of type datetime.timedelta, got {timeout}")
-        self.changed_timeout_s = timeout.total_seconds()
+        self._timeout_s = timeout.total_seconds()
+        for binding in self._bindings.values():
+            binding.timeout_s = self._timeout_s
 
     def lost_ranks(self) -> dict[int, str]:
-        """The ranks in the world of members that are known to be gone, and why."""
-        found = [backend.lost_ranks() for backend in self._distinct_backends()]
-        return {self._ranks[rank]: reason for lost in found for rank, reason in lost.items()}
+        """World ranks of the members that are known to be gone, and why."""
+        lost_ranks = [backend.lost_ranks() for backend in self._distinct_backends()]
+        return {self._ranks[rank]: reason for lost in lost_ranks for rank, reason in lost.items()}
 
     # ------------------------------------------------------------ the end
 
-    def _distinct_backends(self) -> list[backend_contract.Backend]:
+    def _distinct_backends(self) -> list[GroupBackend]:
         return list({id(backend): backend for backend in self._backends.values()}.values())
 
     def abort(self) -> None:
@@ -269,15 +247,13 @@ class ProcessGroup(LowerCaseOperations):
         """A group of some ranks of this one; only they call it.
 
         Args:
-            ranks: in this group.
-            timeout: this group's by default.
-            opts: `pg_options`; this group's by default.
-            group_name: one is made up by default; give one that is equal on all the ranks.
-            group_desc: for people.
+            ranks: ranks in this group.
+            timeout: limit of each operation of the new group; the backend's default without one.
+            opts: `pg_options`; those of this group by default.
+            group_name: equal on all the ranks; derived from the ranks by default.
+            group_desc: the purpose of the group, for people.
 
         Returns:
             None on a rank that is not among them.
         """
-        from rpcdist.collectives._api.split_groups import split_off
-
-        return split_off(self, ranks, timeout=timeout, options=opts, name=group_name, description=group_desc)
+        return self._split(self, ranks, timeout=timeout, options=opts, name=group_name, description=group_desc)

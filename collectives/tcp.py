@@ -10,10 +10,11 @@ from typing import ClassVar
 
 from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.bootstrap import Bootstrap, connect_watch, exchange_addresses
 from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
 from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
 from rpcdist.collectives._group.setup_watch import SetupWatch
-from rpcdist.collectives._group.topology import Bootstrap, find_hosts, meet, share_memory, watch_sockets
+from rpcdist.collectives._group.shared_hosts import find_hosts, share_memory
 from rpcdist.collectives._group.watch import Watch
 from rpcdist.collectives._transports.base import Transport
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
@@ -57,7 +58,7 @@ class TcpOptions:
 
 
 class TcpBackend(EngineBackend):
-    """See `Backend`; made on every rank of the group at about the same time.
+    """See `GroupBackend`; made on every rank of the group at about the same time.
 
     Raises (constructor):
         RendezvousError: some ranks did not come; names them.
@@ -87,11 +88,11 @@ class TcpBackend(EngineBackend):
 
     def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
         context, hub = self.context, process.hub
-        bootstrap = meet(context, hub, deadline, options.unix_sockets)
+        bootstrap = exchange_addresses(context, hub, deadline, options.unix_sockets)
         setup = SetupWatch(context)
         self._watch = Watch(process.node, context.rank, context.ranks, context.name, setup)
         try:
-            sockets = watch_sockets(context, hub, bootstrap, deadline)
+            sockets = connect_watch(context, hub, bootstrap, deadline)
             self._watch.start(sockets, deadline.remaining_s() + 1)
             checked = dataclasses.replace(context, check=setup.check)
             self._transport = _make_transport(checked, hub, bootstrap, options, deadline)

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._api.new_groups import open_group
+from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup

@@ -6,7 +6,7 @@ import warnings
 
 import torch
 
-from rpcdist.collectives._group.registry import Group, member_group
+from rpcdist.collectives._group.world import Group, member_group
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_num_tensors, check_same_dtype, check_tensor_list
 from rpcdist.collectives._operations.operation import ReduceOp

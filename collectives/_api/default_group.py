@@ -1,34 +1,25 @@
-"""`init_process_group` and `destroy_process_group`: how the default group comes and goes.
-
-[Note: the store stays] The store that `init_process_group` opens stays open in this process after
-`destroy_process_group`, and the next initialisation with the same address uses it again: other ranks may still be
-reading it, and while the rank that serves it closed it and served another at the same port, they would talk to the
-wrong one. It closes when another address is initialised, by `close_stores`, and at exit.
-"""
+"""`init_process_group` and `destroy_process_group`: how the default group is made and freed."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._api.new_groups import default_timeout, open_group
-from rpcdist.collectives._group.bootstrap import join_generation
-from rpcdist.collectives._group.registry import NON_GROUP_MEMBER, Group, current_world, default_group
+from rpcdist.collectives._group.arrival import join_generation
+from rpcdist.collectives._group.creation import default_timeout, open_group
+from rpcdist.collectives._group.kept_store import MPI_ADDRESS, KeptStore, StoreAndRank
+from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, default_group
 from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
 from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
-from rpcdist.collectives.rendezvous import rendezvous
-from rpcdist.errors import ConfigError, DistStoreError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from rpcdist.errors import ConfigError
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
 
@@ -75,18 +66,18 @@ def init_process_group(
     world = current_world()
     if world.default is not None:
         raise ConfigError("trying to initialize the default process group twice!")
-    _check_place(init_method, store, rank, world_size)
+    _check_rendezvous(init_method, store, rank, world_size)
     device = _device(device_id)
     name = Backend(_backend_name(backend, device))
     config = BackendConfig(name)
     timeout = default_timeout(name) if timeout is None else check_timeout(timeout)
-    shared, rank, world_size = _meet(name, init_method, store, rank, world_size, timeout)
+    shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     base = PrefixStore(f"default_pg/{attempt}", shared)
     own = join_generation(base, rank, world_size, timeout_s, described)
-    made = open_group(
+    default = open_group(
         DEFAULT_NAME,
         rank,
         tuple(range(world_size)),
@@ -97,8 +88,7 @@ def init_process_group(
         device=device,
         description="default_pg",
     )
-    world.default, world.store, world.num_created = made, own, 1
-    world.groups[DEFAULT_NAME] = made
+    world.begin(default, own)
 
 
 def destroy_process_group(group: Group = None) -> None:
@@ -118,10 +108,10 @@ def destroy_process_group(group: Group = None) -> None:
         target.shutdown()
         return
     try:
-        for each in reversed(list(world.groups.values())):
-            each.shutdown()
+        for registered in reversed(list(world.groups.values())):
+            registered.shutdown()
     finally:
-        world.clear()
+        world.end()
 
 
 def get_node_local_rank(fallback_rank: int | None = None) -> int:
@@ -144,7 +134,7 @@ def get_node_local_rank(fallback_rank: int | None = None) -> int:
 # ---------------------------------------------------------------- arguments
 
 
-def _check_place(
+def _check_rendezvous(
     init_method: str | None, store: Store | torch_distributed.Store | None, rank: int, world_size: int
 ) -> None:
     check_whole_number(rank, "rank")
@@ -190,68 +180,21 @@ def _backend_name(backend: str | None, device: torch.device | None) -> str:
 # ---------------------------------------------------------------- the store
 
 
-def _meet(
+def _open_store(
+    kept: KeptStore,
     name: str,
     init_method: str | None,
     store: Store | torch_distributed.Store | None,
     rank: int,
     world_size: int,
     timeout: timedelta,
-) -> tuple[Store, int, int]:
-    """Where all ranks meet, this one's rank, and how many there are."""
+) -> StoreAndRank:
+    """The store at which all ranks find each other, the rank of this process, and the world size."""
     if store is not None:
         return (store if isinstance(store, Store) else TorchStoreAdapter(store)), rank, world_size
     if name == Backend.MPI and init_method is None and not {"RANK", "WORLD_SIZE"} & os.environ.keys():
-        return _kept.meet("mpi", -1, -1, timeout)
-    return _kept.meet(init_method or "env://", rank, world_size, timeout)
-
-
-class _KeptStore:
-    """The store that was opened last; see [Note: the store stays]."""
-
-    def __init__(self) -> None:
-        self._key: tuple[object, ...] = ()
-        self._found: tuple[Store, int, int] | None = None
-
-    def meet(self, url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
-        names = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE") if url.startswith("env://") else ()
-        key = (url, rank, world_size, *(os.environ.get(name) for name in names))
-        if self._found is None or key != self._key:
-            self._replace(url, rank, world_size, timeout)
-            self._key = key
-        assert self._found is not None
-        self._found[0].set_timeout(timeout)
-        return self._found
-
-    def _replace(self, url: str, rank: int, world_size: int, timeout: timedelta) -> None:
-        """First the new one, which may share the server of the old; if that cannot be, the old one goes first."""
-        old = self._found
-        try:
-            self._found = self._open(url, rank, world_size, timeout)
-        except DistStoreError:
-            if old is None:
-                raise
-            self.close()
-            self._found = self._open(url, rank, world_size, timeout)
-        else:
-            if old is not None:
-                old[0].close()
-
-    @staticmethod
-    def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> tuple[Store, int, int]:
-        if url == "mpi":
-            from rpcdist.collectives._mpi.mpi_world import meet_through_mpi
-
-            return meet_through_mpi(timeout)
-        return next(rendezvous(url, rank, world_size, timeout=timeout))
-
-    def close(self) -> None:
-        if self._found is not None:
-            found, self._found, self._key = self._found, None, ()
-            found[0].close()
-
-
-_kept = _KeptStore()
+        return kept.open(MPI_ADDRESS, -1, -1, timeout)
+    return kept.open(init_method or "env://", rank, world_size, timeout)
 
 
 def close_stores() -> None:
@@ -260,6 +203,7 @@ def close_stores() -> None:
     Raises:
         ConfigError: there still is a default group.
     """
-    if current_world().default is not None:
+    world = current_world()
+    if world.default is not None:
         raise ConfigError("the default process group still uses the store; call destroy_process_group first")
-    _kept.close()
+    world.kept_store.close()

@@ -6,16 +6,17 @@ directly, so has this.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar
+from typing import TypeVar
 
 import torch
 
+from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_tensor, check_timeout
-from rpcdist.collectives._operations.dense import Copies
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.options import (
     AllgatherOptions,
@@ -33,10 +34,7 @@ from rpcdist.collectives.options import (
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rpcdist.collectives.process_group import BackendBinding
-
-__all__ = ["LowerCaseOperations", "receive_tensor", "send_tensor"]
+__all__ = ["LowerCaseOperations", "TensorLists", "Tensors"]
 
 Given = TypeVar("Given", bound=OperationOptions)
 
@@ -44,15 +42,17 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
-class LowerCaseOperations:
-    """Mixed into `ProcessGroup`."""
+class LowerCaseOperations(ABC):
+    """The operations as methods, for a class that knows which backend carries which device type."""
 
+    @abstractmethod
     def binding(self, device_type: str) -> BackendBinding:
-        raise NotImplementedError  # pragma: no cover  (the group's)
+        """What carries the operations on tensors of a device type."""
 
     @property
+    @abstractmethod
     def object_device(self) -> str:
-        raise NotImplementedError  # pragma: no cover
+        """The device type for operations without a tensor."""
 
     def _binding_of(self, tensor: torch.Tensor) -> BackendBinding:
         return self.binding(tensor.device.type)
@@ -194,15 +194,15 @@ class LowerCaseOperations:
 
     def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
         """To a rank of the group; done when the tensor may be changed again."""
-        return send_tensor(self._binding_of(_one(tensors)), _one(tensors), dst_rank, tag)
+        return self._binding_of(_one(tensors)).send(_one(tensors), dst_rank, tag)
 
     def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
         """From a rank of the group."""
-        return receive_tensor(self._binding_of(_one(tensors)), _one(tensors), src_rank, tag)
+        return self._binding_of(_one(tensors)).recv(_one(tensors), src_rank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """From whichever rank sends first."""
-        return receive_tensor(self._binding_of(_one(tensors)), _one(tensors), None, tag)
+        return self._binding_of(_one(tensors)).recv(_one(tensors), None, tag)
 
     def barrier(self, opts: object = None, timeout: timedelta | None = None) -> Work:
         """Done when all ranks have come."""
@@ -217,43 +217,10 @@ class LowerCaseOperations:
         self.binding(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
 
 
-def send_tensor(binding: BackendBinding, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-    """Starts to send."""
-    _check_peer(binding, peer, tag, "destination")
-    dense = Copies(binding.place.staged, moves_only=True).read(tensor)
-    return binding.backend.send(dense, peer, tag, asynchronous=True, timeout_s=binding.group.changed_timeout_s)
-
-
-def receive_tensor(binding: BackendBinding, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-    """Starts to receive."""
-    _check_peer(binding, peer, tag, "source")
-    copies = Copies(binding.place.staged, moves_only=True)
-    dense = copies.write(tensor)
-    return binding.backend.recv(
-        dense, peer, tag, asynchronous=True, timeout_s=binding.group.changed_timeout_s, finish=copies.finish()
-    )
-
-
-def _check_peer(binding: BackendBinding, peer: int | None, tag: int, name: str) -> None:
-    if not isinstance(tag, int):
-        raise TypeError(f"`tag` is a whole number, not {tag!r}")
-    if not 0 <= tag < 2**31:
-        raise ConfigError(f"Tag must be nonnegative and below 2**31, not {tag}")
-    if peer is None:
-        return
-    rank, size, _ = binding.place
-    if not 0 <= peer < size:
-        raise ConfigError(f"Invalid {name} rank {peer}: the group's ranks are 0 to {size - 1}")
-    if peer == rank:
-        raise ConfigError(
-            f"Invalid {name} rank: {name} rank should not be the same as the rank of the current process."
-        )
-
-
 def _last(works: Iterable[Work]) -> Work:
-    """Of several in the order of their calls: done when all are, and failed when one has."""
-    found = list(works)
-    return found[-1] if found else Work.finished("nothing")
+    """The last of several in the order of their calls: it is done when all are, and fails when one has failed."""
+    started = list(works)
+    return started[-1] if started else Work.finished("nothing")
 
 
 def _submit(binding: BackendBinding, lowered: lowering.Lowered, given: OperationOptions) -> Work:
@@ -296,7 +263,7 @@ def _list(tensors: TensorLists) -> list[torch.Tensor]:
     """The list of tensors, given as itself or in another list."""
     if len(tensors) == 1 and not isinstance(tensors[0], torch.Tensor):
         return list(tensors[0])
-    found = [each for each in tensors if isinstance(each, torch.Tensor)]
-    if len(found) != len(tensors):
+    checked = [each for each in tensors if isinstance(each, torch.Tensor)]
+    if len(checked) != len(tensors):
         raise ConfigError("expected one list of tensors")
-    return found
+    return checked

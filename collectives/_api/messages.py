@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from rpcdist.collectives._api.group_methods import receive_tensor, send_tensor
-from rpcdist.collectives._group.registry import Group, get_rank, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._api.group_queries import get_rank
+from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
 from rpcdist.collectives._operations.checks import check_tensor
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
@@ -37,7 +37,7 @@ def isend(
     if found is None:
         return None
     peer = resolve_group_rank(found, dst, group_dst)
-    return send_tensor(found.binding(tensor.device.type), tensor, peer, tag)
+    return found.binding(tensor.device.type).send(tensor, peer, tag)
 
 
 def irecv(
@@ -62,7 +62,7 @@ def irecv(
         return None
     anyone = src is None and group_src is None
     peer = None if anyone else resolve_group_rank(found, src, group_src)
-    return receive_tensor(found.binding(tensor.device.type), tensor, peer, tag)
+    return found.binding(tensor.device.type).recv(tensor, peer, tag)
 
 
 def send(
@@ -165,5 +165,5 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
 
 def _start(one: P2POp) -> Work:
     binding = one.group.binding(one.tensor.device.type)
-    start = send_tensor if one.op is isend else receive_tensor
-    return start(binding, one.tensor, one.group_peer, one.tag)
+    start = binding.send if one.op is isend else binding.recv
+    return start(one.tensor, one.group_peer, one.tag)

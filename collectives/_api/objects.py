@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.collectives._api import messages, operations
 from rpcdist.collectives._api.messages import P2POp, batch_isend_irecv, irecv, isend
-from rpcdist.collectives._group.registry import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 

@@ -18,11 +18,12 @@ from datetime import timedelta
 
 import torch
 
-from rpcdist.collectives._group.registry import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._group.backend_binding import BackendBinding
+from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_same_dtype, check_tensor, check_tensor_list, check_timeout
 from rpcdist.collectives._operations.operation import ReduceOp
-from rpcdist.collectives.process_group import BackendBinding, ProcessGroup
+from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 

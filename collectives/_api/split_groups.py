@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
-from rpcdist.collectives._api.new_groups import MakeBackend, default_timeout, hashed_name, make_group, open_group
-from rpcdist.collectives._group.backend_contract import Backend as BackendBase
-from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import arrive
-from rpcdist.collectives._group.registry import World, current_world, group_or_default
-from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
+from rpcdist.collectives._group.creation import MakeBackend, check_split, make_group, open_group, split_off
+from rpcdist.collectives._group.world import World, current_world, group_or_default
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
+from rpcdist.collectives.nccl import NcclBackend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rpcdist.collectives.nccl import NcclBackend
-
-__all__ = ["shrink_group", "split_group", "split_off"]
+__all__ = ["shrink_group", "split_group"]
 
 SHRINK_DEFAULT: Final = 0
 SHRINK_ABORT: Final = 1
@@ -55,79 +51,35 @@ def split_group(
     if backend is not None:
         _check_subset(backend, parent)
     make = make_backend if nccl is None else _by_splitting(nccl)
-    mine: Sequence[int] = ()
+    own_part: Sequence[int] = ()
     for part in split_ranks:
-        _check_split(part, parent)
+        check_split(part, parent)
         if parent.rank() in part:
-            mine = mine or part
-    if not mine:
+            own_part = own_part or part
+    if not own_part:
         if nccl is not None:
             nccl.split(None)
         return None
     return split_off(
-        parent, mine, timeout=timeout, options=pg_options, description=group_desc, backend=backend, make=make
+        parent, own_part, timeout=timeout, options=pg_options, description=group_desc, backend=backend, make=make
     )
 
 
 def _nccl_backend(parent: ProcessGroup, wanted: str) -> NcclBackend | None:
-    """The parent's, if the new groups are to have one."""
-    from rpcdist.collectives.nccl import NcclBackend
-
+    """The `nccl` backend of the parent, if the new groups are to have one."""
     if Backend.NCCL not in BackendConfig(wanted).device_backend_map.values():
         return None
-    found = (parent.backend(device_type) for device_type in parent.device_types)
-    return next((each for each in found if isinstance(each, NcclBackend)), None)
+    backends = (parent.backend(device_type) for device_type in parent.device_types)
+    return next((backend for backend in backends if isinstance(backend, NcclBackend)), None)
 
 
 def _by_splitting(nccl: NcclBackend) -> MakeBackend:
-    def make(name: Backend | str, context: GroupContext) -> BackendBase:
+    def make(name: Backend | str, context: GroupContext) -> GroupBackend:
         made = nccl.split(context) if name == Backend.NCCL else make_backend(name, context)
         assert made is not None, "a split with a context makes a backend"
         return made
 
     return make
-
-
-def split_off(
-    parent: ProcessGroup,
-    ranks: Sequence[int],
-    *,
-    timeout: timedelta | None = None,
-    options: object | None = None,
-    name: str | None = None,
-    description: str | None = None,
-    backend: str | None = None,
-    make: MakeBackend = make_backend,
-) -> ProcessGroup | None:
-    """A group of some ranks of `parent`, made by those alone; None on the others."""
-    _check_split(ranks, parent)
-    if parent.rank() not in ranks:
-        return None
-    world = current_world()
-    members = tuple(parent.world_rank(rank) for rank in sorted(ranks))
-    backend = parent.name() if backend is None else Backend(backend)
-    return make_group(
-        world,
-        hashed_name(world, members) if name is None else name,
-        members,
-        backend=backend,
-        timeout=default_timeout(backend) if timeout is None else check_timeout(timeout),
-        options=parent.options if options is None else options,
-        device=parent.bound_device_id,
-        description=f"{parent.group_desc}:split" if description is None else description,
-        make=make,
-    )
-
-
-def _check_split(part: Sequence[int], parent: ProcessGroup) -> None:
-    if len(part) == 0:
-        raise ConfigError("the split group cannot be empty")
-    if len(part) > parent.size():
-        raise ConfigError("the split group's size should be less or equal to the world_size set by init_process_group")
-    if len(set(part)) != len(part):
-        raise ConfigError("the split group cannot have duplicate ranks")
-    for rank in part:
-        parent.world_rank(rank)
 
 
 def _check_subset(backend: str, parent: ProcessGroup) -> None:
@@ -174,7 +126,7 @@ def shrink_group(
         return _shrink_world(world, old, members, options)
     world.groups.pop(old.group_name, None)
     old.shutdown()
-    made = make_group(
+    return make_group(
         world,
         f"{old.group_name}-without-{'-'.join(map(str, ranks_to_exclude))}",
         members,
@@ -184,19 +136,18 @@ def shrink_group(
         device=old.bound_device_id,
         description=old.group_desc,
     )
-    return made
 
 
 def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], options: object | None) -> ProcessGroup:
     """Ranks are numbered anew, from 0: in the default group, the rank in the group is the rank in the world."""
     assert world.store is not None
     store = PrefixStore(f"of/{'-'.join(map(str, members))}", world.store)
-    for each in reversed(list(world.groups.values())):
-        each.shutdown()
+    for group in reversed(list(world.groups.values())):
+        group.shutdown()
     rank, ranks = members.index(old.rank()), tuple(range(len(members)))
-    shown = f"the default group, shrunk to ranks {list(members)}"
-    arrive(store, rank, ranks, shown, old.timeout_s, shown)
-    made = open_group(
+    described = f"the default group, shrunk to ranks {list(members)}"
+    wait_for_ranks(store, rank, ranks, described, old.timeout_s, described)
+    shrunk = open_group(
         old.group_name,
         rank,
         ranks,
@@ -207,10 +158,8 @@ def _shrink_world(world: World, old: ProcessGroup, members: tuple[int, ...], opt
         device=old.bound_device_id,
         description=old.group_desc,
     )
-    world.clear()
-    world.default, world.store, world.num_created = made, store, 1
-    world.groups[made.group_name] = made
-    return made
+    world.begin(shrunk, store)
+    return shrunk
 
 
 def _remaining(excluded: list[int], old: ProcessGroup) -> tuple[int, ...]:

@@ -6,17 +6,17 @@ import atexit
 import weakref
 from typing import Final
 
-from rpcdist.collectives._group.backend_contract import Backend
+from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.transport import fork
 
 __all__ = ["close_at_exit"]
 
 EXIT_LIMIT_S: Final = 1.0
 
-_living: weakref.WeakSet[Backend] = weakref.WeakSet()
+_living: weakref.WeakSet[GroupBackend] = weakref.WeakSet()
 
 
-def close_at_exit(backend: Backend) -> None:
+def close_at_exit(backend: GroupBackend) -> None:
     """Closes the backend at the end of the process, unless it is gone or closed by then."""
     _living.add(backend)
 

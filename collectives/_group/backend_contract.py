@@ -1,4 +1,4 @@
-"""The contract of a backend: what carries a group's operations on one kind of device (`tcp`, `nccl`, `mpi`)."""
+"""The contract of backends, which carry out a group's operations on one kind of device (`tcp`, `nccl`, `mpi`)."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from rpcdist.collectives.work import Work
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store
 
-__all__ = ["Backend", "GroupContext"]
+__all__ = ["GroupBackend", "GroupContext"]
 
 
 @dataclass(frozen=True, slots=True)
 class GroupContext:
-    """What a backend is made from.
+    """The arguments that a backend is constructed with.
 
     Attributes:
-        name: of the group; the same on all its ranks, and of no other group that lives.
-        rank: of this process in the group.
-        ranks: the ranks of the members in the world, by their rank in the group.
+        name: the group's name: equal on all its ranks, and different from those of all other groups.
+        rank: rank of this process in the group.
+        ranks: ranks of the members in the world, by rank in the group.
         store: a key space that only this group and backend use.
         timeout_s: limit of each operation that brings no other, in seconds.
         options: `pg_options` of the caller, or None.
@@ -44,11 +44,14 @@ class GroupContext:
 
     @property
     def size(self) -> int:
+        """Number of ranks in the group."""
         return len(self.ranks)
 
 
-class Backend(ABC):
-    """Carries out operations in the order of the calls; any thread may call, and every rank calls in the same order.
+class GroupBackend(ABC):
+    """One rank's end of a group on one kind of device; exported as `rpcdist.collectives.BackendBase`.
+
+    It carries out operations in the order of the calls; any thread may call, and every rank calls in the same order.
 
     A constructor takes one `GroupContext`, finds the other ranks and returns when all of them can be reached, or raises
     within the context's timeout.

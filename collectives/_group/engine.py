@@ -166,7 +166,7 @@ class Engine:
         finish: Callable[[], None] | None,
         result: list[torch.Tensor] | None,
     ) -> Work:
-        """See `Backend.submit`."""
+        """See `GroupBackend.submit`."""
         with self._lock:
             job = self._make_job(operation, timeout_s, finish, result)
             mine = not (asynchronous or self._busy or self._jobs)

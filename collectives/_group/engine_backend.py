@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from rpcdist.collectives import flight_recorder
-from rpcdist.collectives._group.backend_contract import Backend, GroupContext
+from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._operations.operation import Operation
@@ -25,14 +25,14 @@ class GroupEngine(Engine):
     """An engine whose operations may go on in `finish` with further ones, whose sizes the first one finds out."""
 
     def run_part(self, operation: Operation) -> None:
-        """See `Backend.run_part`."""
+        """See `GroupBackend.run_part`."""
         job = self._current
         assert job is not None, "run_part is for the `finish` of a running operation"
         self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
 
 
 class Messages(Protocol):
-    """What carries a group's messages; see `Backend.send` and `Backend.recv`."""
+    """What carries a group's messages; see `GroupBackend.send` and `GroupBackend.recv`."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work: ...
 
@@ -48,7 +48,7 @@ class Messages(Protocol):
     ) -> Work: ...
 
 
-class EngineBackend(Backend):
+class EngineBackend(GroupBackend):
     """A backend made of an engine for collectives, and of messages.
 
     A subclass sets `_engine` in its constructor.

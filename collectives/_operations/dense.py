@@ -94,7 +94,7 @@ class Copies:
         return tensor
 
     def finish(self) -> Callable[[], None] | None:
-        """What copies back, for `Backend.submit`; None when there is nothing to copy."""
+        """What copies back, for `GroupBackend.submit`; None when there is nothing to copy."""
         if not self._back:
             return None
         pairs = self._back

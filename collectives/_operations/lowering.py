@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What `Backend.submit` takes; `result` are the caller's output tensors."""
+    """What `GroupBackend.submit` takes; `result` are the caller's output tensors."""
 
     operation: Operation
     finish: Callable[[], None] | None

@@ -7,19 +7,15 @@ them in the order of the ranks, so that all get the same bits.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 import torch
 
-from rpcdist.collectives._operations.lowering import Lowered
+from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp, dtype_code
 from rpcdist.collectives._operations.reduce_ops import canonical_op
 from rpcdist.collectives._transports.base import TransportMismatch
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
-
-if TYPE_CHECKING:
-    from rpcdist.collectives.process_group import BackendBinding
 
 __all__ = ["all_reduce_sparse"]
 
@@ -27,12 +23,25 @@ Run = Callable[[Operation], object]
 
 
 def all_reduce_sparse(
-    binding: BackendBinding, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None
+    place: Place,
+    tensor: torch.Tensor,
+    op: object,
+    async_op: bool,
+    submit: Callable[[Lowered, bool], Work],
+    run_part: Run | None,
 ) -> Work:
     """Replaces a sparse COO tensor by the sum of all ranks' tensors, which have its shape and dtype.
 
     It counts as one operation of the group, and its limit covers all of it. With a backend whose operations have no
     parts (`nccl`, and those that users register) it blocks until the counts are known, also with `async_op`.
+
+    Args:
+        place: rank and size of the group.
+        tensor: the caller's; changed in place.
+        op: SUM, in any of its spellings.
+        async_op: whether to return before the operation is done.
+        submit: submits an operation to the backend; the second argument says whether it is asynchronous.
+        run_part: runs an operation as a part of the current one; None for a backend whose operations have no parts.
 
     Raises:
         ConfigError: another operation than SUM, or a dtype that groups do not carry.
@@ -41,14 +50,14 @@ def all_reduce_sparse(
         raise ConfigError("all_reduce of sparse tensors supports ReduceOp.SUM only; call to_dense() for the others")
     if tensor.dtype not in DTYPES:
         raise ConfigError(f"Invalid scalar type: groups do not carry tensors of {tensor.dtype}")
-    exchange = _Exchange(binding.place.rank, binding.place.size, tensor, binding.place.staged)
-    backend, facts = binding.backend, exchange.facts_operation()
-    if backend.runs_parts:
-        lowered = Lowered(facts, lambda: exchange.go_on(backend.run_part), [tensor])
-        return binding.submit(lowered, async_op, timeout_s)
+    exchange = _Exchange(place.rank, place.size, tensor, place.staged)
+    facts = exchange.facts_operation()
+    if run_part is not None:
+        lowered = Lowered(facts, lambda: exchange.go_on(run_part), [tensor])
+        return submit(lowered, async_op)
 
     def run(operation: Operation) -> None:
-        binding.submit(Lowered(operation, None, []), False, timeout_s)
+        submit(Lowered(operation, None, []), False)
 
     run(facts)
     try:
@@ -62,8 +71,8 @@ class _Exchange:
     """One rank's part.
 
     Args:
-        rank: in the group.
-        size: of the group.
+        rank: of this process in the group.
+        size: number of ranks in the group.
         tensor: the caller's; `go_on` changes it.
         staged: whether tensors of other devices go through the CPU's memory.
     """

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import torch
 
-from rpcdist.collectives._group.backend_contract import Backend
+from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 
 __all__ = ["MOVED", "REDUCED", "check_moves", "check_reductions", "reduced", "same", "values"]
@@ -59,7 +59,7 @@ def same(got: torch.Tensor, wanted: torch.Tensor, what: object) -> None:
     assert torch.equal(got.cpu().view(torch.uint8), wanted.cpu().view(torch.uint8)), (what, got, wanted)
 
 
-def check_reductions(backend: Backend, device: torch.device = CPU, counts: tuple[int, ...] = (0, 1, 130)) -> None:
+def check_reductions(backend: GroupBackend, device: torch.device = CPU, counts: tuple[int, ...] = (0, 1, 130)) -> None:
     """Every operation that reduces, with every dtype and ReduceOp of the table above."""
     factors = [float(rank + 2) for rank in range(backend.context.size)]
     for dtype, ops in REDUCED.items():
@@ -69,7 +69,7 @@ def check_reductions(backend: Backend, device: torch.device = CPU, counts: tuple
 
 
 def _one_reduction(
-    backend: Backend, device: torch.device, op: ReduceOp, dtype: torch.dtype, count: int, factors: list[float]
+    backend: GroupBackend, device: torch.device, op: ReduceOp, dtype: torch.dtype, count: int, factors: list[float]
 ) -> None:
     me, size = backend.context.rank, backend.context.size
     what = (me, op, dtype, count)
@@ -94,7 +94,7 @@ def _one_reduction(
         same(out, reduced(op, [chunks[rank][me] for rank in range(size)], factors), what)
 
 
-def check_moves(backend: Backend, device: torch.device = CPU, counts: tuple[int, ...] = (0, 1, 1000)) -> None:
+def check_moves(backend: GroupBackend, device: torch.device = CPU, counts: tuple[int, ...] = (0, 1, 1000)) -> None:
     """Every operation that only moves, and a barrier."""
     for dtype in MOVED:
         for count in counts:
@@ -104,7 +104,7 @@ def check_moves(backend: Backend, device: torch.device = CPU, counts: tuple[int,
     backend.submit(Operation(Kind.BARRIER))
 
 
-def _rooted_moves(backend: Backend, device: torch.device, dtype: torch.dtype, count: int, root: int) -> None:
+def _rooted_moves(backend: GroupBackend, device: torch.device, dtype: torch.dtype, count: int, root: int) -> None:
     me, size = backend.context.rank, backend.context.size
     everyone = [values(rank, count, dtype, device=device) for rank in range(size)]
     mine = everyone[me].clone()
@@ -119,7 +119,7 @@ def _rooted_moves(backend: Backend, device: torch.device, dtype: torch.dtype, co
     same(out, everyone[me], "scatter")
 
 
-def _all_moves(backend: Backend, device: torch.device, dtype: torch.dtype, count: int) -> None:
+def _all_moves(backend: GroupBackend, device: torch.device, dtype: torch.dtype, count: int) -> None:
     me, size = backend.context.rank, backend.context.size
     everyone = [values(rank, count, dtype, device=device) for rank in range(size)]
     whole = torch.empty(count * size, dtype=dtype, device=device)

@@ -10,9 +10,10 @@ from types import ModuleType
 import pytest
 import torch
 import torch.distributed as theirs
-from collectives_ranks import own_worlds, run_ranks
+from collectives_ranks import run_ranks
 
 import rpcdist.collectives as ours
+from rpcdist.collectives._group.world import World, use_world
 from rpcdist.errors import CollectiveTimeout, ConfigError
 
 one = torch.ones
@@ -23,7 +24,7 @@ def both() -> Iterator[None]:
     """A world of one rank in each package."""
     theirs.init_process_group("gloo", store=theirs.HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=5))
     try:
-        with own_worlds():
+        with use_world(World()):
             ours.init_process_group("local", store=ours.HashStore(), rank=0, world_size=1)
             try:
                 yield
@@ -186,13 +187,13 @@ def test_arguments_of_init(
     for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     given = {**arguments, "store": ours.HashStore()} if arguments.get("store") == "hash" else arguments
-    with own_worlds(), pytest.raises(error):
+    with use_world(World()), pytest.raises(error):
         ours.init_process_group(**{"backend": "local", **given})  # type: ignore[arg-type]
     assert not ours.is_initialized()
 
 
 def test_without_a_default_group() -> None:
-    with own_worlds():
+    with use_world(World()):
         calls: tuple[Callable[[], object], ...] = (
             lambda: ours.all_reduce(one(1)),
             ours.get_rank,

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
 from collectives_local import LocalBackend
-from collectives_ranks import LIMIT_S, own_worlds, run_ranks
+from collectives_ranks import LIMIT_S, run_ranks
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore, ProcessGroup, Store
-from rpcdist.collectives._group import registry
+from rpcdist.collectives._group.world import World, use_world
 from rpcdist.errors import CollectiveMismatch, GroupAborted, StoreTimeout
 
 
@@ -195,16 +196,16 @@ def in_threads(size: int, function: object) -> list[BaseException | None]:
 
     def main(rank: int) -> None:
         try:
-            function(rank)  # type: ignore[operator]
+            with use_world(World()):
+                function(rank)  # type: ignore[operator]
         except BaseException as exc:
             errors[rank] = exc
 
     threads = [threading.Thread(target=main, args=(rank,)) for rank in range(size)]
-    with own_worlds():
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT_S)
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
     return errors
 
 
@@ -257,11 +258,10 @@ def test_a_new_process_takes_the_place_of_one_that_died() -> None:
         assert total(None, rank) == 1
         met.wait(LIMIT_S)
         c.destroy_process_group()
-        if rank == 1:
-            registry._process.world = registry.World()  # a process that knows nothing
-        start(rank, 2, store)
-        assert total(None, rank) == 1
-        c.destroy_process_group()
+        with use_world(World()) if rank == 1 else nullcontext():  # rank 1 is a new process now
+            start(rank, 2, store)
+            assert total(None, rank) == 1
+            c.destroy_process_group()
 
     assert in_threads(2, on_rank) == [None] * 2
 

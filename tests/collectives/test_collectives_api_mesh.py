@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from collectives_ranks import own_worlds, run_ranks
+from collectives_ranks import run_ranks
 
 import rpcdist.collectives as c
 from rpcdist.collectives import DeviceMesh, ProcessGroup, init_device_mesh
+from rpcdist.collectives._group.world import World, use_world
 from rpcdist.errors import ConfigError
 
 
@@ -104,7 +105,7 @@ def test_a_mesh_of_groups_that_there_are() -> None:
 def test_it_makes_the_default_group_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "1"}.items():
         monkeypatch.setenv(name, value)
-    with own_worlds():
+    with use_world(World()):
         mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("a", "b"))
         assert total(mesh.get_group("b")) == 0 and mesh.get_coordinate() == (0, 0)
         c.destroy_process_group()

@@ -94,8 +94,8 @@ def check(found: list[dict[str, object]], transport: str) -> None:
     ("places", "transport"),
     [
         pytest.param([0, 1], "Socket", id="one rank on each host"),
-        pytest.param([0, 0, 1, 1], "Hybrid", id="two ranks on each host"),
-        pytest.param([0, 1, 0], "Hybrid", id="two ranks on one host, interleaved"),
+        pytest.param([0, 0, 1, 1], "Hierarchical", id="two ranks on each host"),
+        pytest.param([0, 1, 0], "Hierarchical", id="two ranks on one host, interleaved"),
     ],
 )
 def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], transport: str) -> None:
@@ -116,4 +116,4 @@ def test_two_torchrun_agents(hosts: list[Host]) -> None:
         )
         for number, host in enumerate(hosts)
     ]  # fmt: skip
-    check(results(processes), "Hybrid")
+    check(results(processes), "Hierarchical")

@@ -40,14 +40,14 @@ def group(group_pool: GroupPool) -> Iterator[Any]:
 @pytest.mark.parametrize(
     ("size", "shared", "medium"),
     [
-        (1, SHARED, "Solo"),
-        (2, SHARED, "SharedMemory"),
+        (1, SHARED, "SingleRank"),
+        (2, SHARED, "Shm"),
         (2, SOCKETS, "Socket"),
-        (3, SHARED, "SharedMemory"),
+        (3, SHARED, "Shm"),
         (3, "tcp", "Socket"),
-        (4, SHARED, "SharedMemory"),
+        (4, SHARED, "Shm"),
         (4, SOCKETS, "Socket"),
-        (4, [True, True, False, True], "Hybrid"),
+        (4, [True, True, False, True], "Hierarchical"),
     ],
 )
 def test_random_operations_equal_the_reference(

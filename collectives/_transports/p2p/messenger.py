@@ -89,7 +89,7 @@ class Messenger:
     # ------------------------------------------------------------ operations
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float | None) -> Work:
-        """See `Backend.send`. The first one to a peer opens the connection, blocking, also when asynchronous.
+        """See `GroupBackend.send`. The first one to a peer opens the connection, blocking, also when asynchronous.
 
         Raises:
             RankLost: the peer is gone or cannot be reached.
@@ -122,7 +122,7 @@ class Messenger:
         timeout_s: float | None,
         finish: Callable[[], None] | None = None,
     ) -> Work:
-        """See `Backend.recv`.
+        """See `GroupBackend.recv`.
 
         Raises:
             RankLost: the peer, or for any source every other rank, is gone.

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses
 from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
-from rpcdist.collectives._group.topology import meet, watch_sockets
 from rpcdist.collectives._group.watch import Watch, WatchListener
 from rpcdist.deadline import Deadline
 
@@ -30,8 +30,8 @@ class GroupWatch:
     def __init__(self, context: GroupContext, listener: WatchListener, deadline: Deadline) -> None:
         self._process: LocalProcess = acquire_local_process(bind_host(context.store))
         try:
-            bootstrap = meet(context, self._process.hub, deadline)
-            sockets = watch_sockets(context, self._process.hub, bootstrap, deadline)
+            bootstrap = exchange_addresses(context, self._process.hub, deadline)
+            sockets = connect_watch(context, self._process.hub, bootstrap, deadline)
             self.watch = Watch(self._process.node, context.rank, context.ranks, context.name, listener)
             self.watch.start(sockets, deadline.remaining_s() + 1)
         except BaseException:

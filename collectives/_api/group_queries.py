@@ -1,0 +1,93 @@
+"""What groups there are, and the ranks in them: `get_rank`, `get_world_size`, `get_backend` and the like."""
+
+from __future__ import annotations
+
+from typing import Final
+
+from rpcdist.collectives._group.world import NON_GROUP_MEMBER, Group, current_world, group_or_default
+from rpcdist.collectives.backends import Backend
+from rpcdist.collectives.process_group import ProcessGroup
+
+__all__ = [
+    "GroupMember",
+    "get_backend",
+    "get_backend_config",
+    "get_global_rank",
+    "get_group_rank",
+    "get_pg_count",
+    "get_process_group_ranks",
+    "get_rank",
+    "get_world_size",
+    "group",
+    "is_initialized",
+]
+
+
+class _WorldProperty(type):
+    @property
+    def WORLD(cls) -> ProcessGroup | None:
+        """The default group; None before `init_process_group`."""
+        return current_world().default
+
+
+class group(metaclass=_WorldProperty):
+    """`group.WORLD` is the default group."""
+
+
+class GroupMember(metaclass=_WorldProperty):
+    """`GroupMember.WORLD` is the default group; `NON_GROUP_MEMBER` stands for a group that this rank is not in."""
+
+    NON_GROUP_MEMBER: Final = NON_GROUP_MEMBER
+
+
+def is_initialized() -> bool:
+    """Whether `init_process_group` was called, and `destroy_process_group` was not."""
+    return current_world().default is not None
+
+
+def get_rank(group: Group = None) -> int:
+    """This process's rank in the group; -1 when it is not in it."""
+    return -1 if group == NON_GROUP_MEMBER else group_or_default(group).rank()
+
+
+def get_world_size(group: Group = None) -> int:
+    """Number of ranks in the group; -1 when this rank is not in it."""
+    return -1 if group == NON_GROUP_MEMBER else group_or_default(group).size()
+
+
+def get_group_rank(group: ProcessGroup, global_rank: int) -> int:
+    """The rank in `group` of a rank in the world.
+
+    Raises:
+        ConfigError: it is not a member.
+    """
+    return group_or_default(group).group_rank(global_rank)
+
+
+def get_global_rank(group: ProcessGroup, group_rank: int) -> int:
+    """The rank in the world of a rank in `group`.
+
+    Raises:
+        ConfigError: the group has no such rank.
+    """
+    return group_or_default(group).world_rank(group_rank)
+
+
+def get_process_group_ranks(group: ProcessGroup | None) -> list[int]:
+    """Ranks of the members in the world, by rank in the group."""
+    return list(group_or_default(group).ranks)
+
+
+def get_backend(group: Group = None) -> Backend:
+    """The backend's name, as it was given when the group was made."""
+    return Backend(group_or_default(group).name())
+
+
+def get_backend_config(group: Group = None) -> str:
+    """Which backend carries which type of device, e.g. "cpu:tcp,cuda:nccl"."""
+    return group_or_default(group).backend_config
+
+
+def get_pg_count() -> int:
+    """Number of groups made: with the default one, without those made with `use_local_synchronization`."""
+    return current_world().num_created

@@ -1,0 +1,89 @@
+"""`BackendBinding`: one group's operations on the tensors of one device type, and the backend that carries them."""
+
+from __future__ import annotations
+
+import torch
+
+from rpcdist.collectives._group.backend_contract import GroupBackend
+from rpcdist.collectives._operations import lowering
+from rpcdist.collectives._operations.dense import Copies
+from rpcdist.collectives._operations.lowering import Lowered, Place
+from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+__all__ = ["BackendBinding"]
+
+MAX_TAG = 2**31 - 1
+
+
+class BackendBinding:
+    """Hands the operations of a group to the backend that its tensors' device type needs.
+
+    Attributes:
+        backend: carries the operations out.
+        place: rank and size of the group, and whether tensors are staged in CPU memory; for lowering.
+        timeout_s: limit of operations that bring none; None for the backend's own.
+    """
+
+    __slots__ = ("backend", "place", "timeout_s")
+
+    def __init__(self, backend: GroupBackend, place: Place) -> None:
+        self.backend = backend
+        self.place = place
+        self.timeout_s: float | None = None
+
+    def run(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work | None:
+        """Carries out an operation; returns Work if it is asynchronous, as the functions of torch do."""
+        work = self.submit(lowered, async_op, timeout_s)
+        return work if async_op else None
+
+    def submit(self, lowered: Lowered, async_op: bool, timeout_s: float | None = None) -> Work:
+        """Carries out an operation, and returns its Work in either case."""
+        operation, finish, result = lowered
+        return self.backend.submit(
+            operation,
+            asynchronous=async_op,
+            timeout_s=self.timeout_s if timeout_s is None else timeout_s,
+            finish=finish,
+            result=result,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, op: object, async_op: bool, timeout_s: float | None = None) -> Work:
+        """`all_reduce` of a dense or sparse tensor: the only operation that takes sparse ones."""
+        if not tensor.is_sparse:
+            return self.submit(lowering.all_reduce(self.place, tensor, op), async_op, timeout_s)
+
+        def submit(lowered: Lowered, asynchronous: bool) -> Work:
+            return self.submit(lowered, asynchronous, timeout_s)
+
+        run_part = self.backend.run_part if self.backend.runs_parts else None
+        return all_reduce_sparse(self.place, tensor, op, async_op, submit, run_part)
+
+    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
+        """Starts to send to a rank of the group."""
+        self._check_peer(peer, tag, "destination")
+        dense = Copies(self.place.staged, moves_only=True).read(tensor)
+        return self.backend.send(dense, peer, tag, asynchronous=True, timeout_s=self.timeout_s)
+
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
+        """Starts to receive from a rank of the group; from whichever sends first when `peer` is None."""
+        self._check_peer(peer, tag, "source")
+        copies = Copies(self.place.staged, moves_only=True)
+        dense = copies.write(tensor)
+        return self.backend.recv(dense, peer, tag, asynchronous=True, timeout_s=self.timeout_s, finish=copies.finish())
+
+    def _check_peer(self, peer: int | None, tag: int, role: str) -> None:
+        if not isinstance(tag, int):
+            raise TypeError(f"`tag` is a whole number, not {tag!r}")
+        if not 0 <= tag <= MAX_TAG:
+            raise ConfigError(f"Tag must be nonnegative and below 2**31, not {tag}")
+        if peer is None:
+            return
+        rank, size, _ = self.place
+        if not 0 <= peer < size:
+            raise ConfigError(f"Invalid {role} rank {peer}: the group's ranks are 0 to {size - 1}")
+        if peer == rank:
+            raise ConfigError(
+                f"Invalid {role} rank: {role} rank should not be the same as the rank of the current process."
+            )

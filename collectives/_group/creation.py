@@ -1,0 +1,161 @@
+"""How groups are made: the ranks wait for each other, then the backends connect, then the world registers the group."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+
+import torch
+
+from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
+from rpcdist.collectives._group.world import World, current_world, default_group
+from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
+from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError, RankLost
+
+__all__ = ["MakeBackend", "check_split", "default_timeout", "make_group", "open_group", "split_off"]
+
+MakeBackend = Callable[[Backend | str, GroupContext], GroupBackend]
+"""Constructs the backend of a name; blocks until all ranks of the group can be reached."""
+
+
+def default_timeout(backend: str) -> timedelta:
+    """torch's: shorter for `nccl` alone."""
+    return default_pg_nccl_timeout if backend == Backend.NCCL else default_pg_timeout
+
+
+def open_group(
+    name: str,
+    rank: int,
+    ranks: tuple[int, ...],
+    store: Store,
+    *,
+    backend: str,
+    timeout: timedelta,
+    options: object | None,
+    device: torch.device | None,
+    description: str,
+    make: MakeBackend = make_backend,
+    check: Callable[[], None] | None = None,
+) -> ProcessGroup:
+    """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
+    opened: dict[str, GroupBackend] = {}
+    by_device: dict[str, GroupBackend] = {}
+    try:
+        names = BackendConfig(backend).device_backend_map
+        for device_type, backend_name in names.items():
+            if backend_name not in opened:
+                context = GroupContext(
+                    name, rank, ranks, PrefixStore(backend_name, store), timeout.total_seconds(), options, device, check
+                )
+                opened[backend_name] = make(backend_name, context)
+            by_device[device_type] = opened[backend_name]
+    except BaseException:
+        for opened_backend in opened.values():
+            opened_backend.abort("another backend of the group could not be made")
+            opened_backend.close(0.0)
+        raise
+    return ProcessGroup(
+        name,
+        rank,
+        ranks,
+        store,
+        by_device,
+        split=split_off,
+        backend_name=backend,
+        names=names,
+        timeout_s=timeout.total_seconds(),
+        description=description,
+        options=options,
+        device=device,
+    )
+
+
+def make_group(
+    world: World,
+    name: str,
+    members: tuple[int, ...],
+    *,
+    backend: str,
+    timeout: timedelta,
+    options: object | None,
+    device: torch.device | None,
+    description: str | None,
+    make: MakeBackend = make_backend,
+) -> ProcessGroup:
+    """Makes a group whose members, and nobody else, call this with one name; `world` registers it."""
+    if world.store is None:
+        raise ConfigError("Default process group has not been initialized, please call init_process_group first.")
+    parent = default_group()
+    rank = members.index(parent.rank())
+    store = PrefixStore(f"group/{name}", world.store)
+
+    def check() -> None:
+        for lost, reason in parent.lost_ranks().items():
+            if lost in members:
+                raise RankLost(f"making group {name!r}", f"rank {lost} cannot come: {reason}", (members.index(lost),))
+
+    described = f"a group with backend {BackendConfig(backend)}"
+    wait_for_ranks(store, members[rank], members, f"group {name!r}", timeout.total_seconds(), described, check)
+    group = open_group(
+        name,
+        rank,
+        members,
+        store,
+        backend=backend,
+        timeout=timeout,
+        options=options,
+        device=device,
+        description="undefined" if description is None else description,
+        make=make,
+        check=check,
+    )
+    world.groups[name] = group
+    return group
+
+
+def split_off(
+    parent: ProcessGroup,
+    ranks: Sequence[int],
+    *,
+    timeout: timedelta | None = None,
+    options: object | None = None,
+    name: str | None = None,
+    description: str | None = None,
+    backend: str | None = None,
+    make: MakeBackend = make_backend,
+) -> ProcessGroup | None:
+    """A group of some ranks of `parent`, made by those alone; None on the others."""
+    check_split(ranks, parent)
+    if parent.rank() not in ranks:
+        return None
+    world = current_world()
+    members = tuple(parent.world_rank(rank) for rank in sorted(ranks))
+    backend = parent.name() if backend is None else Backend(backend)
+    return make_group(
+        world,
+        world.hashed_name(members) if name is None else name,
+        members,
+        backend=backend,
+        timeout=default_timeout(backend) if timeout is None else check_timeout(timeout),
+        options=parent.options if options is None else options,
+        device=parent.bound_device_id,
+        description=f"{parent.group_desc}:split" if description is None else description,
+        make=make,
+    )
+
+
+def check_split(part: Sequence[int], parent: ProcessGroup) -> None:
+    if len(part) == 0:
+        raise ConfigError("the split group cannot be empty")
+    if len(part) > parent.size():
+        raise ConfigError("the split group's size should be less or equal to the world_size set by init_process_group")
+    if len(set(part)) != len(part):
+        raise ConfigError("the split group cannot have duplicate ranks")
+    for rank in part:
+        parent.world_rank(rank)

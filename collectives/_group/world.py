@@ -1,0 +1,157 @@
+"""`World`: the groups of one process, and what they share.
+
+torch's functions act on the process that calls them, so there is one world for each process. Several ranks can live in
+one process (tests, notebooks, simulations) when each runs under a world of its own: `use_world`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Final, cast
+
+from rpcdist.collectives._group.kept_store import KeptStore
+from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError
+
+__all__ = [
+    "NON_GROUP_MEMBER",
+    "Group",
+    "World",
+    "current_world",
+    "default_group",
+    "group_or_default",
+    "member_group",
+    "resolve_group_rank",
+    "use_world",
+    "warn_not_in_group",
+]
+
+NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
+"""What `new_group` returns on ranks that are not in the group, with torch's value; functions that get it do nothing.
+
+It is annotated as a group because every function takes it as one.
+"""
+
+Group = ProcessGroup | None
+"""What functions take: a group, `NON_GROUP_MEMBER`, or None for the default group."""
+
+
+class World:
+    """The groups of one process, and what they share. It knows them by name, not how they are made.
+
+    Attributes:
+        default: the group of all ranks; None before `init_process_group`.
+        groups: all groups by name, in the order of their creation.
+        num_created: number of groups that got a number since `init_process_group`.
+        store: the part of the store that belongs to this initialisation; None before it.
+        kept_store: the store that the last initialisation opened.
+    """
+
+    def __init__(self) -> None:
+        self.default: ProcessGroup | None = None
+        self.groups: dict[str, ProcessGroup] = {}
+        self.num_created = 0
+        self.store: Store | None = None
+        self.kept_store = KeptStore()
+        self._num_hashed: dict[tuple[int, ...], int] = {}
+
+    def begin(self, default: ProcessGroup, store: Store) -> None:
+        """Makes a group the default one and the only one; the groups before it are shut down already."""
+        self.end()
+        self.default, self.store, self.num_created = default, store, 1
+        self.groups[default.group_name] = default
+
+    def end(self) -> None:
+        """Forgets all groups, which are shut down already."""
+        self.default = self.store = None
+        self.groups.clear()
+        self.num_created = 0
+        self._num_hashed.clear()
+
+    def numbered_name(self) -> str:
+        """A name for a new group; equal on all ranks, because all of them make the same groups in the same order."""
+        number = self.num_created
+        self.num_created += 1
+        return str(number)
+
+    def hashed_name(self, members: tuple[int, ...]) -> str:
+        """A name for a new group; equal on all members, whatever other groups each has, as it counts equal ranks."""
+        number = self._num_hashed.get(members, 0)
+        self._num_hashed[members] = number + 1
+        return hashlib.sha256(f"{members} {number}".encode()).hexdigest()[:40]
+
+
+_world: ContextVar[World] = ContextVar("rpcdist_world", default=World())  # noqa: B039  (the process's own, by design)
+
+
+def current_world() -> World:
+    """The groups of this process, or of the rank that runs here under `use_world`."""
+    return _world.get()
+
+
+@contextmanager
+def use_world(world: World) -> Iterator[World]:
+    """Inside, this thread or task is a process of its own as far as groups are concerned."""
+    token = _world.set(world)
+    try:
+        yield world
+    finally:
+        _world.reset(token)
+
+
+def default_group() -> ProcessGroup:
+    """The group of all ranks. Raises ConfigError before `init_process_group`."""
+    default = current_world().default
+    if default is None:
+        raise ConfigError(
+            "Default process group has not been initialized, please make sure to call init_process_group."
+        )
+    return default
+
+
+def group_or_default(given: Group) -> ProcessGroup:
+    """The given group, or the default one for None. Raises ConfigError for anything that is not a group."""
+    if given is None:
+        return default_group()
+    if isinstance(given, ProcessGroup):
+        return given
+    raise ConfigError(f"Invalid process group specified: {given!r}")
+
+
+def member_group(given: Group, what: str) -> ProcessGroup | None:
+    """The group of a call; None, with torch's warning, when this rank is not in it."""
+    if isinstance(given, ProcessGroup):
+        return given
+    if given == NON_GROUP_MEMBER:
+        warn_not_in_group(what)
+        return None
+    return group_or_default(given)
+
+
+def warn_not_in_group(what: str) -> None:
+    """Says that the call does nothing."""
+    default = current_world().default
+    rank = -1 if default is None else default.rank()
+    warnings.warn(f"Running {what} on global rank {rank} which does not belong to the given group.", stacklevel=4)
+
+
+def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+    """The rank in the group, from `src` or `group_src` (`dst` or `group_dst`); exactly one of them is given."""
+    if group_rank is not None:
+        if world_rank is not None:
+            raise ConfigError("Can't specify both group_rank and global_rank")
+        return _whole(group_rank)
+    if world_rank is None:
+        raise ConfigError("Must specify global_rank or group_rank")
+    return group.group_rank(_whole(world_rank))
+
+
+def _whole(rank: int) -> int:
+    if not isinstance(rank, int):
+        raise TypeError(f"a rank is a whole number, not {rank!r}")
+    return rank
