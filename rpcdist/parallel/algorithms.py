@@ -25,7 +25,8 @@ class UnevenInputs(RpcdistError):
     """Some rank ran out of inputs, and `throw_on_early_termination` was set.
 
     Attributes:
-        ranks: in the group; those that have none left.
+        ranks: ranks in the group that have no inputs left.
+        me: this rank in the group.
     """
 
     def __init__(self, ranks: tuple[int, ...], me: int) -> None:
@@ -44,10 +45,10 @@ class UnevenInputs(RpcdistError):
 
 
 class JoinHook:
-    """What a rank that has joined does for one `Joinable`; override what is needed."""
+    """The actions of a joined rank for one `Joinable`; subclasses override them."""
 
     def main_hook(self) -> None:
-        """Takes part in the communication of one iteration of the others, again and again while there are any."""
+        """Takes part in the communication of one iteration of the other ranks; called once for each such iteration."""
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Called on every rank once all have joined.
@@ -58,7 +59,7 @@ class JoinHook:
 
 
 class _JoinConfig(NamedTuple):
-    """What a `Joinable` knows about the `Join` that it is in."""
+    """The options of the `Join` context in which a `Joinable` is."""
 
     enable: bool
     throw_on_early_termination: bool
@@ -70,9 +71,9 @@ class _JoinConfig(NamedTuple):
 
 
 class Joinable(ABC):
-    """Something that communicates in every iteration, and can go without its own part.
+    """An object that communicates in every iteration, and whose communication a joined rank can mirror.
 
-    Its class calls `Joinable.__init__`, and `Join.notify_join_context(self)` before the communication of an iteration.
+    A subclass calls `Joinable.__init__`, and `Join.notify_join_context(self)` before the communication of an iteration.
     """
 
     _join_config: _JoinConfig
@@ -84,12 +85,12 @@ class Joinable(ABC):
 
     @abstractmethod
     def join_hook(self, **kwargs: object) -> JoinHook:
-        """What a joined rank does; `kwargs` are those of `Join`."""
+        """The hook for a joined rank; `kwargs` are those of `Join`."""
 
     @property
     @abstractmethod
     def join_device(self) -> torch.device:
-        """Where the tensors of the join's own communication lie."""
+        """The device of the tensors that the `Join` context communicates."""
 
     @property
     @abstractmethod
@@ -161,25 +162,25 @@ class Join:
             if num_shadowed == SKEW_WARNING:
                 warnings.warn(
                     f"Detected uneven input skew of greater than {SKEW_WARNING}: rank {self._process_group.rank()} has "
-                    "that many fewer inputs than others, and only keeps them company",
+                    "that many fewer inputs than others, and only mirrors their communication",
                     stacklevel=3,
                 )
         for hook in self._join_hooks:
             hook.post_hook(is_last_joiner)
 
     def _count_training(self) -> int:
-        """How many ranks began another iteration."""
+        """The number of ranks that began another iteration."""
         count = torch.zeros(1, device=self._device)
         collectives.all_reduce(count, group=self._process_group)
         return int(count.item())
 
     @staticmethod
     def notify_join_context(joinable: Joinable) -> Work | None:
-        """Says that this rank begins another iteration. To be called before an iteration's communication.
+        """Tells the other ranks that this rank begins another iteration. Call it before an iteration's communication.
 
         Returns:
-            Work whose result is one tensor, the number of ranks that did; None if the joinable is not the first of an
-            enabled `Join`.
+            Work whose result is one tensor, the number of ranks that began an iteration; None if the joinable is not
+            the first of an enabled `Join`.
 
         Raises:
             UnevenInputs: some rank has joined, and `throw_on_early_termination` was set.
@@ -197,7 +198,7 @@ class Join:
 
 
 def _exhausted(group: ProcessGroup, device: torch.device, mine: bool) -> tuple[tuple[int, ...], int]:
-    """The ranks in the group that have no inputs left, and this rank."""
+    """The ranks in the group that have no inputs left, and this rank in the group."""
     flags = torch.zeros(group.size(), device=device)
     flags[group.rank()] = mine
     collectives.all_reduce(flags, group=group)

@@ -2,7 +2,7 @@
 
     model.register_comm_hook(None, bf16_compress_hook)
 
-A hook gets its state and a `GradBucket`, and returns a future of a tensor with the reduced gradients, averaged already.
+A hook gets its state and a `GradBucket`, and returns a future of a tensor with the averaged gradients.
 The names are those of `torch.distributed.algorithms.ddp_comm_hooks`. The state of hooks that communicate is the process
 group, or None for the default one. Buckets of sparse gradients do not go through hooks.
 """
@@ -11,21 +11,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
-from rpcdist.parallel._ddp._reduction import CommHook, GradBucket
-
-if TYPE_CHECKING:
-    from rpcdist.parallel.distributed import DistributedDataParallel
+from rpcdist.parallel._ddp._bucket_reduction import CommHook, GradBucket
 
 __all__ = [
     "BuiltinCommHookType",
     "DDPCommHookType",
     "GradBucket",
+    "TakesCommHook",
     "allreduce_hook",
     "bf16_compress_hook",
     "bf16_compress_wrapper",
@@ -42,7 +40,7 @@ GroupHook = Callable[[ProcessGroup | None, GradBucket], TensorFuture]
 
 
 def allreduce_hook(process_group: ProcessGroup | None, bucket: GradBucket) -> TensorFuture:
-    """Averages: what happens without a hook."""
+    """Averages the gradients: the same as without a hook."""
     return _average(bucket.buffer(), process_group)
 
 
@@ -64,18 +62,18 @@ def noop_hook(_: object, bucket: GradBucket) -> TensorFuture:
 
 
 def fp16_compress_wrapper(hook: CommHook) -> CommHook:
-    """The same hook on gradients in float16."""
+    """Wraps a hook: it gets the gradients in float16."""
     return _in_dtype(torch.float16, hook, "fp16_compress_wrapper_hook")
 
 
 def bf16_compress_wrapper(hook: CommHook) -> CommHook:
-    """The same hook on gradients in bfloat16."""
+    """Wraps a hook: it gets the gradients in bfloat16."""
     return _in_dtype(torch.bfloat16, hook, "bf16_compress_wrapper_hook")
 
 
 def _average(tensor: torch.Tensor, group: ProcessGroup | None) -> TensorFuture:
     op = ReduceOp.AVG
-    if tensor.dtype is torch.float16:  # the sum may be too large for it
+    if tensor.dtype is torch.float16:  # its sum could overflow
         tensor.div_(collectives.get_world_size(group))
         op = ReduceOp.SUM
     work = collectives.all_reduce(tensor, op, group, async_op=True)
@@ -114,14 +112,14 @@ def _in_dtype(dtype: torch.dtype, hook: CommHook, name: str) -> CommHook:
 
 
 class BuiltinCommHookType(Enum):
-    """For `_register_builtin_comm_hook`."""
+    """The hooks that `_register_builtin_comm_hook` takes."""
 
     ALLREDUCE = "allreduce"
     FP16_COMPRESS = "fp16_compress"
 
 
 class DDPCommHookType(Enum):
-    """For `register_ddp_comm_hook`."""
+    """The hooks that `register_ddp_comm_hook` takes."""
 
     ALLREDUCE = "allreduce"
     FP16_COMPRESS = "fp16_compress"
@@ -144,12 +142,19 @@ def builtin_hook(kind: BuiltinCommHookType | DDPCommHookType) -> GroupHook:
 
 
 def leaves_equal_bits(hook: object) -> bool:
-    """Whether it is one of the hooks here that leave the same bits on all ranks."""
+    """Whether a hook is known to leave the same bits on all ranks."""
     return any(hook is _BY_TYPE[name] for name in _EQUAL_BITS)
 
 
+class TakesCommHook(Protocol):
+    """A model whose gradients a comm hook can reduce: `DistributedDataParallel`."""
+
+    def register_comm_hook(self, state: object, hook: CommHook) -> None:
+        """Uses a hook from now on."""
+
+
 def register_ddp_comm_hook(
-    comm_hook_type: DDPCommHookType, model: DistributedDataParallel, state: ProcessGroup | None = None
+    comm_hook_type: DDPCommHookType, model: TakesCommHook, state: ProcessGroup | None = None
 ) -> None:
-    """Registers one of the hooks here by its type."""
+    """Registers one of the hooks of this module, given by its type."""
     model.register_comm_hook(state, builtin_hook(comm_hook_type))  # type: ignore[arg-type]  # its state is narrower

@@ -16,25 +16,20 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._arguments import choose_sync, member_group, refuse_unsupported
-from rpcdist.parallel._ddp._buckets import BucketCaps
+from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
+from rpcdist.parallel._ddp._bucket_reduction import CommHook, check_comm_hook
+from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
-from rpcdist.parallel._ddp._delayed import DelayedReduction
+from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
-from rpcdist.parallel._ddp._finite import CheckFinite
-from rpcdist.parallel._ddp._hooks import (
-    BufferHook,
-    BufferHookLocation,
-    check_comm_hook,
-    install_capture_hooks,
-    install_hooks,
-)
-from rpcdist.parallel._ddp._joining import DataParallelJoinHook, count_ranks, highest_rank
-from rpcdist.parallel._ddp._logging import logging_data
+from rpcdist.parallel._ddp._finite_check import CheckFinite
+from rpcdist.parallel._ddp._gradient_hooks import install_accumulation_hooks, install_capture_hooks
+from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
+from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
+from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._reduction import CommHook
-from rpcdist.parallel._ddp._sources import in_distributed_context
 from rpcdist.parallel._ddp._used_parameters import find_tensors, reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
@@ -45,33 +40,33 @@ __all__ = ["DistributedDataParallel"]
 class DistributedDataParallel(nn.Module, Joinable):
     """Trains the same module on all ranks of a group: gradients are averaged over the ranks during the backward pass.
 
-    Wrap the module on every rank, train as if it were alone, and give each rank its own part of the data. Parameters
-    and buffers are rank 0's to begin with. `module` is the wrapped one. Gradients are averages over the ranks, so the
-    mean loss of equal parts gives the gradients of the whole batch.
+    Wrap the module on every rank, train as in a single process, and give each rank its own part of the data. The
+    constructor copies rank 0's parameters and buffers to all ranks. `module` is the wrapped module. Gradients are
+    averages over the ranks, so the mean loss of equal parts gives the gradients of the whole batch.
 
     Args:
-        module: its parameters must be the same on all ranks: names, order, shapes, dtypes, strides.
+        module: the model; names, order, shapes, dtypes and strides of its parameters must be the same on all ranks.
         device_ids: None, or one device, to which inputs are moved.
         output_device: None; kept for scripts.
         dim: kept for scripts.
         broadcast_buffers: the old name of `forward_sync_buffers`; False also leaves them out of the initial sync.
-        init_sync: compare the ranks' models, and copy rank 0's values to the others, now.
+        init_sync: compare the ranks' models, and copy rank 0's values to the other ranks, in the constructor.
         process_group: the ranks; the default group by default.
         bucket_cap_mb: size in MiB from which a bucket is reduced; 25 by default, and 1 for the first one.
-        find_unused_parameters: parameters may stay without gradients; which, is found out in every iteration.
+        find_unused_parameters: parameters may stay without gradients; every iteration determines which.
         check_reduction: kept for scripts.
         gradient_as_bucket_view: small gradients are views of communication buffers, which saves their copies while they
-            are kept between iterations (`zero_grad(set_to_none=False)`). Large ones are reduced where they are anyway.
+            are kept between iterations (`zero_grad(set_to_none=False)`). Large gradients are reduced in place anyway.
         static_graph: every iteration uses the same parameters equally often; allows reentrant checkpointing.
         delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
-            `param_to_hook_all_reduce` is ready; they are none of the buckets' business.
-        param_to_hook_all_reduce: see there.
+            `param_to_hook_all_reduce` is ready, outside of the buckets.
+        param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: not supported; use `torch.autocast`.
         device_mesh: not supported; pass `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
             the same parameters must be unused on all ranks.
-        bucket_cap_mb_list: caps bucket by bucket; the last one holds for the rest.
-        batched_grad_copy: gradients are copied into a bucket all at once anyway.
+        bucket_cap_mb_list: one cap per bucket; the last cap holds for all later buckets.
+        batched_grad_copy: kept for scripts: the gradients of a bucket are always copied in one call.
         forward_sync_buffers: give all ranks the buffers of rank 0 before each training forward; True by default.
         check_finite: how to look for NaN and infinity in gradients, and warn (`NonFiniteGradients`), naming rank and
             parameter: "probes" looks at the first elements of each bucket, "all" at everything, "never" at nothing.
@@ -171,7 +166,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return found
 
     def _shared_options(self) -> dict[str, object]:
-        """What has to be the same on all ranks."""
+        """The options that must be the same on all ranks."""
         return {
             "the bucket cap": self._caps,
             "find_unused_parameters": self.find_unused_parameters,
@@ -192,7 +187,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
         self.reducer = Reducer(parameters, self.process_group, options)
         self._capture_handles: list[RemovableHandle] = []
-        self._handles = install_hooks(parameters, self.reducer)
+        self._handles = install_accumulation_hooks(parameters, self.reducer)
         weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
 
     def _broadcast_states(self, group_src: int, buffers: bool) -> None:
@@ -240,7 +235,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self._expect_backward(output, trains)
 
     def _expect_backward(self, output: Any, trains: bool) -> Any:
-        """Arms the reducer."""
+        """Arms the reducer for the backward pass of the output."""
         self.require_forward_param_sync = trains and self.require_backward_grad_sync
         if self._delayed is not None:
             self._delayed.enabled = self.require_forward_param_sync
@@ -292,7 +287,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @property
     def modules_buffers(self) -> list[torch.Tensor]:
-        """The same without names."""
+        """The buffers that are synchronised."""
         return list(self.named_module_buffers.values())
 
     def will_sync_module_buffers(self) -> bool:
@@ -322,7 +317,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         hook: Callable[[object, dict[str, torch.Tensor]], list[torch.futures.Future[object]] | None],
         comm_hook_location: BufferHookLocation = BufferHookLocation.POST_FORWARD,
     ) -> None:
-        """Has a function synchronise the buffers instead of a broadcast."""
+        """Synchronises the buffers by a function instead of a broadcast."""
         if not callable(hook):
             raise TypeError("Communication hook must be callable.")
         self._buffer_hook = BufferHook(state, hook, comm_hook_location)
@@ -337,12 +332,12 @@ class DistributedDataParallel(nn.Module, Joinable):
     ) -> Join:
         """A context for training loops that are not equally long on all ranks.
 
-        A rank whose loop has ended takes part in the others' reductions with gradients of zero. At the end, all ranks
-        have the model of the one that trained longest.
+        A rank whose loop has ended takes part in the reductions of the others with gradients of zero. At the end, all
+        ranks get the model of the rank that trained longest.
 
         Args:
-            divide_by_initial_world_size: gradients are divided by the size of the group, so that every input counts the
-                same; else by the number of ranks that still train.
+            divide_by_initial_world_size: gradients are divided by the size of the group, so that all inputs have the
+                same weight; else by the number of ranks that still train.
             enable: False switches it off.
             throw_on_early_termination: raise `UnevenInputs` on every rank when the first one has no inputs left.
         """
@@ -354,7 +349,8 @@ class DistributedDataParallel(nn.Module, Joinable):
         )
 
     def join_hook(self, **kwargs: object) -> DataParallelJoinHook:
-        return DataParallelJoinHook(self, bool(kwargs.get("divide_by_initial_world_size", True)))
+        self._divide_by_initial_world_size = bool(kwargs.get("divide_by_initial_world_size", True))
+        return DataParallelJoinHook(self._shadow_iteration, self._sync_final_model)
 
     @property
     def join_device(self) -> torch.device:
@@ -365,7 +361,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         return self.process_group
 
     def _count_syncing(self) -> None:
-        """Finds out by what the gradients of this iteration are divided."""
+        """Sets the divisor of this iteration's gradients."""
         self.reducer.divide_by = None
         if self._join_config.enable:
             num_syncing = count_ranks(self.require_backward_grad_sync, self.process_group, self.device)
@@ -373,7 +369,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 self.reducer.divide_by = max(1, num_syncing)
 
     def _shadow_iteration(self) -> None:
-        """Takes part in what the forward and backward pass of the other ranks communicate."""
+        """Takes part in the communication of the other ranks' forward and backward pass."""
         if self._syncs_buffers(BufferHookLocation.PRE_FORWARD):
             self._send_buffers(self._highest_rank(False))
         syncs = count_ranks(False, self.process_group, self.device) > 0
@@ -391,13 +387,13 @@ class DistributedDataParallel(nn.Module, Joinable):
     # ------------------------------------------------------------ communication hooks
 
     def register_comm_hook(self, state: object, hook: CommHook) -> None:
-        """Has a function reduce the gradients instead of an average. Once, before training, the same on all ranks.
+        """Reduces the gradients by a function instead of an average. Call it once, before training, on all ranks.
 
         Args:
-            state: its first argument.
+            state: first argument of the hook.
             hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
-                elements: the gradients that all ranks shall have. It divides by itself. Buckets of sparse gradients do
-                not go through it.
+                elements: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
+                through hooks.
         """
         check_comm_hook(hook)
         if self.reducer.hook is not None:
@@ -444,7 +440,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Options, buckets and times, for debugging."""
-        return logging_data(self)
+        return logging_data(self.module, self.reducer, self.forward_sync_buffers)
 
     def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
         """Checks the rate and ignores it: times are taken in every iteration."""
@@ -472,7 +468,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self.reducer.check_finished()
 
     def _update_process_group(self, new_process_group: ProcessGroup) -> None:
-        """Averages in another group from now on, after ranks have left or come; finds its buckets anew."""
+        """Averages in another group from now on, after ranks have left or joined; starts with the initial buckets."""
         self.process_group = new_process_group
         self.reducer.use_group(new_process_group)
 

@@ -1,3 +1,3 @@
-"""Data parallel training: what `rpcdist.parallel.distributed` is made of."""
+"""The private parts of `rpcdist.parallel.distributed`: buckets, the reducer, hooks, checks."""
 
 __all__: list[str] = []

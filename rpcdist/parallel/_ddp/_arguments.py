@@ -1,4 +1,4 @@
-"""The constructor's arguments: what is wrong with them, and what they mean."""
+"""Checks and resolves arguments of the constructor of `DistributedDataParallel`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def member_group(given: ProcessGroup | None) -> ProcessGroup:
     """The group to train in: the given one, or the default one.
 
     Raises:
-        ConfigError: there is none, or it is not one of ours.
+        ConfigError: there is none, or it is not a group of `rpcdist.collectives` with this rank in it.
     """
     group = collectives.group.WORLD if given is None else given
     if group is None:
@@ -39,7 +39,7 @@ def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
 def refuse_unsupported(
     mixed_precision: object | None, device_mesh: object | None, process_group: ProcessGroup | None
 ) -> None:
-    """Raises ConfigError for arguments of torch that have no meaning here; says what to do instead."""
+    """Raises ConfigError, with an alternative, for arguments of torch that are not supported."""
     if process_group is not None and device_mesh is not None:
         raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
     if device_mesh is not None:

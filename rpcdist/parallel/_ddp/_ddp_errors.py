@@ -1,4 +1,4 @@
-"""What goes wrong in data parallel training, by name of rank and parameter."""
+"""The errors of data parallel training; they name ranks and parameters."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ MAX_NAMES = 20
 
 
 def list_names(names: Sequence[str]) -> str:
-    """Names for an error's text: not all of them when there are many."""
+    """Names for the text of an error; the first `MAX_NAMES` of them."""
     shown = ", ".join(names[:MAX_NAMES])
     return shown if len(names) <= MAX_NAMES else f"{shown} and {len(names) - MAX_NAMES} more"
 
@@ -30,8 +30,8 @@ class UnusedParameters(DataParallelError):
     """A backward pass ended without gradients for some parameters, so their buckets were not reduced.
 
     Attributes:
-        rank: where.
-        parameters: their names there.
+        rank: rank in the world on which the gradients are missing.
+        parameters: names of the parameters without gradients.
         iteration: number of the backward pass, from 1.
     """
 
@@ -57,7 +57,7 @@ class NonFiniteGradients(UserWarning):
 
 
 def explained(error: CollectiveError, detail: str) -> CollectiveError:
-    """The same error with more to say."""
+    """A copy of an error with a detail added to its reason."""
     better = copy.copy(error)
     better.reason = f"{error.reason}; {detail}"
     better.args = (error.operation, better.reason, *error.args[2:])

@@ -1,4 +1,4 @@
-"""Devices of modules and inputs."""
+"""Chooses the device of a model's inputs, and moves inputs to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def choose_device(
     device_ids: Sequence[int | torch.device] | None,
     output_device: int | torch.device | None,
 ) -> torch.device | None:
-    """Where inputs are moved to; None leaves them where they are.
+    """The device to which inputs are moved, or None to leave them where they are.
 
     Raises:
         ConfigError: the module's parameters are on different types of devices, or `device_ids` does not fit them.

@@ -1,4 +1,4 @@
-"""Where gradients lie in memory: tensors as flat runs of elements, and runs as tensors."""
+"""The memory layout of gradients: views of tensors as flat runs of elements, and of runs as tensors."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import torch
 __all__ = ["as_run", "fills_its_memory", "is_private", "view_like"]
 
 _OWN_USES: Final = 2
-"""References to the storage of a tensor that shares it with none: the tensor's, and that of whoever looks."""
+"""Use count of a storage that one tensor owns alone: the tensor's reference, and that of `untyped_storage()`."""
 
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
-    """Whether its elements lie without gaps and overlaps, in whatever order of dimensions."""
+    """Whether the elements of a tensor lie without gaps and overlaps, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -35,13 +35,13 @@ def as_run(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | No
 
 
 def view_like(run: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """A flat tensor as one of the parameter's shape, and of its order of dimensions where it has one."""
+    """A view of a flat tensor with the parameter's shape, and with its strides if the parameter fills its memory."""
     if not parameter.is_contiguous() and fills_its_memory(parameter):
         return run.as_strided(parameter.shape, parameter.stride(), run.storage_offset())
     return run.view(parameter.shape)
 
 
 def is_private(tensor: torch.Tensor) -> bool:
-    """Whether nothing else uses its memory: the engine may have given one tensor's memory to two parameters."""
+    """Whether no other tensor uses its memory: the engine may give the same gradient to two parameters."""
     storage = tensor.untyped_storage()
     return bool(torch._C._storage_Use_Count(storage._cdata) <= _OWN_USES)

@@ -1,7 +1,8 @@
-"""What ranks leave in the store for those that wait for them in vain.
+"""Notices in the store: a rank that lacks gradients says so to the ranks that wait for it.
 
-A rank whose backward pass ended without some gradients does not take part in the reduction of their buckets. The others
-cannot see why: to them it is only late. So it writes down what is missing, and they look when they have waited long.
+A rank whose backward pass ended without some gradients does not take part in the reduction of their buckets. The other
+ranks see only that it is late. So it writes the names of the missing gradients into the group's store, and ranks that
+have waited long read them there.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ MAX_TOLD: Final = 50
 
 @dataclass(frozen=True, slots=True)
 class Notice:
-    """What one rank says.
+    """The notice of one rank: gradients are missing.
 
     Attributes:
-        rank: in the world.
-        iteration: which backward pass, from 1.
-        missing: the parameters without gradients.
-        final: whether the rank gave up on them, with an error; else they may still come.
+        rank: rank in the world.
+        iteration: number of the backward pass, from 1.
+        missing: names of the parameters without gradients.
+        final: whether the rank has raised an error; else the gradients may still become ready.
     """
 
     rank: int
@@ -44,11 +45,11 @@ class Notice:
 
 
 class Notices:
-    """The board of one reducer.
+    """The notices about one reducer, in the store of its group.
 
     Args:
-        group: its ranks.
-        key: the same on all ranks, and of no other reducer.
+        group: the ranks that reduce.
+        key: prefix of the store's keys: the same on all ranks, and different for each reducer.
     """
 
     def __init__(self, group: ProcessGroup, key: str) -> None:
@@ -56,7 +57,7 @@ class Notices:
         self._key = key
 
     def post(self, iteration: int, missing: Sequence[str], final: bool) -> Notice:
-        """Tells the others; a store that is gone only loses the explanation."""
+        """Writes this rank's notice. Errors of the store are ignored: only the explanation is lost."""
         group = self._group
         notice = Notice(group.world_rank(group.rank()), iteration, tuple(missing), final)
         try:
@@ -67,7 +68,7 @@ class Notices:
         return notice
 
     def read(self, iteration: int) -> list[Notice]:
-        """What the other ranks said about this iteration."""
+        """The notices of the other ranks about an iteration."""
         group, found = self._group, []
         try:
             store = group.get_group_store()

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a module: which take part, whether all ranks have the same, making them equal."""
+"""The parameters and buffers of a module: selecting them, comparing them between ranks, and broadcasting them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Named(NamedTuple):
     """A parameter that is trained.
 
     Attributes:
-        name: in the module.
+        name: name in the module.
         tensor: the parameter.
         sparse: whether its gradient is expected to be sparse.
     """
@@ -50,18 +50,18 @@ def trainable(module: nn.Module, ignored: Iterable[str] = ()) -> list[Named]:
 
 
 def named_buffers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, torch.Tensor]:
-    """The module's buffers, but for the ignored ones."""
+    """The module's buffers by name, without the ignored ones."""
     skipped = set(ignored)
     return {name: buffer for name, buffer in module.named_buffers() if name not in skipped}
 
 
-# ---------------------------------------------------------------- are they equal?
+# ---------------------------------------------------------------- comparing the ranks
 
 
 def verify(parameters: Sequence[Named], options: Mapping[str, object], group: ProcessGroup) -> None:
-    """Sees to it that all ranks have the same parameters and options, before any of them is used.
+    """Checks that all ranks have the same parameters and options. All ranks must call it.
 
-    All ranks call it. The usual case costs one small message; only ranks that differ tell each other more.
+    Equal ranks exchange one small digest. If the digests differ, they exchange descriptions of their parameters.
 
     Raises:
         ModelsDiffer: on all ranks.
@@ -92,7 +92,7 @@ def _describe(parameter: Named) -> str:
 
 
 def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -> list[str]:
-    """In words, by rank in the group; everybody is compared with rank 0."""
+    """The differences between rank 0 and each other rank, in words."""
     (first, first_choices), found = views[0], []
     for rank, (own, choices) in enumerate(views[1:], start=1):
         found += [f"parameter {name!r} exists on rank 0 but not on rank {rank}" for name in first if name not in own]
@@ -112,11 +112,11 @@ def _differences(views: Sequence[tuple[Mapping[str, str], Mapping[str, str]]]) -
     return found
 
 
-# ---------------------------------------------------------------- making them equal
+# ---------------------------------------------------------------- broadcasting
 
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, group_src: int = 0) -> None:
-    """Gives all ranks the values of one rank; the tensors are changed in place. All ranks call it with equal shapes."""
+    """Copies the values of one rank into the tensors of all ranks. All ranks must call it, with equal shapes."""
     if group.size() == 1:
         return
     packs: dict[torch.device, list[torch.Tensor]] = {}
@@ -135,7 +135,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], group: ProcessGroup, grou
 
 
 def _broadcast_packed(tensors: Sequence[torch.Tensor], group: ProcessGroup, group_src: int) -> None:
-    """As one run of bytes."""
+    """Broadcasts small tensors as one tensor of bytes."""
     flat = torch.cat([tensor.contiguous().view(-1).view(torch.uint8) for tensor in tensors])
     collectives.broadcast(flat, group=group, group_src=group_src)
     if group.rank() == group_src:
@@ -145,5 +145,5 @@ def _broadcast_packed(tensors: Sequence[torch.Tensor], group: ProcessGroup, grou
         part = flat[start : start + tensor.nbytes]
         start += tensor.nbytes
         if part.storage_offset() % tensor.itemsize:
-            part = part.clone()  # a view of wider elements has to be aligned
+            part = part.clone()  # `view` to a wider dtype needs aligned memory
         tensor.copy_(part.view(tensor.dtype).view(tensor.shape))

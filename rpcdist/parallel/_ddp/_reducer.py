@@ -1,15 +1,17 @@
-"""The reducer: takes gradients as they become ready, and has them averaged over the ranks, bucket by bucket.
+"""The reducer: averages gradients over the ranks, bucket by bucket, while the backward pass makes others ready.
 
 Rules:
- 1. Buckets are reduced in their order, each as soon as it and those before it are complete; so all ranks issue the same
-    operations in the same order, whatever the order in which their gradients become ready.
- 2. An iteration is armed by a forward pass, begins with its first gradient, and ends when all buckets are reduced and
-    the results are delivered, at the end of the backward pass. Gradients that come while none is armed are ignored.
- 3. Where gradients come from is the business of a `GradientSource`.
- 4. Ranks agree on the buckets: by the same parameters at first, then by the order of readiness on rank 0.
- 5. The last bucket is reduced at the end of the pass: nothing is left to overlap, and no other thread is needed.
+ 1. Buckets are reduced in their order, each as soon as it and all buckets before it are complete. So all ranks issue
+    the same operations in the same order, whatever the order in which their gradients become ready.
+ 2. A forward pass arms an iteration. The iteration begins with its first gradient, and ends with the backward pass,
+    when all buckets are reduced and the results are delivered. Gradients outside of an armed iteration are ignored.
+ 3. A `GradientSource` hides whether gradients come from an ordinary or a distributed backward pass.
+ 4. All ranks have the same buckets: they follow from the parameters at first, then from the order of readiness on
+    rank 0.
+ 5. The last bucket is reduced at the end of the pass: no computation is left to overlap with, so no other thread is
+    needed.
 
-Hooks run on the engine's threads; a lock guards all.
+Hooks run on the engine's threads; one lock guards the reducer.
 """
 
 from __future__ import annotations
@@ -25,16 +27,22 @@ import torch
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import CollectiveError, ConfigError
-from rpcdist.parallel._ddp._bucket import BucketEntry, DenseBucket
-from rpcdist.parallel._ddp._buckets import GradientFacts, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
+from rpcdist.parallel._ddp._bucket_reduction import BucketWait, CommHook, GradBucket, reduce_runs
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters
-from rpcdist.parallel._ddp._finite import FiniteCheck
+from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
+from rpcdist.parallel._ddp._finite_check import FiniteCheck
+from rpcdist.parallel._ddp._gradient_sources import (
+    DistributedPass,
+    GradientSource,
+    NoPass,
+    OrdinaryPass,
+    in_distributed_pass,
+)
 from rpcdist.parallel._ddp._notices import Notices
 from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._reduction import BucketWait, CommHook, GradBucket, reduce_runs
-from rpcdist.parallel._ddp._sources import DistributedPass, GradientSource, NoPass, OrdinaryPass, in_distributed_pass
-from rpcdist.parallel._ddp._sparse_gradients import SparseBucket
+from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 
 __all__ = ["Bucket", "Reducer"]
 
@@ -43,11 +51,11 @@ _num_reducers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDic
 
 
 class Reducer:
-    """See the top of the file.
+    """Averages the gradients of a model; see the rules at the top of the file.
 
     Args:
         parameters: in the same order on all ranks.
-        group: the ranks.
+        group: the ranks that reduce.
         options: the same on all ranks.
     """
 
@@ -55,7 +63,7 @@ class Reducer:
         self.parameters = list(parameters)
         self.options = options
         self.iteration = 0
-        self.divide_by: float | None = None  # None for the size of the group
+        self.divide_by: float | None = None  # None: the size of the group
         self.hook: tuple[CommHook, object] | None = None
         self.has_rebuilt = False
         self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
@@ -73,7 +81,7 @@ class Reducer:
         return f"<Reducer of {len(self.parameters)} parameters in {len(self.buckets)} buckets: {state}>"
 
     def use_group(self, group: ProcessGroup) -> None:
-        """Reduces in this group from now on, and finds its buckets anew."""
+        """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group
         number = _num_reducers[group] = _num_reducers.get(group, 0) + 1
         self._notices = Notices(group, f"ddp/{number}")
@@ -82,7 +90,7 @@ class Reducer:
         self._partial_passes = False
         self._order: list[int] | None = None
         self._ready_order: list[int]
-        self._expected_calls: list[int] | None = None  # of each hook, in a static graph
+        self._expected_calls: list[int] | None = None  # gradients per parameter and iteration, in a static graph
         self._globally_used: list[bool] | None = None
         self.has_rebuilt = False
         self._armed = False
@@ -101,7 +109,7 @@ class Reducer:
         self._reset()
 
     def _reset(self) -> None:
-        """Nothing has come yet."""
+        """Prepares for the first gradient of an iteration."""
         self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
         self._ready_order = []
         self._next = 0
@@ -118,12 +126,12 @@ class Reducer:
             bucket.waiting = {member.index for member in bucket.members}
 
     def use_hook(self, hook: CommHook, state: object, results_are_equal: bool) -> None:
-        """Has a comm hook reduce the dense buckets.
+        """Reduces the dense buckets by a comm hook from now on.
 
         Args:
             hook: see `DistributedDataParallel.register_comm_hook`.
-            state: its first argument.
-            results_are_equal: whether it is known to leave the same bits on all ranks.
+            state: first argument of the hook.
+            results_are_equal: whether the hook is known to leave the same bits on all ranks.
         """
         self.hook = hook, state
         self._finite.results_are_equal = results_are_equal
@@ -132,7 +140,7 @@ class Reducer:
     # ------------------------------------------------------------ the forward pass
 
     def rebuild(self) -> bool:
-        """Makes the buckets anew, once the order of readiness is known; whether it did. Communicates nothing."""
+        """Makes new buckets once the order of readiness is known; returns whether it did. It does not communicate."""
         if self._order is None or self.has_rebuilt:
             return False
         self.has_rebuilt = True
@@ -140,10 +148,10 @@ class Reducer:
         return True
 
     def check_finished(self) -> None:
-        """Raises when the last iteration began and did not end.
+        """Checks that the last iteration has ended if it began.
 
         Raises:
-            UnusedParameters: names the parameters.
+            UnusedParameters: gradients are missing; it names the parameters.
         """
         with self._lock:
             if not (self._armed and self._begun):
@@ -157,7 +165,7 @@ class Reducer:
         """Expects the gradients of a backward pass.
 
         Args:
-            used: the `id`s of the parameters that can get gradients in it; None for all.
+            used: the `id`s of the parameters that can get gradients in this pass; None for all.
         """
         with self._lock:
             self._reset()
@@ -171,7 +179,7 @@ class Reducer:
             self._armed = True
 
     def _missing(self) -> list[str]:
-        """The names of the parameters that did not get gradients, in the module's order."""
+        """The names of the parameters without gradients in this iteration, in the module's order."""
         waiting = {index for bucket in self.buckets for index in bucket.waiting}
         return [named.name for index, named in enumerate(self.parameters) if index in waiting]
 
@@ -250,7 +258,7 @@ class Reducer:
     # ------------------------------------------------------------ reductions
 
     def _launch_complete(self) -> None:
-        """Reduces what is complete, in order; all but the last bucket, see rule 5."""
+        """Reduces the complete buckets in their order, except the last bucket (rule 5)."""
         while self._next < len(self.buckets) - (self.hook is None):
             bucket = self.buckets[self._next]
             if bucket.waiting:
@@ -304,7 +312,7 @@ class Reducer:
     # ------------------------------------------------------------ the end of the pass
 
     def outputs_reached(self) -> None:
-        """The backward pass begins at the module's outputs (for hooks); whatever is missing at its end is unused."""
+        """The backward pass begins at the module's outputs; parameters without gradient at its end are unused."""
         if self._armed and not self._begun:
             source = DistributedPass() if in_distributed_pass() else OrdinaryPass(self.options.view)
             self._source = source
@@ -328,17 +336,17 @@ class Reducer:
 
     @property
     def _must_close(self) -> bool:
-        """Whether the end of the outermost pass is the end of the iteration, complete or not."""
+        """Whether the iteration ends with the outermost backward pass even if gradients are missing."""
         return self.options.dynamic_unused or (self.options.static and self._expected_calls is None)
 
     def _warn_others(self) -> None:
-        """Some gradients are missing. They may come with another backward pass, which is rare."""
+        """Posts a notice about missing gradients. In rare cases another backward pass makes them ready."""
         if not self._notice_posted and not self._partial_passes:
             self._notice_posted = True
             self._notices.post(self.iteration, self._missing(), final=False)
 
     def _close(self) -> None:
-        """Takes what has not come for unused, and finishes."""
+        """Treats parameters without gradients as unused, and finishes."""
         with self._lock:
             if not self._armed:
                 return
@@ -355,7 +363,7 @@ class Reducer:
             self._finish()
 
     def _finish(self) -> None:
-        """Waits for the reductions, delivers them, and agrees on what the next iteration needs."""
+        """Waits for the reductions, delivers the results, and agrees with the other ranks on the next buckets."""
         self._partial_passes = self._partial_passes or self._notice_posted
         self._armed = False
         while self._next < len(self.buckets):
@@ -385,7 +393,7 @@ class Reducer:
         bucket.scatter(self._deliver)
 
     def _take_result(self, bucket: DenseBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """Puts what a comm hook's future brings into the bucket."""
+        """Copies the result of a comm hook's future into the bucket."""
         result = future.wait()
         tensor = result[0] if isinstance(result, list | tuple) else result
         if not isinstance(tensor, torch.Tensor):
@@ -394,7 +402,7 @@ class Reducer:
             bucket.buffer.copy_(tensor.view(-1))
 
     def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Hands reduced gradients over; those of parameters that no rank used stay as they are."""
+        """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""
         assert self._source is not None
         used = self._globally_used
         if used is not None and not all(used[member.index] for member in members):
@@ -403,7 +411,7 @@ class Reducer:
         self._source.deliver(members, reduced, lasting)
 
     def _share_used(self) -> None:
-        """Tells the others which parameters were used here; those that nobody used keep their gradients."""
+        """Finds the parameters that some rank has used; the others keep their gradients."""
         first_static = self.options.static and self._globally_used is None
         if not (self.options.dynamic_unused or first_static):
             return
@@ -416,11 +424,11 @@ class Reducer:
         self._globally_used = [count > 0 for count in used.tolist()]
 
     def _share_order(self) -> None:
-        """Once all parameters have shown when they become ready, takes the order of rank 0."""
+        """Adopts rank 0's order of readiness, after an iteration in which all parameters became ready."""
         if self._order is not None or self.options.dynamic_unused:
             return
         if self.options.static and not self._ready_order:
-            return  # the first iteration of a static graph does not show it
+            return  # the first iteration of a static graph records no order
         self._agree_on_order(self._ready_order)
 
     def _agree_on_order(self, mine: Sequence[int]) -> None:
@@ -431,7 +439,7 @@ class Reducer:
     # ------------------------------------------------------------ a rank without data
 
     def shadow(self) -> None:
-        """Takes part in the reductions of an iteration of other ranks, with nothing to add; see `join`."""
+        """Takes part in one iteration of other ranks with gradients of zero; see `DistributedDataParallel.join`."""
         with self._lock:
             self.rebuild()
             self.arm(set())

@@ -1,22 +1,22 @@
-"""How a reducer works: the choices that its user made."""
+"""The options of a reducer."""
 
 from __future__ import annotations
 
-from rpcdist.parallel._ddp._buckets import BucketCaps
-from rpcdist.parallel._ddp._finite import CheckFinite
+from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
+from rpcdist.parallel._ddp._finite_check import CheckFinite
 
 __all__ = ["ReducerOptions"]
 
 
 class ReducerOptions:
-    """How a reducer works.
+    """The choices of the user that the reducer needs.
 
     Args:
-        caps: of the buckets.
+        caps: size limits of the buckets.
         find_unused: whether parameters may stay without gradients, different ones in each iteration.
-        static: whether every iteration does the same as the first one.
+        static: whether every iteration uses the same parameters as the first one.
         view: whether gradients become views of the buckets.
-        skip_unused: whether buckets without any used parameter are left out, on all ranks the same ones.
+        skip_unused: whether buckets without used parameters are not reduced; these must be the same on all ranks.
         check_finite: see [Note: probes].
     """
 
@@ -39,5 +39,5 @@ class ReducerOptions:
 
     @property
     def dynamic_unused(self) -> bool:
-        """Whether each iteration finds out which parameters it does not use."""
+        """Whether each iteration determines its unused parameters."""
         return self.find_unused and not self.static

@@ -1,4 +1,4 @@
-"""Which parameters a forward pass used: what its outputs depend on."""
+"""Finds the parameters that a forward pass has used: the leaves on which its outputs depend."""
 
 from __future__ import annotations
 
@@ -89,13 +89,13 @@ def _map_dataclass(value: Any, change: dict[int, torch.Tensor]) -> Any:
 
 
 class _Watch(torch.autograd.Function):
-    """Passes outputs through; the first node of their backward pass, whichever of them is used."""
+    """Passes outputs through unchanged. Its backward runs first in the backward pass, whichever outputs are used."""
 
     @staticmethod
     def forward(ctx: Any, began: Callable[[], None], *outputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.set_materialize_grads(False)
         ctx.began = began
-        return tuple(output.clone() for output in outputs)  # changed in place, views of one node would raise
+        return tuple(output.clone() for output in outputs)  # views of one node could not be changed in place
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -104,7 +104,7 @@ class _Watch(torch.autograd.Function):
 
 
 def watch_outputs(value: Any, began: Callable[[], None]) -> Any:
-    """The same value, with a call of `began` at the beginning of its backward pass, on the engine's thread."""
+    """The same value; `began` is called at the beginning of its backward pass, on the engine's thread."""
     watched = list({id(tensor): tensor for tensor in find_tensors(value) if tensor.grad_fn is not None}.values())
     if not watched:
         return value

@@ -6,9 +6,9 @@ the guide.
 
 from __future__ import annotations
 
-from rpcdist.parallel.pipeline._optimizers import PipelineOptimizer
 from rpcdist.parallel.pipeline._pipeline import Pipeline, StepResult
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
+from rpcdist.parallel.pipeline._pipeline_optimizer import PipelineOptimizer
 from rpcdist.parallel.pipeline._remote_stages import RemoteStages
 from rpcdist.parallel.pipeline._schedules import SCHEDULES, Action, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import (

@@ -1,4 +1,4 @@
-"""Where tensors that arrive for a step wait until its actions need them."""
+"""Holds the tensors that arrive for a step until its actions need them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["Mailbox"]
 
 
 class Mailbox:
-    """Of one worker and one step. Any thread puts, one takes."""
+    """The tensors of one worker and one step. Any thread may put, one thread takes."""
 
     def __init__(self) -> None:
         self._condition = threading.Condition()
@@ -21,13 +21,13 @@ class Mailbox:
         self._failure: BaseException | None = None
 
     def put(self, action: Action, values: Sequence[object]) -> None:
-        """Leaves what `action` needs from another worker."""
+        """Stores the tensors that `action` needs."""
         with self._condition:
             self._arrived[action] = values
             self._condition.notify()
 
     def fail(self, failure: BaseException) -> None:
-        """Ends the step: `take` and `check` raise `failure`, the first one that came."""
+        """Ends the step: `take` and `check` raise the first `failure`."""
         with self._condition:
             if self._failure is None:
                 self._failure = failure
@@ -39,11 +39,11 @@ class Mailbox:
             raise self._failure
 
     def take(self, action: Action, deadline: Deadline) -> Sequence[object]:
-        """What `action` needs; waits for it.
+        """Removes and returns the tensors that `action` needs; waits for them.
 
         Raises:
-            DeadlineExceeded: it did not come in time.
-            BaseException: what `fail` got.
+            DeadlineExceeded: they did not come in time.
+            BaseException: the failure that `fail` got.
         """
         with self._condition:
             self._condition.wait_for(lambda: action in self._arrived or self._failure is not None, deadline.wait_s())

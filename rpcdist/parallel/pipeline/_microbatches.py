@@ -1,4 +1,4 @@
-"""Cuts batches into micro-batches, and puts outputs together again."""
+"""Cuts batches into micro-batches, and merges their outputs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["as_tuple", "batch_size", "merge", "split", "split_sizes"]
 
 
 def as_tuple(values: object) -> tuple[object, ...]:
-    """What a stage takes or returns, as its positional arguments: a tuple or list of values, or one value."""
+    """The input or output of a stage as a tuple: that of a tuple or list, or of one value."""
     return tuple(values) if isinstance(values, tuple | list) else (values,)
 
 

@@ -1,8 +1,7 @@
-"""The driver's side of a pipeline: makes the stages at their workers, and has them execute steps."""
+"""`Pipeline`: makes the stages at their workers, and drives them through the steps."""
 
 from __future__ import annotations
 
-import contextlib
 import math
 import secrets
 import threading
@@ -15,34 +14,32 @@ import torch
 from torch import Tensor
 
 import rpcdist.rpc as rpc
-from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.parallel.pipeline._microbatches import merge
-from rpcdist.parallel.pipeline._optimizers import PipelineOptimizer
-from rpcdist.parallel.pipeline._orders import LossFunction, Order, Plan, Report, StageSource, clock_s
-from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._plan import Reduction, make_batch, make_orders, make_schedule, restrict
+from rpcdist.parallel.pipeline._pipeline_optimizer import PipelineOptimizer
+from rpcdist.parallel.pipeline._runners import Runners
 from rpcdist.parallel.pipeline._schedules import Action, Schedule
 from rpcdist.parallel.pipeline._simulation import Slot, format_grid
 from rpcdist.parallel.pipeline._stage_runner import StageRunner
+from rpcdist.parallel.pipeline._step_driver import execute_step
+from rpcdist.parallel.pipeline._step_messages import LossFunction, PipelineConfig, StageSource, StepReport, clock_s
+from rpcdist.parallel.pipeline._step_planning import Reduction, make_batch, make_orders, make_schedule, restrict
 from rpcdist.parallel.pipeline._timeline import Timeline
 
 __all__ = ["Pipeline", "StepResult"]
 
 T = TypeVar("T")
-GRACE_S = 5.0  # a runner ends at the step's timeout and says what it waits for; its driver waits that much longer
-ABORT_LIMIT_S = 2.0  # for the runners to end a failed step
 NUM_CLOCK_READINGS = 5
 
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What came out of one batch.
+    """The results of one batch.
 
     Attributes:
-        loss: of the batch, as the unsplit model would compute it.
-        losses: of each micro-batch, float, shape (micro-batches,).
-        outputs: of the last stage, merged over the micro-batches; None if they were not asked for.
+        loss: the loss of the batch, as the unsplit model would compute it.
+        losses: the loss of each micro-batch, float, shape (micro-batches,).
+        outputs: the outputs of the last stage, merged over the micro-batches; None if they were not asked for.
     """
 
     loss: float
@@ -62,7 +59,7 @@ class Pipeline:
 
     Each stage takes what the stage before returns: a value, or a tuple of values for several positional arguments.
     Tensors among them carry gradients back if they require them. After `step` each parameter's `.grad`, at its worker,
-    is that of the unsplit model (batch normalisation and dropout see micro-batches, not batches).
+    is the gradient of the unsplit model (batch normalisation and dropout see micro-batches, not batches).
 
     Any process of the job may drive a pipeline, also one of its workers. The stages live as long as this object.
     Its methods may be called on any thread, one at a time.
@@ -73,11 +70,11 @@ class Pipeline:
         workers: names of workers; stage `s` lives on `workers[s % len(workers)]`.
         schedule: "gpipe", "1f1b" or "interleaved" (see `rpcdist.parallel.pipeline.schedule`), or a list of actions
             per worker, as `Action` or as text like "2F0".
-        num_microbatches: parts of a batch. Batches that are not divisible make parts that differ by one.
+        num_microbatches: number of micro-batches in a batch. Their sizes differ by one if the batch is not divisible.
         loss_fn: called as `loss_fn(output, *targets)` at the last stage; returns one number. Importable there.
         loss_reduction: whether `loss_fn` is the "mean" or the "sum" over the examples of a batch.
-        devices: of each worker's stages, "cuda:0" for example; by default all are on the CPU.
-        timeout: of each step, and of every other operation, in seconds; 0 for none, by default that of `init_rpc`.
+        devices: the device of each worker's stages, "cuda:0" for example; by default all are on the CPU.
+        timeout: limit in seconds of each step and every other operation; 0 for none, by default that of `init_rpc`.
 
     Raises:
         ConfigError: the arguments do not fit together; for a schedule the text shows its grid.
@@ -101,38 +98,39 @@ class Pipeline:
         self.num_microbatches = num_microbatches
         self.loss_reduction: Reduction = loss_reduction
         self.timeline: Timeline | None = None
-        """Of the last step that succeeded."""
-        self._plan = Plan(f"pipeline-{secrets.token_hex(8)}", tuple(workers), len(stages), loss_fn)
+        """The times of the last step that succeeded."""
+        self._config = PipelineConfig(f"pipeline-{secrets.token_hex(8)}", tuple(workers), len(stages), loss_fn)
         self._timeout = timeout
         self._busy = threading.Lock()
         self._step = 0
         self._num_optimizers = 0
         places = [str(device) for device in devices] if devices else ["cpu"] * len(workers)
-        self._runners: list[rpc.RRef[StageRunner]] = [
-            rpc.remote(name, StageRunner, args=(self._plan, worker, self._of_worker(worker, stages), places[worker]))
+        rrefs: list[rpc.RRef[StageRunner]] = [
+            rpc.remote(name, StageRunner, args=(self._config, worker, self._of_worker(worker, stages), places[worker]))
             for worker, name in enumerate(workers)
         ]
-        self._ask("zero_grad")  # waits until all are made, and raises what went wrong
+        self._runners = Runners(rrefs, timeout)
+        self._runners.ask("zero_grad")  # waits until all runners exist, and raises the error if one cannot be made
         self._clock_offsets_s = [_clock_offset_s(name) for name in workers]
 
     def __repr__(self) -> str:
-        return f"<Pipeline of {self._plan.num_stages} stages on {', '.join(self.workers)} [step {self._step}]>"
+        return f"<Pipeline of {self._config.num_stages} stages on {', '.join(self.workers)} [step {self._step}]>"
 
     @property
     def workers(self) -> tuple[str, ...]:
-        """Their names; stage `s` lives on `workers[s % len(workers)]`."""
-        return self._plan.workers
+        """Names of the workers; stage `s` lives on `workers[s % len(workers)]`."""
+        return self._config.workers
 
     @property
     def num_stages(self) -> int:
-        return self._plan.num_stages
+        return self._config.num_stages
 
     def grid(self) -> str:
         """The schedule as a table: a row per worker, a column per unit of time if every action takes one."""
         return format_grid(self.schedule)
 
     def _of_worker(self, worker: int, values: Sequence[T] | Mapping[int, T]) -> dict[int, T]:
-        return {stage: values[stage] for stage in range(worker, len(values), len(self.workers))}
+        return {stage: values[stage] for stage in self._config.stages_of(worker)}
 
     # ------------------------------------------------------------ batches
 
@@ -140,9 +138,9 @@ class Pipeline:
         """Forward and backward of one batch: adds its gradients to those of the parameters.
 
         Args:
-            inputs: of the first stage, a tensor or a tuple of arguments; tensors are cut along their first dimension.
-                Not to be changed meanwhile. They get no gradients.
-            targets: the same for `loss_fn`.
+            inputs: a tensor or a tuple of arguments for the first stage; tensors are cut along their first dimension.
+                Do not change them meanwhile. They get no gradients.
+            targets: a tensor or a tuple of arguments for `loss_fn`, cut in the same way.
             with_outputs: return the outputs of the last stage, too.
 
         Raises:
@@ -166,7 +164,7 @@ class Pipeline:
     __call__ = forward
 
     def _check_loss(self) -> None:
-        if self._plan.loss_fn is None:
+        if self._config.loss_fn is None:
             raise ConfigError("this pipeline has no loss: give loss_fn to Pipeline(...), or call forward()")
 
     def _run(self, inputs: object, targets: object, *, with_backward: bool, with_outputs: bool) -> StepResult:
@@ -176,94 +174,40 @@ class Pipeline:
             raise RpcdistError(f"{self!r} is busy: another thread is in the middle of a step")
         try:
             self._step += 1
-            timeout_s = self._timeout_s()
-            orders = make_orders(
-                self._step, actions, self.num_stages, batch, with_outputs=with_outputs, timeout_s=timeout_s
-            )
-            reports = self._execute(orders)
+            limit_s = self._timeout_s()
+            orders = make_orders(self._step, actions, self._config, batch, with_outputs=with_outputs, timeout_s=limit_s)
+            reports = execute_step(self._config, self._runners, orders)
         finally:
             self._busy.release()
         self.timeline = self._timeline(actions, reports)
-        return _result(reports[(self.num_stages - 1) % len(reports)], batch.weights)
+        return _result(reports[self._config.worker_index(self.num_stages - 1)], batch.weights)
 
     def _timeout_s(self) -> float:
         timeout_s = rpc.get_rpc_timeout() if self._timeout == rpc.constants.UNSET_RPC_TIMEOUT else self._timeout
         return timeout_s or math.inf
-
-    def _execute(self, orders: Sequence[Order]) -> list[Report]:
-        """Has all runners execute their orders; whatever ends this early ends the step everywhere."""
-        limit_s = orders[0].timeout_s + GRACE_S if math.isfinite(orders[0].timeout_s) else 0
-        calls: list[rpc.Future[Report]] = []
-        try:
-            for runner, order in zip(self._runners, orders, strict=True):
-                calls.append(runner.rpc_async(limit_s).run(order))
-                calls[-1].is_quiet = True  # only one error is reported, and it may be another's
-            for done in rpc.as_completed(calls):
-                done.value()
-            return [call.value() for call in calls]
-        except Exception as exc:
-            error = self._end_failed_step(calls, exc)
-        except BaseException:
-            self._end_failed_step(calls, RpcdistError("the driver was interrupted"))
-            raise
-        raise error  # here, because a `from` would take its `__cause__`, the remote traceback
-
-    def _end_failed_step(self, calls: Sequence[rpc.Future[Report]], exc: Exception) -> Exception:
-        """Ends the step everywhere, and finds the error that explains the others."""
-        aborts = [runner.rpc_async(ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
-        for abort in aborts:
-            abort.is_quiet = True
-        deadline = Deadline.after(ABORT_LIMIT_S)
-        for call in [*aborts, *calls]:
-            _settle(call, deadline)
-        errors = [exc, *(error for call in calls if call.done() and (error := call.exception()) is not None)]
-        stuck = [self._stuck(worker) for worker, call in enumerate(calls) if not call.done()]
-        return min([*(self._explained(error, calls) for error in errors), *stuck], key=_rank)
-
-    def _stuck(self, worker: int) -> PipelineTimeout:
-        """The error for a worker that does not even notice that the step has ended."""
-        reason = "it is still busy with a forward or backward that takes too long"
-        return PipelineTimeout(*self._place(worker), reason)
-
-    def _place(self, worker: int) -> tuple[str, list[int], None, str]:
-        """What an error says that no single action is to blame for."""
-        return self.workers[worker], sorted(self._of_worker(worker, range(self.num_stages))), None, f"step {self._step}"
-
-    def _explained(self, error: BaseException, calls: Sequence[rpc.Future[Report]]) -> Exception:
-        """The error itself if it says where it happened, else one that does."""
-        if isinstance(error, PipelineError):
-            return error
-        worker = next((at for at, call in enumerate(calls) if call.done() and call.exception() is error), None)
-        if worker is None:
-            return error if isinstance(error, Exception) else RpcdistError(str(error))
-        if isinstance(error, DeadlineExceeded):
-            return self._stuck(worker)
-        explained = PipelineError(*self._place(worker), f"{type(error).__name__}: {error}")
-        explained.__cause__ = error
-        return explained
 
     # ------------------------------------------------------------ the modules
 
     def make_optimizer(self, kind: type[torch.optim.Optimizer], **options: Any) -> PipelineOptimizer:
         """One optimizer for each stage, at its worker: `pipe.make_optimizer(torch.optim.SGD, lr=0.1)`."""
         self._num_optimizers += 1
-        self._ask("make_optimizer", self._num_optimizers, kind, options)
-        return PipelineOptimizer(self, self._num_optimizers)
+        self._runners.ask("make_optimizer", self._num_optimizers, kind, options)
+        return PipelineOptimizer(self._runners, self._num_optimizers)
 
     def zero_grad(self) -> None:
         """Sets the gradients of all parameters to None."""
-        self._ask("zero_grad")
+        self._runners.ask("zero_grad")
 
     def clip_grad_norm(self, max_norm: float) -> float:
         """Scales all gradients so that their norm, over all stages, is at most `max_norm`; returns it as it was."""
-        norm = math.sqrt(sum(self._ask("squared_grad_norm")))
+        norm = math.sqrt(sum(self._runners.ask("squared_grad_norm")))
         if norm > max_norm:
-            self._ask("scale_grads", max_norm / (norm + 1e-6))
+            self._runners.ask("scale_grads", max_norm / (norm + 1e-6))
         return norm
 
     def train(self, mode: bool = True) -> None:
         """Training or evaluation mode, as of `torch.nn.Module`."""
-        self._ask("train", mode)
+        self._runners.ask("train", mode)
 
     def eval(self) -> None:
         """The same as `train(False)`."""
@@ -278,35 +222,24 @@ class Pipeline:
         return self._flat("gradients")
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes what `state_dict` returned. Raises `RuntimeError` for names or shapes that do not fit."""
+        """Loads a state that `state_dict` returned. Raises `RuntimeError` for names or shapes that do not fit."""
         by_stage: dict[int, dict[str, Tensor]] = {stage: {} for stage in range(self.num_stages)}
         for name, value in state.items():
             stage, _, rest = name.partition(".")
             if not stage.isdecimal() or int(stage) not in by_stage:
                 raise ConfigError(f"{name!r} does not begin with the number of one of {self.num_stages} stages")
             by_stage[int(stage)][rest] = value
-        self._ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
+        self._runners.ask_each("load_state_dict", [(self._of_worker(at, by_stage),) for at in range(len(self.workers))])
 
     def _flat(self, method: str) -> dict[str, Any]:
         by_stage: dict[int, dict[str, Any]] = {}
-        for found in self._ask(method):
+        for found in self._runners.ask(method):
             by_stage.update(found)
         return {f"{stage}.{name}": value for stage, state in sorted(by_stage.items()) for name, value in state.items()}
 
-    def _ask(self, method: str, *args: object) -> list[Any]:
-        """Calls a method of all runners at the same time."""
-        return self._ask_each(method, [args] * len(self._runners))
-
-    def _ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
-        calls = [
-            getattr(runner.rpc_async(self._timeout), method)(*its)
-            for runner, its in zip(self._runners, args, strict=True)
-        ]
-        return rpc.wait_all(calls)
-
     # ------------------------------------------------------------ times
 
-    def _timeline(self, actions: Schedule, reports: Sequence[Report]) -> Timeline:
+    def _timeline(self, actions: Schedule, reports: Sequence[StepReport]) -> Timeline:
         slots = [
             Slot(worker, action, start_s - offset_s, end_s - offset_s)
             for worker, (row, report, offset_s) in enumerate(zip(actions, reports, self._clock_offsets_s, strict=True))
@@ -330,38 +263,21 @@ def _check(workers: Sequence[str], loss_reduction: str, devices: Sequence[object
         raise ConfigError(f"{len(devices)} devices for {len(workers)} workers; give one for each")
 
 
-def _result(last: Report, weights: Sequence[float]) -> StepResult:
-    """From the report of the last stage's worker."""
-    parts = range(len(weights))
-    losses = torch.stack([last.losses[part].reshape(()) for part in parts]) if last.losses else torch.empty(0)
-    outputs = merge([last.outputs[part] for part in parts]) if last.outputs else None
+def _result(last: StepReport, weights: Sequence[float]) -> StepResult:
+    """The result of a step, from the report of the last stage's worker."""
+    numbers = range(len(weights))
+    losses = torch.stack([last.losses[number].reshape(()) for number in numbers]) if last.losses else torch.empty(0)
+    outputs = merge([last.outputs[number] for number in numbers]) if last.outputs else None
     total = float((losses.double() * torch.tensor(weights, dtype=torch.float64)).sum()) if last.losses else math.nan
     return StepResult(total, losses, outputs)
 
 
-def _rank(error: Exception) -> int:
-    """Small for errors that explain others."""
-    if isinstance(error, PipelineAborted):
-        return 4
-    if isinstance(error, PipelineTimeout):
-        return 1 if error.microbatch is None else 3  # a worker that is not ready, or one that waits for it
-    if isinstance(error, PipelineError):
-        return 1 if isinstance(error.__cause__, WorkerLost) else 0
-    return 2
-
-
-def _settle(call: rpc.Future[Any], deadline: Deadline) -> None:
-    """Waits until a call has ended or the time is over; how it ended does not matter."""
-    with contextlib.suppress(Exception):
-        call.wait(deadline.wait_s())
-
-
 def _clock_offset_s(worker: str) -> float:
-    """How far the worker's clock is ahead of ours: from the fastest of some questions."""
+    """By how many seconds the worker's clock is ahead of this one; the fastest of several calls is the most exact."""
     readings = []
     for _ in range(NUM_CLOCK_READINGS):
         asked_s = clock_s()
-        theirs_s = rpc.rpc_sync(worker, clock_s)
+        remote_s = rpc.rpc_sync(worker, clock_s)
         answered_s = clock_s()
-        readings.append((answered_s - asked_s, theirs_s - (asked_s + answered_s) / 2))
+        readings.append((answered_s - asked_s, remote_s - (asked_s + answered_s) / 2))
     return min(readings)[1]

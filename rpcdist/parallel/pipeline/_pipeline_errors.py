@@ -1,4 +1,4 @@
-"""What can go wrong in a step of a pipeline.
+"""Errors of pipelines.
 
 RpcdistError
 └── PipelineError                           a step failed; names stage, micro-batch and worker
@@ -22,7 +22,7 @@ class PipelineError(RpcdistError):
         worker: where it failed.
         stages: the stage, or all stages of the worker if none of them is to blame.
         microbatch: the micro-batch; None if none is to blame.
-        what: what was done, e.g. "forward of micro-batch 2".
+        what: the action, e.g. "forward of micro-batch 2".
         reason: the type and the text of the original exception, which is the `__cause__` where it happened.
     """
 

@@ -1,8 +1,8 @@
-"""GPipe through distributed autograd: the stages are remote references, and the backward follows by itself.
+"""GPipe through distributed autograd: the stages are remote references, and `autograd.backward` runs the backward.
 
-In the way of the tutorial on pipelines over RPC: `remote` and `rpc_async` carry references from stage to stage,
-`to_here` moves the tensors, and `rpcdist.autograd` finds the way back. It has no schedule: a worker computes what
-arrives, and all backwards come after all forwards. `Pipeline` is faster, and has schedules that need less memory.
+It follows torch's tutorial on pipelines over RPC: `remote` and `rpc_async` carry references from stage to stage, and
+`to_here` moves the tensors. There is no schedule: a worker computes micro-batches as they arrive, and all backwards
+come after all forwards. `Pipeline` is faster, and has schedules that need less memory.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._microbatches import batch_size, split, split_sizes
-from rpcdist.parallel.pipeline._orders import StageSource
+from rpcdist.parallel.pipeline._step_messages import StageSource
 
 __all__ = ["RemoteStages"]
 
@@ -35,7 +35,7 @@ class RemoteStages:
         stages: each a module, which is copied to its worker, or a function that makes it there. A stage takes and
             returns one tensor.
         workers: names of workers; stage `s` lives on `workers[s % len(workers)]`.
-        num_microbatches: parts of a batch.
+        num_microbatches: number of micro-batches in a batch.
 
     Raises:
         ConfigError: a number is wrong.
@@ -60,7 +60,7 @@ class RemoteStages:
     __call__ = forward
 
     def _start(self, part: Tensor) -> rpc.Future[Tensor]:
-        """Sends one micro-batch on its way; nothing waits here."""
+        """Starts the forward of one micro-batch through all stages; does not wait."""
         at: rpc.RRef[Tensor] = rpc.RRef(part)
         for stage in self._stages[:-1]:
             at = stage.remote().forward(at)
@@ -74,7 +74,7 @@ class RemoteStages:
 
 
 class _RemoteStage:
-    """One stage at its worker. Calls of several micro-batches come at the same time, on several threads."""
+    """One stage at its worker. Several micro-batches may call it at the same time, on several threads."""
 
     def __init__(self, source: StageSource) -> None:
         self._module = source if isinstance(source, nn.Module) else source()
@@ -85,7 +85,7 @@ class _RemoteStage:
 
     def forward(self, at: rpc.RRef[Tensor]) -> Tensor:
         values = at.to_here()
-        with self._computing:  # one after the other: they would only take the cores from each other
+        with self._computing:  # one after the other: in parallel they would compete for the cores
             output: Tensor = self._module(values)
             return output
 

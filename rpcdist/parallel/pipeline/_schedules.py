@@ -1,9 +1,9 @@
-"""Who computes what, and in which order: the schedules of a pipeline, as data.
+"""Schedules as data: the order in which each worker runs the forwards and backwards of its stages.
 
 A schedule is a list of actions per worker. A worker executes its list in order, and each action waits only for the
 tensors that it needs. Stage `s` lives on worker `s % num_workers`, so the stages of a worker lie `num_workers` apart.
 
-Everything here is a pure function: no tensors, no clock, no network. What must hold of a schedule:
+Everything here is a pure function: no tensors, no clock, no network. Every schedule satisfies:
  1. For every stage and micro-batch there is exactly one forward and one backward, on the worker of the stage.
  2. The lists can be executed without deadlock (`rpcdist.parallel.pipeline._simulation` does it).
 """
@@ -61,10 +61,10 @@ def schedule(name: str, num_workers: int, num_microbatches: int, stages_per_work
             no more micro-batches alive than there are stages from here to the end: Narayanan et al., 2019), or
             "interleaved" (1F1B with several stages per worker, whose bubble is smaller by that factor: Narayanan et
             al., 2021).
-        num_workers: the length of the pipeline.
-        num_microbatches: the parts of a batch.
-        stages_per_worker: how many stages each worker has. "1f1b" allows one only; "gpipe" goes through its stages
-            breadth first.
+        num_workers: number of workers in the pipeline.
+        num_microbatches: number of micro-batches in a batch.
+        stages_per_worker: number of stages on each worker. "1f1b" allows one only; "gpipe" runs all micro-batches
+            through one stage before the next stage.
 
     Raises:
         ConfigError: there is no such schedule, or none for these numbers.
@@ -127,7 +127,7 @@ def _interleaved(worker: int, num_workers: int, num_microbatches: int, stages_pe
 
 
 def _alternate(forwards: list[Action], backwards: list[Action], num_warmup: int) -> list[Action]:
-    """Some forwards, then forward and backward in turn, then the backwards that are left."""
+    """Warm-up forwards, then one forward and one backward in turn, then the remaining backwards."""
     num_warmup = min(num_warmup, len(forwards))
     actions = forwards[:num_warmup]
     for forward, backward in zip(forwards[num_warmup:], backwards, strict=False):
@@ -149,7 +149,7 @@ def forward_only(actions: Sequence[Sequence[Action]]) -> Schedule:
 
 
 def check_complete(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatches: int) -> list[str]:
-    """What is wrong with a schedule by rule 1, in words; empty if nothing is."""
+    """The violations of rule 1 in words; empty for a schedule that satisfies it."""
     problems = []
     wanted = {
         Action(stage, kind, part) for stage in range(num_stages) for part in range(num_microbatches) for kind in KINDS

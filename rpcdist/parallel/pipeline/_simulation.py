@@ -1,6 +1,6 @@
-"""Executes a schedule on paper: when each action runs, what the bubble is, how many micro-batches are alive.
+"""Simulates a schedule: when each action runs, how large the bubble is, how many micro-batches are alive.
 
-Everything here is a pure function of the schedule and of the times that are given.
+Everything here is a pure function of the schedule and the durations of its actions.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Slot:
 
 
 def dependencies(action: Action, num_stages: int) -> list[Action]:
-    """What has to be done before an action can run."""
+    """The actions that must end before an action can run."""
     stage, part = action.stage, action.microbatch
     if action.kind == "F":
         return [Action(stage - 1, "F", part)] if stage > 0 else []
@@ -43,15 +43,15 @@ def simulate(
 
     Args:
         actions: one list per worker.
-        forward_s: how long a forward takes, of all stages or of each.
-        backward_s: the same of a backward.
-        transfer_s: from the end of an action to the moment when another worker has its tensors.
+        forward_s: duration of a forward: one number for all stages, or one per stage.
+        backward_s: duration of a backward, in the same form.
+        transfer_s: time between the end of an action and the arrival of its tensors at another worker.
 
     Returns:
         The actions in the order in which they start.
 
     Raises:
-        ConfigError: the order cannot be executed; the text has the grid and says who waits for what.
+        ConfigError: the order cannot be executed; the text has the grid and the missing dependencies of each worker.
     """
     num_stages = 1 + max((action.stage for row in actions for action in row), default=-1)
     duration = {"F": _per_stage(forward_s, num_stages), "B": _per_stage(backward_s, num_stages)}
@@ -106,7 +106,7 @@ def validate(actions: Sequence[Sequence[Action]], num_stages: int, num_microbatc
 
 
 def bubble(slots: Sequence[Slot], num_workers: int) -> float:
-    """The share of their time, from 0 to 1, in which workers compute nothing, from the first start to the last end."""
+    """The idle share of the workers' time, from 0 to 1, between the first start and the last end."""
     if not slots:
         return 0.0
     length_s = max(slot.end_s for slot in slots) - min(slot.start_s for slot in slots)
@@ -115,7 +115,7 @@ def bubble(slots: Sequence[Slot], num_workers: int) -> float:
 
 
 def max_live_microbatches(actions: Sequence[Sequence[Action]]) -> list[int]:
-    """How many activations each worker keeps at most: forwards whose backward has not run yet, over all its stages."""
+    """The greatest number of micro-batches between forward and backward at the same time on each worker's stages."""
     peaks = []
     for row in actions:
         live = peak = 0
@@ -133,16 +133,16 @@ def format_grid(actions: Sequence[Sequence[Action]]) -> str:
     cells = [[""] * length for _ in actions]
     for slot in slots:
         cells[slot.worker][int(slot.start_s)] = str(slot.action)
-    return _layout(cells)
+    return _align(cells)
 
 
 def format_rows(actions: Sequence[Sequence[Action]]) -> str:
-    """The lists of a schedule below one another, also of one that cannot be executed."""
+    """The lists of a schedule as rows; works for a schedule that cannot be executed, too."""
     length = max((len(row) for row in actions), default=0)
-    return _layout([[str(action) for action in row] + [""] * (length - len(row)) for row in actions])
+    return _align([[str(action) for action in row] + [""] * (length - len(row)) for row in actions])
 
 
-def _layout(cells: list[list[str]]) -> str:
+def _align(cells: list[list[str]]) -> str:
     width = max((len(cell) for row in cells for cell in row), default=0)
     return "\n".join(
         f"worker {worker}: " + " ".join(cell.ljust(width) for cell in row).rstrip() for worker, row in enumerate(cells)

@@ -1,7 +1,7 @@
 """One stage at its worker: the module, and the graphs of the micro-batches that are between forward and backward.
 
-The graph of a micro-batch ends at the stage's inputs, which are leaves, and starts at the edges of its outputs. Only
-the edges are kept, not the outputs: their memory is free when the next stage has them.
+The graph of a micro-batch ends at the stage's inputs, which are leaves, and starts at the edges of its outputs. The
+edges are kept, but not the outputs, so that their memory is free when the next stage has them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __all__ = ["Stage"]
 
 @dataclass(slots=True)
 class _Graph:
-    """What the backward of one micro-batch needs; both lists have None where nothing can be differentiated."""
+    """The ends of one micro-batch's graph; both lists have None for values without gradient."""
 
     inputs: list[Tensor | None]
     outputs: list[GradientEdge | None]
@@ -28,9 +28,9 @@ class Stage:
     """Runs forwards and backwards of one module, on the thread that calls.
 
     Args:
-        index: of the stage in the pipeline.
+        index: number of the stage in the pipeline.
         module: takes the outputs of the stage before as positional arguments; returns a value or a tuple of values.
-        device: where the module is, and to which its inputs are moved.
+        device: of the module; its inputs are moved there.
     """
 
     def __init__(self, index: int, module: nn.Module, device: torch.device) -> None:
@@ -42,12 +42,12 @@ class Stage:
     def __repr__(self) -> str:
         return f"<Stage {self.index} [{len(self._graphs)} micro-batches alive]>"
 
-    def forward(self, part: int, values: Sequence[object], *, with_grad: bool) -> object:
-        """The module's output for one micro-batch. Call `keep` with what its backward shall start from."""
+    def forward(self, microbatch: int, values: Sequence[object], *, with_grad: bool) -> object:
+        """The module's output for one micro-batch. Call `keep` with the values from which its backward starts."""
         arguments = [self._own(value) for value in values]
         if with_grad:
             inputs = [value if isinstance(value, Tensor) and value.requires_grad else None for value in arguments]
-            self._graphs[part] = _Graph(inputs, [])
+            self._graphs[microbatch] = _Graph(inputs, [])
         return self.module(*arguments)
 
     def _own(self, value: object) -> object:
@@ -56,20 +56,20 @@ class Stage:
             return value
         return value.detach().to(self.device, non_blocking=True).requires_grad_(value.requires_grad)
 
-    def keep(self, part: int, outputs: Sequence[object]) -> None:
-        """Says from which values the backward of a micro-batch starts."""
-        self._graphs[part].outputs = [
+    def keep(self, microbatch: int, outputs: Sequence[object]) -> None:
+        """Keeps the edges of the values from which the backward of a micro-batch starts."""
+        self._graphs[microbatch].outputs = [
             get_gradient_edge(value) if isinstance(value, Tensor) and value.requires_grad else None for value in outputs
         ]
 
-    def backward(self, part: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def backward(self, microbatch: int, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Adds the gradients of one micro-batch to those of the parameters; returns those of the stage's inputs.
 
         Args:
-            part: the micro-batch; its graph is given up.
-            gradients: one for each output that was kept; None for those that got none.
+            microbatch: its graph is dropped.
+            gradients: one for each output that was kept; None for an output without gradient.
         """
-        graph = self._graphs.pop(part)
+        graph = self._graphs.pop(microbatch)
         if len(gradients) != len(graph.outputs):
             raise RuntimeError(f"{len(graph.outputs)} outputs were sent on, but {len(gradients)} gradients came back")
         roots = [
@@ -83,7 +83,7 @@ class Stage:
         return [None if value is None else value.grad for value in graph.inputs]
 
     def drop_graphs(self) -> None:
-        """Gives up what a failed step left."""
+        """Drops the graphs that a failed step has left."""
         self._graphs.clear()
 
     def zero_grad(self) -> None:

@@ -1,4 +1,4 @@
-"""The worker's side of a pipeline: holds its stages, and does what the driver asks for."""
+"""The runner of a worker: holds the worker's stages of one pipeline, and executes the orders of the driver."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ import torch
 from torch import Tensor, nn
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.parallel.pipeline._execution import Execution, receivers
 from rpcdist.parallel.pipeline._mailbox import Mailbox
-from rpcdist.parallel.pipeline._optimizers import StageOptimizers
-from rpcdist.parallel.pipeline._orders import Order, Plan, Report, StageSource
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
+from rpcdist.parallel.pipeline._stage_optimizers import StageOptimizers
+from rpcdist.parallel.pipeline._step_execution import StepExecution, receivers
+from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StageSource, StepOrder, StepReport
 
 __all__ = ["StageRunner"]
 
 
 class StageRunner:
-    """All stages of a pipeline that live on this worker.
+    """All stages of a pipeline that live on this worker. The driver calls its methods by RPC.
 
     Args:
-        plan: of the pipeline.
-        worker: the place of this worker in it.
-        sources: of its stages, by index.
-        device: where they live.
+        config: the pipeline.
+        worker: index of this worker in the pipeline.
+        sources: the modules of this worker's stages, or functions that make them, by stage.
+        device: on which the modules live.
     """
 
-    def __init__(self, plan: Plan, worker: int, sources: Mapping[int, StageSource], device: str) -> None:
-        self._plan = plan
+    def __init__(self, config: PipelineConfig, worker: int, sources: Mapping[int, StageSource], device: str) -> None:
+        self._config = config
         self._worker = worker
         place = torch.device(device)
         self.stages = {
@@ -40,17 +40,19 @@ class StageRunner:
         }
         self.optimizers = StageOptimizers(self.stages)
         self._running = threading.Lock()
-        self._lock = threading.Lock()  # of what follows; push, run and abort come on different threads
+        self._lock = (
+            threading.Lock()
+        )  # guards the attributes below against `arrived`, `run` and `abort`, on several threads
         self._mailboxes: dict[int, Mailbox] = {}
         self._ended_step = 0
-        receivers[plan.key, worker] = self
+        receivers[config.key, worker] = self
 
     def __repr__(self) -> str:
-        return f"<StageRunner of {self._plan.key} on {self._name}: {list(self.stages.values())}>"
+        return f"<StageRunner of {self._config.key} on {self._name}: {list(self.stages.values())}>"
 
     @property
     def _name(self) -> str:
-        return self._plan.workers[self._worker]
+        return self._config.workers[self._worker]
 
     def _build(self, index: int, source: StageSource) -> nn.Module:
         module = source if isinstance(source, nn.Module) else source()
@@ -61,14 +63,13 @@ class StageRunner:
             )
         return module
 
-    def _place(self, step: int) -> tuple[str, list[int], None, str]:
-        """What an error says that no single action is to blame for."""
-        return self._name, sorted(self.stages), None, f"step {step}"
+    def _whole_step(self, step: int) -> tuple[str, tuple[int, ...], None, str]:
+        return self._config.whole_step(self._worker, step)
 
     # ------------------------------------------------------------ messages
 
     def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
-        """Takes what an action of this or a later step needs; on any thread."""
+        """Takes the tensors that a neighbour sent for an action of this or a later step; on any thread."""
         with self._lock:
             if step > self._ended_step:
                 self._mailbox(step).put(action, values)
@@ -77,8 +78,8 @@ class StageRunner:
         return self._mailboxes.setdefault(step, Mailbox())
 
     def abort(self, step: int, reason: str) -> None:
-        """Ends a step, which runs now, has run, or will never run; its gradients are dropped."""
-        failure = PipelineAborted(*self._place(step), reason)
+        """Ends a step and drops its gradients, whether it runs now, has run, or has not begun."""
+        failure = PipelineAborted(*self._whole_step(step), reason)
         with self._lock:
             if step <= self._ended_step:
                 is_running = False
@@ -91,7 +92,7 @@ class StageRunner:
                     self._clear(step)
 
     def _clear(self, step: int) -> None:
-        """Leaves nothing of a failed step; the lock `_running` is held."""
+        """Drops the graphs and gradients of a failed step. The caller holds the lock `_running`."""
         for stage in self.stages.values():
             stage.drop_graphs()
             stage.zero_grad()
@@ -102,14 +103,14 @@ class StageRunner:
             self._forget(step)
 
     def _forget(self, step: int) -> None:
-        """Drops what arrived for a step or earlier ones, and what will; the lock is held."""
+        """Drops the tensors that arrived, or will arrive, for a step and those before it. The caller holds the lock."""
         self._ended_step = max(self._ended_step, step)
         for old in [number for number in self._mailboxes if number <= self._ended_step]:
             del self._mailboxes[old]
 
     # ------------------------------------------------------------ a step
 
-    def run(self, order: Order) -> Report:
+    def run(self, order: StepOrder) -> StepReport:
         """Executes one step.
 
         Raises:
@@ -120,12 +121,12 @@ class StageRunner:
         deadline = Deadline.after(order.timeout_s).earlier(current_deadline.get())
         with self._lock:
             if order.step <= self._ended_step:  # `abort` came first
-                raise PipelineAborted(*self._place(order.step), "it failed elsewhere")
+                raise PipelineAborted(*self._whole_step(order.step), "it failed elsewhere")
             mailbox = self._mailbox(order.step)
         if not self._running.acquire(timeout=deadline.remaining_s() if deadline.is_finite else -1):
-            raise PipelineTimeout(*self._place(order.step), "an earlier step still runs")
+            raise PipelineTimeout(*self._whole_step(order.step), "an earlier step still runs")
         try:
-            report = Execution(self._plan, self._name, self.stages, order, mailbox, deadline).run()
+            report = StepExecution(self._config, self._name, self.stages, order, mailbox, deadline).run()
             with self._lock:
                 mailbox.check()  # an `abort` that comes later finds the step ended, and clears the gradients itself
                 self._forget(order.step)
@@ -136,7 +137,7 @@ class StageRunner:
         finally:
             self._running.release()
 
-    # ------------------------------------------------------------ the rest of the module interface
+    # ------------------------------------------------------------ modules and optimizers
 
     def train(self, mode: bool) -> None:
         for stage in self.stages.values():
@@ -147,7 +148,7 @@ class StageRunner:
             stage.zero_grad()
 
     def state_dict(self) -> dict[int, dict[str, Tensor]]:
-        """Of each stage, on the CPU."""
+        """The state of each stage's module, on the CPU."""
         return {
             index: {name: value.cpu() if isinstance(value, Tensor) else value for name, value in state.items()}
             for index, stage in self.stages.items()
@@ -184,7 +185,7 @@ class StageRunner:
         self.optimizers.load_state_dict(number, state)
 
     def squared_grad_norm(self) -> float:
-        """The sum of the squares of all gradients here."""
+        """The sum of the squares of all gradients on this worker."""
         norms = [
             parameter.grad.detach().double().pow(2).sum()
             for stage in self.stages.values()

@@ -1,4 +1,4 @@
-"""Who computed what, and when: the measured times of one step, as numbers and as a picture."""
+"""The measured times of one step's actions, as numbers and as a picture."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Timeline:
     """The measured slots of one step.
 
     Args:
-        workers: their names.
-        slots: times in seconds; 0 is the start of the first action.
+        workers: names of the workers.
+        slots: times in seconds of one clock.
         actions: the schedule that was executed.
     """
 
@@ -40,21 +40,21 @@ class Timeline:
 
     @property
     def length_s(self) -> float:
-        """From the first start to the last end."""
+        """Time from the first start to the last end."""
         return max((slot.end_s for slot in self.slots), default=0.0)
 
     @property
     def bubble(self) -> float:
-        """The share of the workers' time, from 0 to 1, in which they computed nothing."""
+        """The idle share of the workers' time, from 0 to 1."""
         return bubble(self.slots, len(self.workers))
 
     @property
     def theoretical_bubble(self) -> float:
-        """What the share would be if tensors travelled in no time, for the mean times that the stages took."""
+        """The bubble if transfers took no time, for the mean times of the stages' actions."""
         return bubble(self.theoretical_slots(), len(self.workers))
 
     def theoretical_slots(self) -> list[Slot]:
-        """The same schedule without any time for travelling or for the runner's own work."""
+        """The schedule without time for transfers and for the runner's own work."""
         return simulate(self.actions, self.mean_times_s("F"), self.mean_times_s("B"))
 
     def mean_times_s(self, kind: Kind) -> list[float]:

@@ -1,8 +1,8 @@
-"""Where gradients come from: an ordinary backward pass, or one of `rpcdist.autograd`. The reducer does not know which.
+"""The sources of gradients: an ordinary backward pass, or one of `rpcdist.autograd`. The reducer handles both alike.
 
-An ordinary pass adds to `.grad`, and tells a hook of the parameter afterwards. A distributed pass captures gradients
-for its context and leaves `.grad` alone: there, tensor hooks get them, and a callback at the pass's end puts the
-reduced ones in their places.
+An ordinary pass adds to `.grad`, and then calls a hook of the parameter. A distributed pass captures gradients for its
+context and leaves `.grad` alone: tensor hooks see the gradients, and a callback at the end of the pass replaces the
+captured gradients by the reduced ones.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import ClassVar
 import torch
 from torch.autograd import Variable
 
-from rpcdist.parallel._ddp._bucket import BucketEntry
+from rpcdist.parallel._ddp._dense_bucket import BucketEntry
 
 __all__ = [
     "DistributedPass",
@@ -31,35 +31,35 @@ class GradientSource(ABC):
     """A backward pass as the reducer sees it.
 
     Attributes:
-        lends: whether its gradients may be overwritten by their reduction.
+        lends: whether the reduction may overwrite its gradients.
     """
 
     lends: ClassVar[bool]
 
     @abstractmethod
     def gradient(self, member: BucketEntry) -> torch.Tensor | None:
-        """The member's gradient of this rank, once it has come."""
+        """The member's gradient on this rank, once it is ready."""
 
     @abstractmethod
     def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Takes reduced gradients over.
+        """Stores reduced gradients.
 
         Args:
-            members: whose.
-            reduced: these tensors.
-            lasting: whether they may be kept; else the next iteration overwrites them.
+            members: the parameters.
+            reduced: their gradients.
+            lasting: whether the tensors may be kept; else the next iteration overwrites them.
         """
 
     @abstractmethod
     def at_end(self, callback: Callable[[], None]) -> None:
-        """Has it called when the running pass ends; what it raises, the pass raises. For hooks."""
+        """Calls a function at the end of the running pass, which raises its exceptions. Only for use in hooks."""
 
 
 class OrdinaryPass(GradientSource):
     """`loss.backward()`.
 
     Args:
-        view: whether `.grad` shall be the reducer's own tensors, although the next iteration overwrites them.
+        view: whether `.grad` may be a view of a bucket, which the next iteration overwrites.
     """
 
     lends = True
@@ -90,14 +90,14 @@ class OrdinaryPass(GradientSource):
 
 
 def _differ(gradient: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Whether they are in different places."""
+    """Whether two gradients have different memory."""
     return gradient.is_sparse or tensor.is_sparse or gradient.data_ptr() != tensor.data_ptr()
 
 
 class DistributedPass(GradientSource):
     """`rpcdist.autograd.backward` inside a context.
 
-    It may take several calls of the engine. What one of them captured is withheld until it is reduced.
+    The pass may need several calls of the engine. The captured gradients are withheld until they are reduced.
     """
 
     lends = False
@@ -108,7 +108,7 @@ class DistributedPass(GradientSource):
         self._reduced: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def arrive(self, index: int, parameter: torch.Tensor, gradient: torch.Tensor) -> None:
-        """Says that the engine is about to capture a gradient."""
+        """Takes a gradient that the engine is about to capture."""
         self._arrived[index] = gradient
         self._withheld.append(parameter)
 
@@ -134,7 +134,7 @@ class DistributedPass(GradientSource):
 
 
 class NoPass(GradientSource):
-    """The gradients of a rank that has none; see `Reducer.shadow`."""
+    """The source of a rank without gradients; see `Reducer.shadow`."""
 
     lends = False
 
@@ -142,20 +142,20 @@ class NoPass(GradientSource):
         return None
 
     def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Nobody wants them."""
+        """Drops the reduced gradients: this rank does not use them."""
 
     def at_end(self, callback: Callable[[], None]) -> None:
         raise AssertionError("there is no backward pass")
 
 
 def in_distributed_pass() -> bool:
-    """`rpcdist.autograd.is_in_backward`; does not import it for the question."""
+    """`rpcdist.autograd.is_in_backward()`, without importing the module."""
     autograd = sys.modules.get("rpcdist.autograd")
     return autograd is not None and bool(autograd.is_in_backward())
 
 
 def in_distributed_context() -> bool:
-    """Whether this thread is in a context of `rpcdist.autograd`; does not import it for the question."""
+    """Whether this thread is in a context of `rpcdist.autograd`, without importing the module."""
     autograd = sys.modules.get("rpcdist.autograd")
     if autograd is None:
         return False

@@ -1,12 +1,12 @@
-"""Buckets: gradients that are reduced together, and how they get into communication and back.
+"""Buckets of dense gradients: how gradients are packed for their reduction, and delivered after it.
 
 [Note: in place]
-    A flat buffer costs memory, and two copies of every gradient. So gradients of `OWN_BYTES` and more, which use the
-    network well alone, are reduced where they are, each in an operation of its own; only the smaller ones of a bucket
-    are packed. Which are which follows from the sizes of the parameters, so all ranks agree. A gradient whose memory
-    somebody else uses, too, or that is laid out in another way than its parameter, is copied. Comm hooks need all
-    gradients of a bucket in one buffer (`flat`), and get it. With `gradient_as_bucket_view` the packed ones become
-    views of the buffer, and so are not copied at all while they are kept.
+    A flat buffer costs memory and two copies of every gradient. Gradients of at least `OWN_BYTES` use the network well
+    alone, so they are reduced in place, each in an operation of its own; only the smaller gradients of a bucket are
+    packed into the buffer. The choice depends on the sizes of the parameters only, so all ranks agree. A gradient is
+    copied if its memory is shared, or if its layout differs from that of its parameter. Comm hooks need all gradients
+    of a bucket in one buffer (`flat`). With `gradient_as_bucket_view` the packed gradients become views of the buffer,
+    and are not copied while they are kept.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class DenseBucket:
     """Dense gradients of one dtype and device. The reducer's lock guards it.
 
     Args:
-        number: by the order of communication.
-        members: the parameters, by their place in the bucket.
-        flat: whether all are packed; see [Note: in place].
+        number: position in the order of communication.
+        members: the parameters, in the order of the bucket's buffer.
+        flat: whether all gradients are packed; see [Note: in place].
 
     Attributes:
-        waiting: the indices of the members whose gradients have not come in this iteration.
-        runs: what is reduced: flat tensors, while the reduction runs.
+        waiting: the indices of the members whose gradients are not ready in this iteration.
+        runs: the flat tensors that are reduced; empty between `scatter` and `gather`.
     """
 
     def __init__(self, number: int, members: Sequence[BucketEntry], flat: bool) -> None:
@@ -77,7 +77,7 @@ class DenseBucket:
 
     @property
     def buffer(self) -> torch.Tensor:
-        """The packed gradients; allocated at the first use, and kept."""
+        """The flat tensor of the packed gradients; allocated at the first use."""
         if self._buffer is None:
             parameter = self._packed[0].parameter
             numel = sum(member.parameter.numel() for member in self._packed)
@@ -86,7 +86,7 @@ class DenseBucket:
         return self._buffer
 
     def use_buffer(self, buffer: torch.Tensor) -> None:
-        """Packs gradients there from now on."""
+        """Sets the flat tensor into which gradients are packed."""
         self._buffer = buffer
         counts = [member.parameter.numel() for member in self._packed]
         parts = zip(buffer.split(counts), self._packed, strict=True)
@@ -94,24 +94,24 @@ class DenseBucket:
 
     @property
     def views(self) -> list[torch.Tensor]:
-        """The packed gradients, one by one, in the shapes of their parameters."""
+        """Views of the packed gradients in the shapes of their parameters."""
         if self._buffer is None:
             _ = self.buffer
         return self._views
 
     @property
     def packed(self) -> list[BucketEntry]:
-        """The members whose gradients are packed."""
+        """The members whose gradients are packed into the buffer."""
         return self._packed
 
     # ------------------------------------------------------------ from gradients to runs
 
     def gather(self, gradient_of: Callable[[BucketEntry], torch.Tensor | None], in_place: bool) -> list[torch.Tensor]:
-        """Makes the runs that are reduced.
+        """Makes the flat tensors that are reduced.
 
         Args:
-            gradient_of: a member's gradient; a missing one counts as zero.
-            in_place: whether gradients may be overwritten.
+            gradient_of: returns a member's gradient, or None, which counts as zero.
+            in_place: whether the reduction may overwrite gradients.
         """
         with torch.no_grad():
             if self._packed:
@@ -144,17 +144,17 @@ class DenseBucket:
         view_like(run, parameter).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
         return run
 
-    # ------------------------------------------------------------ and back
+    # ------------------------------------------------------------ from runs to gradients
 
     def scatter(self, deliver: Callable[[list[BucketEntry], list[torch.Tensor], bool], None]) -> None:
-        """Hands the reduced gradients over, and lets go of the runs.
+        """Delivers the reduced gradients, and drops the runs.
 
         Args:
-            deliver: gets members, their gradients, and whether these will not be overwritten by the next iteration.
+            deliver: gets members, their gradients, and whether these stay valid after the next iteration begins.
         """
         runs, self.runs = self.runs, []
         if self._own:
-            pairs = zip(self._own, runs, strict=False)  # the packed ones come last
+            pairs = zip(self._own, runs, strict=False)  # the buffer is the last run
             deliver(self._own, [view_like(run, member.parameter) for member, run in pairs], True)
         if self._packed:
             deliver(self._packed, self._views, False)

@@ -1,4 +1,4 @@
-"""From what the user asks for to what is executed: schedules, placement, micro-batches. No network."""
+"""Plans a step: chooses the schedule, cuts the batch into micro-batches, and makes the order of each worker. Pure."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from typing import Literal
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._microbatches import as_tuple, batch_size, split, split_sizes
-from rpcdist.parallel.pipeline._orders import Order
 from rpcdist.parallel.pipeline._schedules import Action, Schedule, forward_only, parse_action, schedule
 from rpcdist.parallel.pipeline._simulation import validate
+from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder
 
 __all__ = ["Batch", "Reduction", "make_batch", "make_orders", "make_schedule", "restrict"]
 
@@ -20,7 +20,7 @@ Reduction = Literal["mean", "sum"]
 def make_schedule(
     wanted: str | Sequence[Sequence[Action | str]], num_workers: int, num_stages: int, num_microbatches: int
 ) -> Schedule:
-    """The schedule of a name, or one that the user wrote, checked. Raises `ConfigError`."""
+    """The schedule that the user named or wrote, checked. Raises `ConfigError`."""
     if num_workers < 1 or num_stages < 1:
         raise ConfigError("a pipeline needs at least one stage and one worker")
     if num_stages % num_workers:
@@ -38,9 +38,9 @@ def make_schedule(
 
 
 def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -> Schedule:
-    """The schedule for the first micro-batches only, for batches smaller than usual.
+    """The part of a schedule that a small batch needs: the actions of the first micro-batches.
 
-    It can be executed if the whole one can: an action waits for actions of the same micro-batch only.
+    The part can be executed if the whole schedule can: an action waits for actions of the same micro-batch only.
     """
     kept = actions if with_backward else forward_only(actions)
     return [[action for action in row if action.microbatch < num_microbatches] for row in kept]
@@ -48,7 +48,13 @@ def restrict(actions: Schedule, num_microbatches: int, *, with_backward: bool) -
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """A batch in micro-batches; `weights` are theirs in the loss."""
+    """A batch, cut into micro-batches.
+
+    Attributes:
+        inputs: the arguments of the first stage, for each micro-batch.
+        targets: the arguments of the loss function, for each micro-batch; empty if there is no loss.
+        weights: weight of each micro-batch in the loss of the batch.
+    """
 
     inputs: list[tuple[object, ...]]
     targets: list[tuple[object, ...]]
@@ -56,7 +62,7 @@ class Batch:
 
 
 def make_batch(inputs: object, targets: object, num_microbatches: int, reduction: Reduction) -> Batch:
-    """Cuts a batch; `targets` is None where there is no loss. Raises `ConfigError`."""
+    """Cuts a batch into micro-batches; `targets` is None where there is no loss. Raises `ConfigError`."""
     input_values = as_tuple(inputs)
     target_values = () if targets is None else as_tuple(targets)
     size = batch_size((*input_values, *target_values))
@@ -66,12 +72,12 @@ def make_batch(inputs: object, targets: object, num_microbatches: int, reduction
 
 
 def make_orders(
-    step: int, actions: Schedule, num_stages: int, batch: Batch, *, with_outputs: bool, timeout_s: float
-) -> list[Order]:
-    """What each worker is told: the first one gets the inputs, the last one the targets."""
-    last = (num_stages - 1) % len(actions)
+    step: int, actions: Schedule, config: PipelineConfig, batch: Batch, *, with_outputs: bool, timeout_s: float
+) -> list[StepOrder]:
+    """The order of each worker: that of the first stage gets the inputs, that of the last stage the targets."""
+    last = config.worker_index(config.num_stages - 1)
     return [
-        Order(
+        StepOrder(
             step,
             row,
             batch.inputs if worker == 0 else [],

@@ -1,6 +1,6 @@
 """The reduction of a sparse gradient: ranks may have different rows, so they exchange rows and add them up.
 
-First every rank says what it has, while the backward pass goes on; the rows themselves follow when it has ended.
+During the backward pass the ranks exchange the numbers of their rows, and at its end the rows themselves.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
-from rpcdist.parallel._ddp._bucket import BucketEntry
+from rpcdist.parallel._ddp._dense_bucket import BucketEntry
 
 __all__ = ["SparseBucket"]
 
@@ -22,12 +22,12 @@ class SparseBucket:
     """One parameter with sparse gradients. The reducer's lock guards it.
 
     Args:
-        number: by the order of communication.
+        number: position in the order of communication.
         member: the parameter.
-        group: reduces.
+        group: the ranks that reduce.
 
     Attributes:
-        waiting: the parameter's index while its gradient has not come in this iteration.
+        waiting: the parameter's index while its gradient is not ready in this iteration.
     """
 
     def __init__(self, number: int, member: BucketEntry, group: ProcessGroup) -> None:
@@ -46,7 +46,7 @@ class SparseBucket:
         return self.members[0].parameter.nbytes
 
     def start(self, gradient: torch.Tensor | None) -> Work:
-        """Tells the others how many rows there are; a missing gradient has none."""
+        """Starts the exchange of the numbers of rows; a missing gradient has none."""
         size, device = self._group.size(), self.members[0].parameter.device
         if gradient is not None and gradient.is_sparse:
             gradient = gradient.detach().coalesce()
@@ -59,7 +59,7 @@ class SparseBucket:
         return work
 
     def finish(self, divisor: float) -> torch.Tensor:
-        """The sum of all ranks' gradients over `divisor`; all ranks call it in the order of the buckets."""
+        """The sum of all ranks' gradients, divided by `divisor`. All ranks must call it in the order of the buckets."""
         gradient, self._gradient = self._gradient, None
         counts: list[int] = self._counts.tolist()
         with torch.no_grad():
@@ -68,7 +68,7 @@ class SparseBucket:
             return self._exchange(gradient, counts, divisor)
 
     def _reduce_dense(self, gradient: torch.Tensor | None) -> torch.Tensor:
-        """Some rank used the parameter in a dense way, too."""
+        """The sum if some rank has a dense gradient."""
         if gradient is None:
             dense = torch.zeros_like(self.members[0].parameter, memory_format=torch.contiguous_format)
         else:
@@ -96,6 +96,6 @@ class SparseBucket:
         return total
 
     def _gather(self, mine: torch.Tensor) -> torch.Tensor:
-        everybody = mine.new_empty(self._group.size() * mine.shape[0], *mine.shape[1:])
-        collectives.all_gather_single(everybody, mine, group=self._group)
-        return everybody
+        everyone = mine.new_empty(self._group.size() * mine.shape[0], *mine.shape[1:])
+        collectives.all_gather_single(everyone, mine, group=self._group)
+        return everyone

@@ -1,7 +1,8 @@
-"""The reduction of one bucket: which operations, the comm hook instead of them, and waiting for other ranks."""
+"""The reduction of one bucket: averaging its tensors or calling the comm hook, and waiting for the other ranks."""
 
 from __future__ import annotations
 
+import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
@@ -12,17 +13,17 @@ import torch
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError, ConfigError
-from rpcdist.parallel._ddp._bucket import DenseBucket
 from rpcdist.parallel._ddp._ddp_errors import explained, list_names
+from rpcdist.parallel._ddp._dense_bucket import DenseBucket
 from rpcdist.parallel._ddp._gradient_layout import view_like
 from rpcdist.parallel._ddp._notices import Notices
 
-__all__ = ["BucketWait", "CommHook", "GradBucket", "reduce_runs"]
+__all__ = ["BucketWait", "CommHook", "GradBucket", "check_comm_hook", "reduce_runs"]
 
 logger = logging.getLogger(__name__)
 
 LOOK_AFTER_S: Final = 2.0
-"""After waiting this long for other ranks, a rank looks for their notices, and again after each such time."""
+"""How often a rank that waits for others looks for their notices."""
 
 
 class GradBucket:
@@ -37,15 +38,15 @@ class GradBucket:
         return f"<GradBucket {self._bucket!r}>"
 
     def index(self) -> int:
-        """Its number, by the order of communication."""
+        """Number of the bucket in the order of communication."""
         return self._bucket.number
 
     def buffer(self) -> torch.Tensor:
-        """The gradients of this rank, as one flat tensor; a hook may change it."""
+        """The gradients of this rank as one flat tensor; a hook may change it in place."""
         return self._buffer
 
     def gradients(self) -> list[torch.Tensor]:
-        """The same, as views in the shapes of the parameters."""
+        """Views of `buffer` in the shapes of the parameters."""
         parameters = self.parameters()
         parts = self._buffer.split([parameter.numel() for parameter in parameters])
         return [view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
@@ -55,11 +56,11 @@ class GradBucket:
         return [member.parameter for member in self._bucket.members]
 
     def is_last(self) -> bool:
-        """Whether it is the last one of the iteration."""
+        """Whether it is the last bucket of the iteration."""
         return self._is_last
 
     def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Has `buffer` return another flat tensor of the same size, perhaps of another dtype, from now on."""
+        """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype."""
         if buffer.numel() != self._bucket.buffer.numel():
             count = self._bucket.buffer.numel()
             raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
@@ -69,13 +70,25 @@ class GradBucket:
 CommHook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
 
 
+def check_comm_hook(hook: object) -> None:
+    """Raises TypeError or ConfigError for an object that cannot be a comm hook."""
+    if not callable(hook):
+        raise TypeError("Communication hook must be callable.")
+    try:
+        names = list(inspect.signature(hook).parameters)
+    except ValueError:  # no signature to look at
+        return
+    if len(names) != 2:
+        raise ConfigError(f"a communication hook takes two arguments, state and bucket; this one takes {names}")
+
+
 def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: float, asynchronous: bool) -> list[Work]:
-    """Averages flat tensors over the ranks, in place."""
+    """Averages flat tensors over the ranks of a group, in place; returns the work of the asynchronous operations."""
     works = []
     for run in runs:
         average = divisor == group.size() and run.dtype is not torch.float16
         if not average:
-            run.div_(divisor)  # before the sum, which might be too large for the dtype
+            run.div_(divisor)  # before the sum, which could overflow the dtype
         work = collectives.all_reduce(run, ReduceOp.AVG if average else ReduceOp.SUM, group, async_op=asynchronous)
         if work is not None:
             works.append(work)
@@ -83,11 +96,11 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
 
 
 class BucketWait:
-    """Waits for the other ranks, and says what is wrong when they do not come.
+    """Waits for the reductions of a bucket, and explains why they fail or take long.
 
     Args:
-        group: the ranks.
-        notices: what they may say.
+        group: the ranks that reduce.
+        notices: where the ranks say which gradients they lack.
     """
 
     def __init__(self, group: ProcessGroup, notices: Notices) -> None:
@@ -129,7 +142,7 @@ class BucketWait:
                 warnings.warn(f"still waiting in bucket {number}: {notice}", RuntimeWarning, stacklevel=2)
 
     def fail(self, error: CollectiveError, number: int, names: Sequence[str], iteration: int) -> NoReturn:
-        """Raises the error with more to say: which gradients were reduced, and what other ranks said about them."""
+        """Raises the error with details: which gradients were reduced, and the notices of other ranks about them."""
         rank = self._group.world_rank(self._group.rank())
         told = "".join(f"; {notice}" for notice in self._notices.read(iteration))
         raise explained(

@@ -1,4 +1,4 @@
-"""Parameters whose gradients are reduced together, when the gradient of a chosen parameter is ready."""
+"""Delayed parameters: their gradients are reduced together when the gradient of a chosen parameter is ready."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from torch.utils.hooks import RemovableHandle
 
 from rpcdist.collectives import ProcessGroup, Work
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._bucket import BucketEntry, DenseBucket
+from rpcdist.parallel._ddp._bucket_reduction import reduce_runs
+from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
+from rpcdist.parallel._ddp._gradient_sources import OrdinaryPass
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors
-from rpcdist.parallel._ddp._reduction import reduce_runs
-from rpcdist.parallel._ddp._sources import OrdinaryPass
 
 __all__ = ["DelayedReduction"]
 
 
 class DelayedReduction:
-    """Watches the chosen parameter.
+    """Reduces the gradients of the delayed parameters.
 
     Args:
-        named: the parameters that are reduced then.
-        trigger: the chosen one; the backward pass reaches it after all of them.
-        group: the ranks.
+        named: the delayed parameters by name.
+        trigger: the chosen parameter; its gradient must become ready after those of all delayed parameters.
+        group: the ranks that reduce.
     """
 
     def __init__(self, named: Sequence[tuple[str, nn.Parameter]], trigger: nn.Parameter, group: ProcessGroup) -> None:

@@ -1,7 +1,7 @@
 """Executes the actions of one worker in one step, in order, and pushes their tensors to the neighbours.
 
-    thread of the call `Runner.run`     executes the list; waits in the mailbox for what an action needs
-    threads that serve `push`           put arriving tensors into the mailbox, also before `run` is here
+    thread of the call `StageRunner.run`    executes the actions; waits in the mailbox for their tensors
+    threads that serve `push`               put arriving tensors into the mailbox, also before `run` was called
 
 Tensors are pushed by the worker that made them, so they travel while both ends compute.
 """
@@ -20,43 +20,49 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.parallel.pipeline._mailbox import Mailbox
 from rpcdist.parallel.pipeline._microbatches import as_tuple
-from rpcdist.parallel.pipeline._orders import Order, Plan, Report, clock_s
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.parallel.pipeline._stage import Stage
+from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport, clock_s
 
-__all__ = ["Execution", "Receiver", "push", "receivers"]
+__all__ = ["Receiver", "StepExecution", "push", "receivers"]
 
 
 # [Note: registry]
-#     Neighbours find a runner by the pipeline's key and the worker's place, not by a remote reference: references from
-#     worker to worker and back would keep one another alive. The runner itself lives as long as the driver's reference.
+#     Neighbours find a runner by the pipeline's key and the worker's index, not by a remote reference: references from
+#     worker to worker and back would keep each other alive. The runner lives as long as the driver's reference to it.
 class Receiver(Protocol):
-    """What `push` hands its tensors to: a runner."""
+    """Takes the tensors that a neighbour pushes: a `StageRunner`."""
 
     def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
-        """Takes what an action of this or a later step needs; on any thread."""
+        """Takes the tensors for an action of this or a later step; on any thread."""
 
 
 receivers: WeakValueDictionary[tuple[str, int], Receiver] = WeakValueDictionary()
-"""By the key of the pipeline and the place of the worker."""
+"""By the key of the pipeline and the index of the worker."""
 
 
 def push(key: str, worker: int, step: int, stage: int, kind: Kind, part: int, values: list[object]) -> None:
-    """Called by a neighbour: brings what an action needs."""
+    """Delivers tensors for an action. A neighbour calls it by RPC."""
     receiver = receivers.get((key, worker))
     if receiver is None:
         raise RpcdistError(f"the pipeline {key} has ended on this worker")
     receiver.arrived(step, Action(stage, kind, part), values)
 
 
-class Execution:
+class StepExecution:
     """One step on one worker; used once, by one thread."""
 
     def __init__(
-        self, plan: Plan, name: str, stages: Mapping[int, Stage], order: Order, mailbox: Mailbox, deadline: Deadline
+        self,
+        config: PipelineConfig,
+        name: str,
+        stages: Mapping[int, Stage],
+        order: StepOrder,
+        mailbox: Mailbox,
+        deadline: Deadline,
     ) -> None:
-        self._plan = plan
+        self._config = config
         self._name = name
         self._stages = stages
         self._order = order
@@ -64,13 +70,13 @@ class Execution:
         self._deadline = deadline
         self._with_grad = any(action.kind == "B" for action in order.actions)
         self._sent: list[tuple[Action, rpc.Future[None]]] = []
-        self._report = Report()
+        self._report = StepReport()
 
-    def run(self) -> Report:
+    def run(self) -> StepReport:
         with torch.set_grad_enabled(self._with_grad):
             for action in self._order.actions:
                 self._do(action)
-        for action, future in self._sent:  # until then their memory may not change
+        for action, future in self._sent:  # their memory must not change before
             with self._blaming(action, "sending the result of the "):
                 future.wait()
         return self._report
@@ -94,26 +100,26 @@ class Execution:
     # ------------------------------------------------------------ computing
 
     def _forward(self, stage: Stage, action: Action, values: Sequence[object]) -> Sequence[object] | None:
-        part = action.microbatch
-        output = stage.forward(part, values, with_grad=self._with_grad)
-        if stage.index + 1 < self._plan.num_stages:
+        microbatch = action.microbatch
+        output = stage.forward(microbatch, values, with_grad=self._with_grad)
+        if stage.index + 1 < self._config.num_stages:
             outputs = as_tuple(output)
             if self._with_grad:
-                stage.keep(part, outputs)
+                stage.keep(microbatch, outputs)
             return outputs
         if self._order.targets:
-            loss = self._loss(stage, output, self._order.targets[part])
+            loss = self._loss(stage, output, self._order.targets[microbatch])
             if self._with_grad:
-                stage.keep(part, [loss])
-            self._report.losses[part] = loss.detach().cpu()
+                stage.keep(microbatch, [loss])
+            self._report.losses[microbatch] = loss.detach().cpu()
         if self._order.with_outputs:
-            self._report.outputs[part] = _for_sending(output)
+            self._report.outputs[microbatch] = _for_sending(output)
         return None
 
     def _loss(self, stage: Stage, output: object, targets: Sequence[object]) -> Tensor:
-        assert self._plan.loss_fn is not None  # the driver has checked it
+        assert self._config.loss_fn is not None  # the driver has checked it
         moved = [value.to(stage.device) if isinstance(value, Tensor) else value for value in targets]
-        loss = self._plan.loss_fn(output, *moved)
+        loss = self._config.loss_fn(output, *moved)
         if loss.numel() != 1:
             raise ValueError(f"loss_fn must return one number, but its result has the shape {tuple(loss.shape)}")
         return loss
@@ -124,13 +130,13 @@ class Execution:
         )
         return gradients if stage.index > 0 else None
 
-    # ------------------------------------------------------------ moving
+    # ------------------------------------------------------------ moving tensors
 
     def _needed(self, action: Action) -> Sequence[object]:
-        """What an action starts from: the batch, the loss, or what a neighbour has sent."""
+        """The values that an action starts from: of the batch, of the loss, or those that a neighbour has sent."""
         if action.kind == "F" and action.stage == 0:
             return self._order.inputs[action.microbatch]
-        if action.kind == "B" and action.stage + 1 == self._plan.num_stages:
+        if action.kind == "B" and action.stage + 1 == self._config.num_stages:
             loss = self._report.losses[action.microbatch]
             return [torch.full_like(loss, self._order.weights[action.microbatch])]
         return self._mailbox.take(action, self._deadline)
@@ -140,10 +146,10 @@ class Execution:
         if receiver.stage in self._stages:
             self._mailbox.put(receiver, results)
             return
-        worker = receiver.stage % len(self._plan.workers)
+        worker = self._config.worker_index(receiver.stage)
         values = [_for_sending(value) for value in results]
         arguments = (
-            self._plan.key,
+            self._config.key,
             worker,
             self._order.step,
             receiver.stage,
@@ -152,13 +158,13 @@ class Execution:
             values,
         )
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
-        future = rpc.rpc_async(self._plan.workers[worker], push, args=arguments, timeout=timeout_s)
+        future = rpc.rpc_async(self._config.workers[worker], push, args=arguments, timeout=timeout_s)
         future.is_quiet = True  # `run` waits for it, unless the step fails anyway
         self._sent.append((action, future))
 
 
 def _for_sending(value: object) -> object:
-    """Without the graph, but with the wish for a gradient, and in memory that can be sent from."""
+    """Copies of tensors on the CPU, without their graph; they require gradients where the originals do."""
     if isinstance(value, tuple | list):
         return tuple(_for_sending(item) for item in value)
     return value.detach().cpu().requires_grad_(value.requires_grad) if isinstance(value, Tensor) else value

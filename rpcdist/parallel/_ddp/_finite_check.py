@@ -1,10 +1,11 @@
-"""Whose gradients are not finite: a loss that is NaN on one rank ruins the models of all.
+"""Finds NaN and infinity in gradients, and names ranks and parameters: a NaN loss on one rank spoils all models.
 
 [Note: probes]
-    Looking at every element costs a pass over all gradients. A loss that is NaN makes nearly all of them NaN, so by
-    default a probe of each bucket is enough: its first elements, before the reduction and after it. All ranks see the
-    same reduced bits. So when a probe of the result is not finite then all ranks know, and they tell each other the
-    names of the parameters that were not finite before, which each rank looks for only when its own probe was not.
+    Looking at every element costs a pass over all gradients. A NaN loss makes nearly all gradients NaN, so by default
+    the first elements of each bucket are examined, before and after the reduction. All ranks get the same reduced
+    bits, so when a probe of the result is not finite, all ranks know it. They then exchange the names of the
+    parameters whose gradients were not finite before the reduction. A rank looks for these names only if its own
+    probe was not finite.
 """
 
 from __future__ import annotations
@@ -27,11 +28,14 @@ PROBE_ELEMENTS: Final = 1024
 
 
 class FiniteCheck:
-    """Looks at one iteration's gradients at a time. The reducer's lock guards it.
+    """Examines the gradients of one iteration at a time. The reducer's lock guards it.
 
     Args:
-        group: the ranks.
+        group: the ranks that reduce.
         mode: "probes", "all" (every element), or "never".
+
+    Attributes:
+        results_are_equal: whether all ranks get the same reduced bits.
     """
 
     def __init__(self, group: ProcessGroup, mode: CheckFinite) -> None:
@@ -43,13 +47,13 @@ class FiniteCheck:
         self.results_are_equal = True
 
     def before(self, runs: Sequence[torch.Tensor], named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
-        """Looks at what this rank contributes to a bucket; `named` says which gradients these are."""
+        """Examines this rank's contribution to a bucket; `named` returns its gradients by name."""
         if self._mode != "never" and not all(map(self._is_fine, runs)):
             names = (name for name, gradient in named() if not bool(torch.isfinite(_values(gradient)).all()))
             self._mine += names
 
     def after(self, runs: Sequence[torch.Tensor]) -> None:
-        """Looks at a reduced bucket."""
+        """Examines a reduced bucket."""
         if self._mode != "never" and not self._found:
             self._found = not all(map(self._is_fine, runs))
 
@@ -57,13 +61,13 @@ class FiniteCheck:
         probe = run if self._mode == "all" else run[:PROBE_ELEMENTS]
         if not probe.is_floating_point():
             return bool(torch.isfinite(probe).all())
-        # A sum is one pass, and not finite if an element is not; it may also overflow.
+        # The sum takes one pass, and is not finite if an element is not. It may also overflow, hence the second look.
         return math.isfinite(probe.sum().item()) or bool(torch.isfinite(probe).all())
 
     def conclude(self, iteration: int) -> None:
-        """Warns, on every rank, when a reduced gradient was not finite; the 1st, 2nd, 4th, 8th ... time.
+        """Warns on every rank if a reduced gradient was not finite: the 1st, 2nd, 4th, 8th ... time.
 
-        All ranks come here with the same bits, so either all of them communicate or none.
+        All ranks have the same reduced bits, so either all of them communicate here or none.
         """
         found, mine = self._found, self._mine
         self._found, self._mine = False, []

@@ -1,30 +1,27 @@
-"""The optimizers of the stages: at a worker, and all of them as the driver sees them."""
+"""The optimizers of the stages of one worker."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel.pipeline._stage import Stage
 
-if TYPE_CHECKING:
-    from rpcdist.parallel.pipeline._pipeline import Pipeline
-
-__all__ = ["PipelineOptimizer", "StageOptimizers"]
+__all__ = ["StageOptimizers"]
 
 
 class StageOptimizers:
-    """One optimizer per stage and number: the driver numbers what it makes."""
+    """One optimizer per stage and number. The driver numbers the optimizers that it makes."""
 
     def __init__(self, stages: Mapping[int, Stage]) -> None:
         self._stages = stages
         self._made: dict[int, dict[int, torch.optim.Optimizer]] = {}
 
     def make(self, number: int, kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
-        """An optimizer for each stage that has parameters to train."""
+        """Makes an optimizer for each stage that has parameters to train."""
         made = {}
         for index, stage in self._stages.items():
             parameters = [parameter for parameter in stage.module.parameters() if parameter.requires_grad]
@@ -50,34 +47,3 @@ class StageOptimizers:
     def load_state_dict(self, number: int, state: Mapping[int, dict[str, Any]]) -> None:
         for index, optimizer in self._made[number].items():
             optimizer.load_state_dict(state[index])
-
-
-class PipelineOptimizer:
-    """The optimizers of all stages, used as one. Made by `Pipeline.make_optimizer`."""
-
-    def __init__(self, pipeline: Pipeline, number: int) -> None:
-        self._pipeline = pipeline
-        self._number = number
-
-    def step(self) -> None:
-        """One step of every stage's optimizer, all at the same time."""
-        self._pipeline._ask("optimizer_step", self._number)
-
-    def zero_grad(self) -> None:
-        """Sets the gradients of all parameters to None."""
-        self._pipeline.zero_grad()
-
-    def change(self, **options: Any) -> None:
-        """Sets options of all parameter groups: `optimizer.change(lr=0.01)`."""
-        self._pipeline._ask("optimizer_change", self._number, options)
-
-    def state_dict(self) -> dict[int, dict[str, Any]]:
-        """That of each stage's optimizer, by stage."""
-        found: dict[int, dict[str, Any]] = {}
-        for of_worker in self._pipeline._ask("optimizer_state_dict", self._number):
-            found.update(of_worker)
-        return dict(sorted(found.items()))
-
-    def load_state_dict(self, state: Mapping[int, dict[str, Any]]) -> None:
-        """Takes what `state_dict` returned."""
-        self._pipeline._ask("optimizer_load_state_dict", self._number, dict(state))

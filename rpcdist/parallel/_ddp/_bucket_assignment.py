@@ -1,8 +1,8 @@
-"""Which parameters' gradients are reduced together. Pure.
+"""Assigns the parameters to buckets, whose gradients are reduced together. Pure.
 
-Gradients become ready roughly in the reverse order of the parameters, so buckets are filled in that order, or, once a
-backward pass has shown it, in the order in which they became ready. A bucket holds one dtype and one device. Parameters
-with sparse gradients have a bucket each. Number and order of the buckets are those of torch.
+Gradients become ready roughly in the reverse order of the parameters. Buckets are filled in that order at first, and
+after one backward pass in the order in which gradients became ready. A bucket holds one dtype and one device. Each
+parameter with sparse gradients has a bucket of its own. Number and order of the buckets are those of torch.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ NO_LIMIT: Final = sys.maxsize
 
 @dataclass(frozen=True, slots=True)
 class GradientFacts:
-    """What counts about a gradient.
+    """The properties of a gradient that determine its bucket.
 
     Attributes:
-        num_bytes: of the dense gradient.
-        kind: dtype and device; only equal ones share a bucket.
-        sparse: whether it is expected to be sparse.
+        num_bytes: size of the dense gradient.
+        kind: dtype and device; a bucket holds one kind.
+        sparse: whether the gradient is expected to be sparse.
     """
 
     num_bytes: int
@@ -39,12 +39,12 @@ class GradientFacts:
 
 @dataclass(frozen=True, slots=True)
 class BucketCaps:
-    """How full buckets get: one is closed by the gradient that reaches its limit.
+    """Size limits of buckets. The gradient that reaches the limit is the last one of its bucket.
 
     Attributes:
-        num_bytes: the limit of all buckets but the first.
-        first_bytes: of the bucket that is ready first, smaller by default so that it leaves early.
-        listed: limits bucket by bucket, instead of the two.
+        num_bytes: limit of all buckets but the first.
+        first_bytes: limit of the first bucket; smaller by default, so that its reduction starts early.
+        listed: one limit per bucket; replaces the other two.
     """
 
     num_bytes: int
@@ -53,7 +53,7 @@ class BucketCaps:
 
     @classmethod
     def of(cls, cap_mb: float | None, cap_mb_list: Sequence[float] | None = None) -> BucketCaps:
-        """From `bucket_cap_mb` and `bucket_cap_mb_list` of the constructor.
+        """Makes the limits from `bucket_cap_mb` and `bucket_cap_mb_list` of `DistributedDataParallel`.
 
         Raises:
             ConfigError: a cap is not positive.
@@ -72,8 +72,9 @@ class BucketCaps:
         """Limits for the first iterations.
 
         Args:
-            order_is_fixed: whether buckets are never rebuilt. Where they are, one bucket takes all until the order of
-                readiness is known: reductions out of that order could cross other collectives of the backward pass.
+            order_is_fixed: whether buckets are never rebuilt. If they are rebuilt, one bucket takes all gradients until
+                the order of readiness is known: reductions in another order could cross other collectives of the
+                backward pass.
         """
         if self.listed:
             return list(self.listed)
@@ -90,10 +91,11 @@ def assign(
     """Buckets, as lists of indices into `facts`.
 
     Args:
-        facts: of all gradients.
-        limits: in bytes: of the first bucket of each kind, the second, and so on; the last one holds for the rest.
-        ready_order: all indices; buckets are filled, and closed, in this order. Without it they are filled in the
-            order of `facts` and sorted by their smallest index.
+        facts: one per gradient.
+        limits: size limits in bytes of the first bucket of each kind, the second, and so on; the last limit holds for
+            all later buckets.
+        ready_order: all indices, in the order in which buckets are filled and closed. Without it they are filled in
+            the order of `facts`, and sorted by their smallest index.
     """
     closed: list[list[int]] = []
     filling: dict[Hashable, list[int]] = {}

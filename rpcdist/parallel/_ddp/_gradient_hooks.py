@@ -1,0 +1,46 @@
+"""Hooks of parameters that tell the reducer when a gradient is ready.
+
+A hook holds the reducer by a weak reference: the parameters may outlive the data parallel model.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch.utils.hooks import RemovableHandle
+
+from rpcdist.parallel._ddp._gradient_sources import in_distributed_pass
+from rpcdist.parallel._ddp._parameters import Named
+from rpcdist.parallel._ddp._reducer import Reducer
+
+__all__ = ["install_accumulation_hooks", "install_capture_hooks"]
+
+
+def install_accumulation_hooks(parameters: Sequence[Named], reducer: Reducer) -> list[RemovableHandle]:
+    """Reports gradients of ordinary backward passes, after they were added to `.grad`."""
+    reference = weakref.ref(reducer)
+    handles = []
+    for index, named in enumerate(parameters):
+        handles.append(named.tensor.register_post_accumulate_grad_hook(partial(_added, reference, index)))
+    return handles
+
+
+def install_capture_hooks(parameters: Sequence[Named], reducer: Reducer) -> list[RemovableHandle]:
+    """Reports gradients of distributed backward passes; in ordinary passes these hooks do nothing."""
+    reference = weakref.ref(reducer)
+    return [named.tensor.register_hook(partial(_captured, reference, index)) for index, named in enumerate(parameters)]
+
+
+def _added(reference: weakref.ref[Reducer], index: int, parameter: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None:
+        reducer.gradient_added(index)
+
+
+def _captured(reference: weakref.ref[Reducer], index: int, gradient: torch.Tensor) -> None:
+    reducer = reference()
+    if reducer is not None and in_distributed_pass():
+        reducer.gradient_captured(index, gradient)

@@ -1,0 +1,46 @@
+"""The join hook of data parallel models: a rank without inputs mirrors the communication of ranks that still train."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup, ReduceOp
+from rpcdist.parallel.algorithms import JoinHook
+
+__all__ = ["DataParallelJoinHook", "count_ranks", "highest_rank"]
+
+
+class DataParallelJoinHook(JoinHook):
+    """Hands the two steps of a joined rank to the model.
+
+    Args:
+        shadow_iteration: takes part in the communication of one iteration of the other ranks.
+        sync_final_model: copies the final model to all ranks; gets whether this rank is one that trained longest.
+    """
+
+    def __init__(self, shadow_iteration: Callable[[], None], sync_final_model: Callable[[bool], None]) -> None:
+        self._shadow_iteration = shadow_iteration
+        self._sync_final_model = sync_final_model
+
+    def main_hook(self) -> None:
+        self._shadow_iteration()
+
+    def post_hook(self, is_last_joiner: bool) -> None:
+        self._sync_final_model(is_last_joiner)
+
+
+def count_ranks(mine: bool, group: ProcessGroup, device: torch.device) -> int:
+    """Number of ranks that pass True. All ranks of the group must call it together."""
+    flag = torch.tensor([float(mine)], device=device)
+    collectives.all_reduce(flag, group=group)
+    return int(flag.item())
+
+
+def highest_rank(candidate: bool, group: ProcessGroup, device: torch.device) -> int:
+    """The highest rank that is a candidate. All ranks of the group must call it together."""
+    rank = torch.tensor([group.rank() if candidate else -1], device=device)
+    collectives.all_reduce(rank, ReduceOp.MAX, group=group)
+    return int(rank.item())

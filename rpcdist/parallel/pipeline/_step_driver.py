@@ -1,0 +1,105 @@
+"""One step as the driver sees it: all runners execute their orders, and a failure anywhere ends the step everywhere."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import rpcdist.rpc as rpc
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
+from rpcdist.parallel.pipeline._runners import Runners
+from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport
+
+__all__ = ["execute_step"]
+
+# A runner ends the step at its timeout and says which tensor it waits for. The driver waits longer, to get this error.
+GRACE_S = 5.0
+ABORT_LIMIT_S = 2.0  # for the runners to end a failed step
+
+
+def execute_step(config: PipelineConfig, runners: Runners, orders: Sequence[StepOrder]) -> list[StepReport]:
+    """Has all runners execute their orders; returns their reports in the order of the workers.
+
+    Raises:
+        PipelineError: an action failed, or a worker.
+        PipelineTimeout: the step did not end in time.
+    """
+    return _Step(config, runners, orders[0].step).execute(orders)
+
+
+class _Step:
+    """The calls of one step."""
+
+    def __init__(self, config: PipelineConfig, runners: Runners, step: int) -> None:
+        self._config = config
+        self._runners = runners
+        self._step = step
+        self._calls: list[rpc.Future[StepReport]] = []
+
+    def execute(self, orders: Sequence[StepOrder]) -> list[StepReport]:
+        limit_s = orders[0].timeout_s + GRACE_S if math.isfinite(orders[0].timeout_s) else 0
+        calls = self._calls
+        try:
+            for runner, order in zip(self._runners, orders, strict=True):
+                calls.append(runner.rpc_async(limit_s).run(order))
+                calls[-1].is_quiet = True  # the driver reports one error only, perhaps that of another call
+            for done in rpc.as_completed(calls):
+                done.value()
+            return [call.value() for call in calls]
+        except Exception as exc:
+            error = self._end_failed(exc)
+        except BaseException:
+            self._end_failed(RpcdistError("the driver was interrupted"))
+            raise
+        raise error  # not in the `except` block: `from` would replace its `__cause__`, the remote traceback
+
+    def _end_failed(self, exc: Exception) -> Exception:
+        """Ends the step on all workers; returns the error that explains the others."""
+        aborts = [runner.rpc_async(ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
+        for abort in aborts:
+            abort.is_quiet = True
+        deadline = Deadline.after(ABORT_LIMIT_S)
+        for call in [*aborts, *self._calls]:
+            _settle(call, deadline)
+        errors = [exc, *(error for call in self._calls if call.done() and (error := call.exception()) is not None)]
+        stuck = [self._stuck(worker) for worker, call in enumerate(self._calls) if not call.done()]
+        return min([*map(self._located, errors), *stuck], key=_rank)
+
+    def _located(self, error: BaseException) -> Exception:
+        """The error itself if it names the place of the failure, else an error that does."""
+        if isinstance(error, PipelineError):
+            return error
+        worker = next((at for at, call in enumerate(self._calls) if call.done() and call.exception() is error), None)
+        if worker is None:
+            return error if isinstance(error, Exception) else RpcdistError(str(error))
+        if isinstance(error, DeadlineExceeded):
+            return self._stuck(worker)
+        located = PipelineError(*self._config.whole_step(worker, self._step), f"{type(error).__name__}: {error}")
+        located.__cause__ = error
+        return located
+
+    def _stuck(self, worker: int) -> PipelineTimeout:
+        """The error for a worker that does not even notice that the step has ended."""
+        reason = "it is still busy with a forward or backward that takes too long"
+        return PipelineTimeout(*self._config.whole_step(worker, self._step), reason)
+
+
+def _rank(error: Exception) -> int:
+    """Orders errors: one with a small rank explains those with greater ranks."""
+    if isinstance(error, PipelineAborted):
+        return 4
+    if isinstance(error, PipelineTimeout):
+        return 1 if error.microbatch is None else 3  # a worker that is not ready, or one that waits for it
+    if isinstance(error, PipelineError):
+        return 1 if isinstance(error.__cause__, WorkerLost) else 0
+    return 2
+
+
+def _settle(call: rpc.Future[Any], deadline: Deadline) -> None:
+    """Waits until a call has ended in any way, or the deadline is over."""
+    with contextlib.suppress(Exception):
+        call.wait(deadline.wait_s())
