@@ -1,12 +1,54 @@
-"""Stores: a table of keys through which the processes of a job find each other."""
+"""Stores: a table of keys through which the processes of a job find each other.
+
+The operations are for new kinds of stores: what `Store.execute` gets, and the `Missing` that it may return.
+"""
 
 from __future__ import annotations
 
 from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.file_store import FileStore
 from rpcdist.collectives._stores.hash_store import HashStore
+from rpcdist.collectives._stores.operations import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    DeleteKey,
+    Get,
+    ListKeys,
+    Missing,
+    NumKeys,
+    QueueLen,
+    QueuePop,
+    QueuePush,
+    Set,
+    StoreOperation,
+    Wait,
+)
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.tcp_store import TCPStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
-__all__ = ["FileStore", "HashStore", "PrefixStore", "Store", "TCPStore", "TorchStoreAdapter"]
+__all__ = [
+    "Add",
+    "Append",
+    "Check",
+    "CompareSet",
+    "DeleteKey",
+    "FileStore",
+    "Get",
+    "HashStore",
+    "ListKeys",
+    "Missing",
+    "NumKeys",
+    "PrefixStore",
+    "QueueLen",
+    "QueuePop",
+    "QueuePush",
+    "Set",
+    "Store",
+    "StoreOperation",
+    "TCPStore",
+    "TorchStoreAdapter",
+    "Wait",
+]

@@ -7,11 +7,31 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from types import TracebackType
-from typing import Final, Self
+from typing import Final, Self, TypeVar, cast
 
+from rpcdist.collectives._stores.operations import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    DeleteKey,
+    Get,
+    ListKeys,
+    Missing,
+    NumKeys,
+    QueueLen,
+    QueuePop,
+    QueuePush,
+    Set,
+    StoreOperation,
+    Wait,
+)
+from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, QueueEmptyError, StoreTimeout
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
+
+R = TypeVar("R")
 
 Value = bytes | str | bytearray
 Timeout = timedelta | float
@@ -28,8 +48,8 @@ class Store(ABC):
     raises `StoreTimeout` naming the missing keys and the store, and leaves nothing behind; Ctrl-C interrupts it in the
     main thread. `close` gives up connections and files; `with` does it by itself.
 
-    A new kind of store implements the methods that start with an underscore: their keys are text, values are bytes and
-    timeouts are seconds (0 does not wait), all checked already.
+    A new kind of store implements `execute`, `address` and `clone`. The other methods check their arguments and hand
+    `execute` an operation of `rpcdist.collectives.store`, whose docstring says what the operation returns.
     """
 
     def __init__(self, timeout: Timeout = DEFAULT_TIMEOUT) -> None:
@@ -37,54 +57,26 @@ class Store(ABC):
 
     # ------------------------------------------------------------ to implement
 
+    @abstractmethod
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        """Carries out one operation. It may be called from several threads at once.
+
+        Args:
+            operation: `Get`, `Wait` and `QueuePop` may have to wait; the others are done at once.
+            deadline: until when to wait; one that has passed means to look once. It limits the wait for keys only: how
+                long a network or a file may take is the store's own affair.
+
+        Returns:
+            What the operation's docstring says; `Missing`, with the missing keys, when it waited in vain.
+
+        Raises:
+            DistStoreError: the operation failed.
+        """
+
     @property
     @abstractmethod
     def address(self) -> str:
         """Where the table is, for people: host:port, a path, or the like."""
-
-    @abstractmethod
-    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
-        """Sets all, at one instant."""
-
-    @abstractmethod
-    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        """Waits until all keys have values, and returns them."""
-
-    @abstractmethod
-    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
-        """Waits until each key has a value or a queue."""
-
-    @abstractmethod
-    def _add(self, key: str, amount: int) -> int: ...
-
-    @abstractmethod
-    def _append(self, key: str, value: bytes) -> None: ...
-
-    @abstractmethod
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
-
-    @abstractmethod
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        """Those of `keys` that have neither value nor queue."""
-
-    @abstractmethod
-    def _delete(self, key: str) -> bool: ...
-
-    @abstractmethod
-    def _num_keys(self) -> int: ...
-
-    @abstractmethod
-    def _list_keys(self, prefix: str) -> list[str]: ...
-
-    @abstractmethod
-    def _queue_push(self, key: str, value: bytes) -> None: ...
-
-    @abstractmethod
-    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
-        """Waits for a value; None when there is none in time."""
-
-    @abstractmethod
-    def _queue_len(self, key: str) -> int: ...
 
     @abstractmethod
     def clone(self) -> Store:
@@ -94,11 +86,11 @@ class Store(ABC):
 
     def set(self, key: str, value: Value) -> None:
         """Sets `key`, whether it was there or not."""
-        self._set_items([(_text(key), _data(value))])
+        self._run(Set((_text(key),), (_data(value),)))
 
     def get(self, key: str) -> bytes:
         """Waits for `key`, up to `timeout`, and returns its value."""
-        return self._get_values([_text(key)], self._timeout_s)[0]
+        return self._run(Get((_text(key),)), self._timeout_s)[0]
 
     def add(self, key: str, amount: int) -> int:
         """Adds to a counter and returns the sum; a new one starts at 0, and `get` returns it as decimal text.
@@ -108,11 +100,11 @@ class Store(ABC):
         """
         if not isinstance(amount, int) or amount not in _INT64:
             raise TypeError(f"add() takes a whole number of 64 bits, not {amount!r}")
-        return self._add(_text(key), int(amount))
+        return self._run(Add(_text(key), int(amount)))
 
     def append(self, key: str, value: Value) -> None:
         """Appends to the value of `key`; a missing one counts as empty."""
-        self._append(_text(key), _data(value))
+        self._run(Append(_text(key), _data(value)))
 
     def compare_set(self, key: str, expected_value: Value, desired_value: Value) -> bytes:
         """Sets `key` if it holds `expected_value`, or if it is missing and the empty value is expected.
@@ -120,47 +112,47 @@ class Store(ABC):
         Returns:
             The value after that; `expected_value` when the key is missing and was not set.
         """
-        return self._compare_set(_text(key), _data(expected_value), _data(desired_value))
+        return self._run(CompareSet(_text(key), _data(expected_value), _data(desired_value)))
 
     def check(self, keys: Sequence[str]) -> bool:
         """Whether all keys (or queues of these names) are there; does not wait."""
-        return not self._missing(_texts(keys))
+        return self._run(Check(_texts(keys)))
 
     def wait(self, keys: Sequence[str], timeout: Timeout | None = None) -> None:
         """Waits until all keys (or queues of these names) are there."""
         names = _texts(keys)
         if names:
-            self._wait_keys(names, self._timeout_s if timeout is None else seconds(timeout))
+            self._run(Wait(names), self._timeout_s if timeout is None else seconds(timeout))
 
     def delete_key(self, key: str) -> bool:
         """Removes a key; returns whether it was there. Queues stay."""
-        return self._delete(_text(key))
+        return self._run(DeleteKey(_text(key)))
 
     def num_keys(self) -> int:
         """How many keys the whole table has, those of other prefixes included, queues not."""
-        return self._num_keys()
+        return self._run(NumKeys())
 
     def list_keys(self) -> list[str]:
         """All keys (of this prefix, without it), in no particular order."""
-        return self._list_keys("")
+        return list(self._run(ListKeys()))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Waits for all keys, up to `timeout`, and returns their values as of one instant where the store is ours."""
         names = _texts(keys)
-        return self._get_values(names, self._timeout_s) if names else []
+        return list(self._run(Get(names), self._timeout_s)) if names else []
 
     def multi_set(self, keys: Sequence[str], values: Sequence[Value]) -> None:
         """Sets several keys, at one instant where the store is ours."""
         if len(keys) != len(values):
             raise ConfigError(f"multi_set() got {len(keys)} keys and {len(values)} values; give one value for each key")
         if keys:
-            self._set_items(list(zip(_texts(keys), map(_data, values), strict=True)))
+            self._run(Set(_texts(keys), tuple(map(_data, values))))
 
     # ------------------------------------------------------------ queues
 
     def queue_push(self, key: str, value: Value) -> None:
         """Puts a value at the end of a queue."""
-        self._queue_push(_text(key), _data(value))
+        self._run(QueuePush(_text(key), _data(value)))
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
         """Takes the first value of a queue; each value goes to one caller.
@@ -169,19 +161,25 @@ class Store(ABC):
             QueueEmptyError: it is empty and `block` is false.
             StoreTimeout: nothing came within `timeout`.
         """
-        name = _text(key)
-        value = self._queue_pop(name, self._timeout_s if block else 0.0)
-        if value is not None:
-            return value
+        name, timeout_s = _text(key), self._timeout_s if block else 0.0
+        value = self.execute(QueuePop(name), Deadline.after(timeout_s))
+        if not isinstance(value, Missing):
+            return cast(bytes, value)
         if block:
-            raise timed_out("queue_pop", self._timeout_s, [name], self.address)
+            raise timed_out("queue_pop", timeout_s, [name], self.address)
         raise QueueEmptyError(f"queue is empty: {name!r} in the store at {self.address}")
 
     def queue_len(self, key: str) -> int:
         """How many values a queue has."""
-        return self._queue_len(_text(key))
+        return self._run(QueueLen(_text(key)))
 
     # ------------------------------------------------------------ the rest
+
+    def _run(self, operation: StoreOperation[R], timeout_s: float = 0.0) -> R:
+        result = self.execute(operation, Deadline.after(timeout_s))
+        if isinstance(result, Missing):
+            raise timed_out("wait", timeout_s, result.keys, self.address)
+        return cast(R, result)
 
     def barrier(self, key: str, world_size: int, timeout: Timeout | None = None) -> None:
         """Waits until `world_size` callers have come to the barrier of this name; it can be used again and again.
@@ -255,10 +253,10 @@ def _text(key: str) -> str:
     raise TypeError(f"a key of a store is text, not {type(key).__name__}")
 
 
-def _texts(keys: Sequence[str]) -> list[str]:
+def _texts(keys: Sequence[str]) -> tuple[str, ...]:
     if isinstance(keys, str | bytes):
         raise TypeError(f"expected a list of keys, not the single key {keys!r}")
-    return [_text(key) for key in keys]
+    return tuple(_text(key) for key in keys)
 
 
 def _data(value: Value) -> bytes:

@@ -15,7 +15,6 @@ be inherited by a forked child, which would go on holding the lock of a parent t
 
 from __future__ import annotations
 
-import enum
 import errno
 import fcntl
 import os
@@ -23,14 +22,15 @@ import random
 import struct
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Final, NamedTuple
+from typing import Final
 
+from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 
-__all__ = ["Change", "ChangeLog", "Code", "OpenLog"]
+__all__ = ["ChangeLog", "OpenLog"]
 
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16
@@ -39,26 +39,6 @@ LONGEST_LOCK_PAUSE_S: Final = 0.02
 
 _RECORD = struct.Struct("<II")
 _CHANGE = struct.Struct("<BII")
-
-
-class Code(enum.IntEnum):
-    """What a change does."""
-
-    SET = 1
-    APPEND = 2
-    DELETE = 3
-    PUSH = 4
-    POP = 5
-    OPENED = 6  # a process with a known world size began to use the file
-    CLOSED = 7  # it will not use it any more
-
-
-class Change(NamedTuple):
-    """One change of the table."""
-
-    code: Code
-    key: str = ""
-    value: bytes = b""
 
 
 class ChangeLog:
@@ -144,7 +124,7 @@ class OpenLog:
         self._log._offset += position
         return changes
 
-    def write(self, changes: list[Change]) -> None:
+    def write(self, changes: Iterable[Change]) -> None:
         """Appends one record; everything must have been read. On failure (a full disk) the file is as before."""
         body = b"".join(
             _CHANGE.pack(change.code, len(key), len(change.value)) + key + change.value
@@ -168,11 +148,11 @@ class OpenLog:
         os.unlink(self._log.path)
 
     def _read_rest(self) -> bytes:
-        offset, pieces = self._log._offset, []
-        while piece := os.pread(self._descriptor, 1 << 20, offset):
-            pieces.append(piece)
-            offset += len(piece)
-        return b"".join(pieces)
+        offset, parts = self._log._offset, []
+        while part := os.pread(self._descriptor, 1 << 20, offset):
+            parts.append(part)
+            offset += len(part)
+        return b"".join(parts)
 
     def _record(self, data: bytes, position: int) -> bytes | None:
         if len(data) - position < _RECORD.size:

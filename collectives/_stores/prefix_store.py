@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from datetime import timedelta
+from typing import cast
 
 from rpcdist.collectives._stores.base import Store, Timeout
+from rpcdist.collectives._stores.operations import ListKeys, StoreOperation
+from rpcdist.deadline import Deadline
 
 __all__ = ["PrefixStore"]
 
@@ -58,47 +60,9 @@ class PrefixStore(Store):
     def __repr__(self) -> str:
         return f"<PrefixStore {self._prefix!r} of {self._store!r}>"
 
-    def _name(self, key: str) -> str:
-        return f"{self._prefix}/{key}"
-
-    def _names(self, keys: Sequence[str]) -> list[str]:
-        return [self._name(key) for key in keys]
-
-    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
-        self._store._set_items([(self._name(key), value) for key, value in items])
-
-    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        return self._store._get_values(self._names(keys), timeout_s)
-
-    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
-        self._store._wait_keys(self._names(keys), timeout_s)
-
-    def _add(self, key: str, amount: int) -> int:
-        return self._store._add(self._name(key), amount)
-
-    def _append(self, key: str, value: bytes) -> None:
-        self._store._append(self._name(key), value)
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return self._store._compare_set(self._name(key), expected, desired)
-
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        return [name.removeprefix(self._name("")) for name in self._store._missing(self._names(keys))]
-
-    def _delete(self, key: str) -> bool:
-        return self._store._delete(self._name(key))
-
-    def _num_keys(self) -> int:
-        return self._store._num_keys()
-
-    def _list_keys(self, prefix: str) -> list[str]:
-        return [name.removeprefix(self._name("")) for name in self._store._list_keys(self._name(prefix))]
-
-    def _queue_push(self, key: str, value: bytes) -> None:
-        self._store._queue_push(self._name(key), value)
-
-    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
-        return self._store._queue_pop(self._name(key), timeout_s)
-
-    def _queue_len(self, key: str) -> int:
-        return self._store._queue_len(self._name(key))
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        prefix = f"{self._prefix}/"
+        result = self._store.execute(operation.under(prefix), deadline)
+        if isinstance(operation, ListKeys):
+            return tuple(key.removeprefix(prefix) for key in cast(tuple[str, ...], result))
+        return result

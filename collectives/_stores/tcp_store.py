@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import math
 import os
 import threading
 import weakref
-from collections.abc import Sequence
-from typing import Final, Protocol, TypeVar
-
-from google.protobuf.message import Message
+from typing import Final, Protocol
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores.abandoned import abandon, clean_up
-from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout, seconds, timed_out
-from rpcdist.collectives._stores.served import ServedStore, serve_store
+from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout, seconds
+from rpcdist.collectives._stores.dropped import DROPPED_STORES
+from rpcdist.collectives._stores.messages import request_for, result_of
+from rpcdist.collectives._stores.operations import Missing, NumKeys, QueuePop, StoreOperation
+from rpcdist.collectives._stores.table_server import TABLE_SERVER, TableShare
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
     AuthenticationFailed,
+    BlockingInLoop,
     ConfigError,
     ConnectFailed,
     DeadlineExceeded,
@@ -33,8 +32,6 @@ from rpcdist.transport.fork import check_not_forked, in_forked_child
 
 __all__ = ["TCPStore"]
 
-Reply = TypeVar("Reply", bound=Message)
-
 GRACE_S: Final = 10.0  # what an answer may take beyond the wait that was asked for, on a busy machine
 SHORTEST_PAUSE_S: Final = 0.05  # between attempts to find a store where a process listens
 LONGEST_PAUSE_S: Final = 0.5
@@ -48,31 +45,28 @@ class _Access(Protocol):
 
     address: str
 
-    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply: ...
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object: ...
     def share(self) -> _Access: ...
     def close(self) -> None: ...
 
 
 class _Local:
-    """The table is in this process: its handlers run on the I/O loop, without the network."""
+    """The table is in this process, and is used without the network."""
 
-    def __init__(self, served: ServedStore) -> None:
-        self.address = served.address
-        self._served = served
-        self._handlers = served.service.handlers()
+    def __init__(self, share: TableShare) -> None:
+        self.address = share.address
+        self._share = share
 
-    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
-        asked = self._served.service.call(self._handlers[method], request)
-        reply = self._served.node.run(asked, wait_s + GRACE_S)
-        assert isinstance(reply, reply_type)
-        return reply
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        _check_not_on_loop()
+        return self._share.table.execute(operation, deadline)
 
     def share(self) -> _Local:
         host, _, port = self.address.rpartition(":")
-        return _Local(serve_store(host, int(port), share=True, timeout_s=GRACE_S))
+        return _Local(TABLE_SERVER.share(host, int(port), may_share=True, timeout_s=GRACE_S))
 
     def close(self) -> None:
-        self._served.close()
+        self._share.close()
 
 
 class _Remote:
@@ -99,7 +93,7 @@ class _Remote:
         while True:
             try:
                 link = await self._connected(max(deadline.remaining_s(), SHORTEST_PAUSE_S))
-                await link.unary("Store", "Count", store_pb2.StorePrefix(), store_pb2.StoreNumber, GRACE_S)
+                await _ask(link, NumKeys(), 0.0)
                 return
             except AuthenticationFailed:
                 raise
@@ -119,12 +113,13 @@ class _Remote:
                 self._link = await self._node.connect(self.address, role="store", timeout_s=timeout_s)
             return self._link
 
-    def call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float) -> Reply:
-        async def ask() -> Reply:
-            link = await self._connected(self._timeout_s)
-            return await link.unary("Store", method, request, reply_type, wait_s + GRACE_S)
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        wait_s = deadline.remaining_s()
 
-        return self._node.run(ask(), wait_s + self._timeout_s + 2 * GRACE_S)
+        async def ask() -> store_pb2.StoreReply:
+            return await _ask(await self._connected(self._timeout_s), operation, wait_s)
+
+        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * GRACE_S))
 
     def share(self) -> _Remote:
         with self._lock:
@@ -178,7 +173,7 @@ class TCPStore(Store):
         use_libuv: bool = True,
     ) -> None:
         super().__init__(timeout)
-        clean_up()
+        DROPPED_STORES.close_all()
         self._host = host_name
         self._world_size = world_size
         if master_listen_fd is not None:
@@ -199,21 +194,21 @@ class TCPStore(Store):
 
     def _attach(self, access: _Access) -> None:
         self._access = access
-        self._closer = weakref.finalize(self, abandon, os.getpid(), access.close)
+        self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), access.close)
         self._closer.atexit = False  # at exit the transport stops by itself
 
     def _join(self, world_size: int, is_master: bool) -> None:
         came = self.add(JOIN_KEY, 1)
         if not is_master:
-            # Told by everybody, whatever number it expects: who expects another one is found afterwards, by name.
+            # Everybody tells, whatever number it expects: a process that expects another one is found later, by name.
             self.queue_push(JOIN_KEY, COMPLETE if came == world_size else b"came")
             return
         deadline = Deadline.after(self._timeout_s)
-        told: bytes | None = b""
+        told: object = b""
         while came < world_size and told != COMPLETE:
-            told = self._queue_pop(JOIN_KEY, deadline.remaining_s())
+            told = self.execute(QueuePop(JOIN_KEY), deadline)
             came = self.add(JOIN_KEY, 0)
-            if told is None:
+            if isinstance(told, Missing):
                 raise _timed_out_join(self._timeout_s, came, world_size, self.address)
 
     @property
@@ -241,89 +236,38 @@ class TCPStore(Store):
         if self._closer.detach() is not None:
             self._access.close()
 
-    # ------------------------------------------------------------ the interface
-
-    def _call(self, method: str, request: Message, reply_type: type[Reply], wait_s: float = 0.0) -> Reply:
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         check_not_forked()
         if not self._closer.alive:
             raise DistStoreError(f"the store at {self.address} was closed by this process")
         try:
-            return self._access.call(method, request, reply_type, wait_s)
+            return self._access.execute(operation, deadline)
         except (AuthenticationFailed, DistStoreError):
             raise
         except ConnectFailed as exc:
             if exc.waited_s is not None:  # the connection was gone before the call, and could not be opened again
                 raise
-            raise DistNetworkError(_lost(self.address, method, exc)) from exc
+            raise _lost(self.address, operation, exc) from exc
         except (TransportError, DeadlineExceeded) as exc:
-            raise DistNetworkError(_lost(self.address, method, exc)) from exc
+            raise _lost(self.address, operation, exc) from exc
 
-    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
-        sets = [store_pb2.StoreSet(key=key, value=value) for key, value in items]
-        if len(sets) == 1:
-            self._call("Set", sets[0], store_pb2.StoreDone)
-        else:
-            self._call("MultiSet", store_pb2.StoreItems(items=sets), store_pb2.StoreDone)
 
-    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        if len(keys) == 1:
-            get = store_pb2.StoreGet(key=keys[0], timeout_ms=_milliseconds(timeout_s))
-            value = self._call("Get", get, store_pb2.StoreValue, timeout_s)
-            found, values, missing = value.found, [value.value], list(keys)
-        else:
-            wait = store_pb2.StoreWait(keys=keys, timeout_ms=_milliseconds(timeout_s))
-            reply = self._call("MultiGet", wait, store_pb2.StoreValues, timeout_s)
-            found, values, missing = reply.found, list(reply.values), list(reply.missing)
-        if not found:
-            raise timed_out("wait", timeout_s, missing or keys, self.address)
-        return values
+def _check_not_on_loop() -> None:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return  # no loop runs on this thread, so waiting is fine
+    raise BlockingInLoop("this call")
 
-    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
-        request = store_pb2.StoreWait(keys=keys, timeout_ms=_milliseconds(timeout_s))
-        reply = self._call("Wait", request, store_pb2.StoreFlag, timeout_s)
-        if not reply.flag:
-            raise timed_out("wait", timeout_s, reply.missing, self.address)
 
-    def _add(self, key: str, amount: int) -> int:
-        reply = self._call("Add", store_pb2.StoreAdd(key=key, amount=amount), store_pb2.StoreNumber)
-        if reply.problem:
-            raise DistStoreError(reply.problem)
-        return reply.number
-
-    def _append(self, key: str, value: bytes) -> None:
-        self._call("Append", store_pb2.StoreSet(key=key, value=value), store_pb2.StoreDone)
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        request = store_pb2.StoreCompareSet(key=key, expected=expected, desired=desired)
-        return self._call("CompareSet", request, store_pb2.StoreValue).value
-
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        return list(self._call("Check", store_pb2.StoreKeys(keys=keys), store_pb2.StoreFlag).missing)
-
-    def _delete(self, key: str) -> bool:
-        return self._call("Delete", store_pb2.StoreKeys(keys=[key]), store_pb2.StoreNumber).number > 0
-
-    def _num_keys(self) -> int:
-        return self._call("Count", store_pb2.StorePrefix(), store_pb2.StoreNumber).number
-
-    def _list_keys(self, prefix: str) -> list[str]:
-        return list(self._call("List", store_pb2.StorePrefix(prefix=prefix), store_pb2.StoreKeys).keys)
-
-    def _queue_push(self, key: str, value: bytes) -> None:
-        self._call("QueuePush", store_pb2.StoreSet(key=key, value=value), store_pb2.StoreDone)
-
-    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
-        request = store_pb2.StoreGet(key=key, timeout_ms=_milliseconds(timeout_s))
-        reply = self._call("QueuePop", request, store_pb2.StoreValue, timeout_s)
-        return reply.value if reply.found else None
-
-    def _queue_len(self, key: str) -> int:
-        return self._call("QueueLength", store_pb2.StoreKeys(keys=[key]), store_pb2.StoreNumber).number
+async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> store_pb2.StoreReply:
+    request = request_for(operation, wait_s)
+    return await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + GRACE_S)
 
 
 def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> _Access:
     if is_master:
-        return _Local(serve_store(host, port, share, max(timeout_s, GRACE_S)))
+        return _Local(TABLE_SERVER.share(host, port, share, max(timeout_s, GRACE_S)))
     if port == 0:
         raise ConfigError(f"the port of the store at {host} is not known; pass the master's (its `port` attribute).")
     return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)
@@ -337,13 +281,9 @@ def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) 
     )
 
 
-def _lost(address: str, method: str, reason: Exception) -> str:
-    return (
-        f"the store at {address} was lost during {method}: {reason}. The process that serves it (rank 0) has ended, or "
+def _lost(address: str, operation: StoreOperation[object], reason: Exception) -> DistNetworkError:
+    name = type(operation).__name__
+    return DistNetworkError(
+        f"the store at {address} was lost during {name}: {reason}. The process that serves it (rank 0) has ended, or "
         "the network is broken; it is unknown whether the operation took place."
     )
-
-
-def _milliseconds(timeout_s: float) -> int:
-    """Rounded up, so that a short wait does not become none."""
-    return math.ceil(timeout_s * 1000)

@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, Protocol, TypeVar, cast
+from typing import Final, Protocol, cast
 
 import torch.distributed as torch_distributed
 
-from rpcdist.collectives._stores.base import Store, Timeout, timed_out
+from rpcdist.collectives._stores.base import Store, Timeout
+from rpcdist.collectives._stores.operations import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    DeleteKey,
+    Get,
+    ListKeys,
+    Missing,
+    NumKeys,
+    QueueLen,
+    QueuePop,
+    QueuePush,
+    Set,
+    StoreOperation,
+    Wait,
+)
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
 
 __all__ = ["TorchStoreAdapter"]
-
-T = TypeVar("T")
 
 SHORTEST_PAUSE_S: Final = 0.001
 LONGEST_PAUSE_S: Final = 0.25
@@ -27,10 +42,10 @@ class _TorchStore(Protocol):
 
     timeout: timedelta
 
-    def set(self, key: str, value: bytes) -> None: ...
+    def set(self, key: str, value: bytes) -> object: ...
     def get(self, key: str) -> bytes: ...
     def add(self, key: str, amount: int) -> int: ...
-    def append(self, key: str, value: bytes) -> None: ...
+    def append(self, key: str, value: bytes) -> object: ...
     def check(self, keys: list[str]) -> bool: ...
     def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
     def wait(self, keys: list[str], timeout: timedelta) -> None: ...
@@ -38,8 +53,8 @@ class _TorchStore(Protocol):
     def num_keys(self) -> int: ...
     def list_keys(self) -> list[str]: ...
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[bytes]) -> None: ...
-    def queue_push(self, key: str, value: bytes) -> None: ...
+    def multi_set(self, keys: list[str], values: list[bytes]) -> object: ...
+    def queue_push(self, key: str, value: bytes) -> object: ...
     def queue_pop(self, key: str, block: bool) -> bytes: ...
     def queue_len(self, key: str) -> int: ...
     def has_extended_api(self) -> bool: ...
@@ -94,7 +109,24 @@ class TorchStoreAdapter(Store):
         with self._mapped("clone"):
             return TorchStoreAdapter(self._store.clone(), self._timeout_s)
 
-    # ------------------------------------------------------------ errors and waits
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        started_s = time.monotonic()
+        while isinstance(result := self._attempt(operation), Missing) and not deadline.expired():
+            pause_s = max(SHORTEST_PAUSE_S, (time.monotonic() - started_s) / 10)
+            time.sleep(min(pause_s, LONGEST_PAUSE_S, deadline.remaining_s()))
+        return result
+
+    def _attempt(self, operation: StoreOperation[object]) -> object:
+        """Carries out an operation without waiting; `Missing` for one that would have to."""
+        with self._mapped(operation.method):
+            if isinstance(operation, Get | Wait) and not self._store.check(list(operation.keys)):
+                return Missing(tuple(key for key in operation.keys if not self._store.check([key])) or operation.keys)
+            try:
+                return _translated(operation, self._store)
+            except torch_distributed.QueueEmptyError:
+                if not isinstance(operation, QueuePop):
+                    raise
+                return Missing((operation.key,))
 
     @contextmanager
     def _mapped(self, what: str) -> Iterator[None]:
@@ -109,77 +141,43 @@ class TorchStoreAdapter(Store):
         except (RuntimeError, ValueError, IndexError) as exc:  # the latter two: torch's `add` to what is not a number
             raise DistStoreError(f"{what} failed in torch's store at {self.address}: {_first_line(exc)}") from exc
 
-    def _do(self, what: str, operation: Callable[[], T]) -> T:
-        with self._mapped(what):
-            return operation()
 
-    def _wait_keys(self, keys: Sequence[str], timeout_s: float) -> None:
-        deadline = Deadline.after(timeout_s)
-        names = list(keys)
-        while missing := self._missing(names):
-            if deadline.expired():
-                raise timed_out("wait", timeout_s, missing, self.address)
-            _pause(timeout_s, deadline)
-
-    def _missing(self, keys: Sequence[str]) -> list[str]:
-        names = list(keys)
-        return [] if self._do("check", lambda: self._store.check(names)) else self._missing_of(names)
-
-    def _missing_of(self, keys: list[str]) -> list[str]:
-        return [key for key in keys if not self._do("check", lambda key=key: self._store.check([key]))]  # type: ignore[misc]
-
-    # ------------------------------------------------------------ the interface
-
-    def _set_items(self, items: Sequence[tuple[str, bytes]]) -> None:
-        if len(items) > 1 and self.has_extended_api():
-            keys, values = [key for key, _ in items], [value for _, value in items]
-            self._do("multi_set", lambda: self._store.multi_set(keys, values))
-        else:
-            for key, value in items:
-                self._do("set", lambda key=key, value=value: self._store.set(key, value))  # type: ignore[misc]
-
-    def _get_values(self, keys: Sequence[str], timeout_s: float) -> list[bytes]:
-        self._wait_keys(keys, timeout_s)
-        if len(keys) > 1 and self.has_extended_api():
-            return [bytes(value) for value in self._do("multi_get", lambda: self._store.multi_get(list(keys)))]
-        return [bytes(self._do("get", lambda key=key: self._store.get(key))) for key in keys]  # type: ignore[misc]
-
-    def _add(self, key: str, amount: int) -> int:
-        return int(self._do("add", lambda: self._store.add(key, amount)))
-
-    def _append(self, key: str, value: bytes) -> None:
-        self._do("append", lambda: self._store.append(key, value))
-
-    def _compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes:
-        return bytes(self._do("compare_set", lambda: self._store.compare_set(key, expected, desired)))
-
-    def _delete(self, key: str) -> bool:
-        return bool(self._do("delete_key", lambda: self._store.delete_key(key)))
-
-    def _num_keys(self) -> int:
-        return int(self._do("num_keys", self._store.num_keys))
-
-    def _list_keys(self, prefix: str) -> list[str]:
-        return [key for key in self._do("list_keys", self._store.list_keys) if key.startswith(prefix)]
-
-    def _queue_push(self, key: str, value: bytes) -> None:
-        self._do("queue_push", lambda: self._store.queue_push(key, value))
-
-    def _queue_pop(self, key: str, timeout_s: float) -> bytes | None:
-        deadline = Deadline.after(timeout_s)
-        while True:
-            try:
-                with self._mapped("queue_pop"):
-                    return bytes(self._store.queue_pop(key, False))
-            except DistStoreError as exc:
-                if not isinstance(exc.__cause__, torch_distributed.QueueEmptyError):
-                    raise
-            if deadline.expired():
-                return None
-            _pause(timeout_s, deadline)
-
-    def _queue_len(self, key: str) -> int:
-        return int(self._do("queue_len", lambda: self._store.queue_len(key)))
+def _translated(operation: StoreOperation[object], store: _TorchStore) -> object:
+    """What torch's methods return for an operation. A `Get` or `Wait` comes only when its keys are there."""
+    match operation:
+        case Set(keys, values) if len(keys) > 1 and store.has_extended_api():
+            return store.multi_set(list(keys), list(values))
+        case Set(keys, values):
+            for key, value in zip(keys, values, strict=True):
+                store.set(key, value)
+            return None
+        case Get(keys) if len(keys) > 1 and store.has_extended_api():
+            return tuple(bytes(value) for value in store.multi_get(list(keys)))
+        case Get(keys):
+            return tuple(bytes(store.get(key)) for key in keys)
+        case Wait():
+            return None
+        case Check(keys):
+            return bool(store.check(list(keys)))
+        case Add(key, amount):
+            return int(store.add(key, amount))
+        case Append(key, value):
+            return store.append(key, value)
+        case CompareSet(key, expected, desired):
+            return bytes(store.compare_set(key, expected, desired))
+        case DeleteKey(key):
+            return bool(store.delete_key(key))
+        case NumKeys():
+            return int(store.num_keys())
+        case ListKeys(prefix):
+            return tuple(key for key in store.list_keys() if key.startswith(prefix))
+        case QueuePush(key, value):
+            return store.queue_push(key, value)
+        case QueuePop(key):
+            return bytes(store.queue_pop(key, False))
+        case QueueLen(key):
+            return int(store.queue_len(key))
+    raise NotImplementedError(f"no operation {operation!r}")
 
 
 def _address_of(store: torch_distributed.Store) -> str:
@@ -190,11 +188,6 @@ def _address_of(store: torch_distributed.Store) -> str:
     if isinstance(store, torch_distributed.FileStore):
         return f"file {store.path}"  # type: ignore[attr-defined]  # missing in torch's stubs
     return f"torch's {type(store).__name__}"
-
-
-def _pause(timeout_s: float, deadline: Deadline) -> None:
-    waited_s = timeout_s - deadline.remaining_s()
-    time.sleep(min(max(SHORTEST_PAUSE_S, waited_s / 10), LONGEST_PAUSE_S, deadline.remaining_s()))
 
 
 def _first_line(exc: BaseException) -> str:

@@ -24,39 +24,35 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\x0b\n\tStoreDone\"&\n\x08StoreSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"+\n\x08StoreGet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\nStoreValue\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\r\n\x05value\x18\x02 \x01(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\".\n\x0bStoreNumber\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0f\n\x07problem\x18\x02 \x01(\t\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"-\n\tStoreWait\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x12\n\ntimeout_ms\x18\x02 \x01(\x04\"*\n\tStoreFlag\x12\x0c\n\x04\x66lag\x18\x01 \x01(\x08\x12\x0f\n\x07missing\x18\x02 \x03(\t\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t\"=\n\x0bStoreValues\x12\r\n\x05\x66ound\x18\x01 \x01(\x08\x12\x0e\n\x06values\x18\x02 \x03(\x0c\x12\x0f\n\x07missing\x18\x03 \x03(\t\".\n\nStoreItems\x12 \n\x05items\x18\x01 \x03(\x0b\x32\x11.rpcdist.StoreSet2\x8a\x06\n\x05Store\x12,\n\x03Set\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12-\n\x03Get\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12.\n\x03\x41\x64\x64\x12\x11.rpcdist.StoreAdd\x1a\x14.rpcdist.StoreNumber\x12/\n\x06\x41ppend\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12;\n\nCompareSet\x12\x18.rpcdist.StoreCompareSet\x1a\x13.rpcdist.StoreValue\x12/\n\x05\x43heck\x12\x12.rpcdist.StoreKeys\x1a\x12.rpcdist.StoreFlag\x12.\n\x04Wait\x12\x12.rpcdist.StoreWait\x1a\x12.rpcdist.StoreFlag\x12\x32\n\x06\x44\x65lete\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumber\x12\x33\n\x05\x43ount\x12\x14.rpcdist.StorePrefix\x1a\x14.rpcdist.StoreNumber\x12\x30\n\x04List\x12\x14.rpcdist.StorePrefix\x1a\x12.rpcdist.StoreKeys\x12\x34\n\x08MultiGet\x12\x12.rpcdist.StoreWait\x1a\x14.rpcdist.StoreValues\x12\x33\n\x08MultiSet\x12\x13.rpcdist.StoreItems\x1a\x12.rpcdist.StoreDone\x12\x32\n\tQueuePush\x12\x11.rpcdist.StoreSet\x1a\x12.rpcdist.StoreDone\x12\x32\n\x08QueuePop\x12\x11.rpcdist.StoreGet\x1a\x13.rpcdist.StoreValue\x12\x37\n\x0bQueueLength\x12\x12.rpcdist.StoreKeys\x1a\x14.rpcdist.StoreNumberb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1arpcdist/_proto/store.proto\x12\x07rpcdist\"\xb1\x04\n\x0cStoreRequest\x12\x12\n\ntimeout_ms\x18\x01 \x01(\x04\x12\"\n\x03set\x18\x02 \x01(\x0b\x32\x13.rpcdist.StoreItemsH\x00\x12!\n\x03get\x18\x03 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\"\n\x04wait\x18\x04 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12#\n\x05\x63heck\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12 \n\x03\x61\x64\x64\x18\x06 \x01(\x0b\x32\x11.rpcdist.StoreAddH\x00\x12$\n\x06\x61ppend\x18\x07 \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12/\n\x0b\x63ompare_set\x18\x08 \x01(\x0b\x32\x18.rpcdist.StoreCompareSetH\x00\x12\'\n\ndelete_key\x18\t \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12)\n\x08num_keys\x18\n \x01(\x0b\x32\x15.rpcdist.StoreNothingH\x00\x12)\n\tlist_keys\x18\x0b \x01(\x0b\x32\x14.rpcdist.StorePrefixH\x00\x12(\n\nqueue_push\x18\x0c \x01(\x0b\x32\x12.rpcdist.StoreItemH\x00\x12&\n\tqueue_pop\x18\r \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x12&\n\tqueue_len\x18\x0e \x01(\x0b\x32\x11.rpcdist.StoreKeyH\x00\x42\x0b\n\toperation\"\xcf\x01\n\nStoreReply\x12\x0e\n\x04\x66lag\x18\x01 \x01(\x08H\x00\x12\x10\n\x06number\x18\x02 \x01(\x03H\x00\x12\x0f\n\x05value\x18\x03 \x01(\x0cH\x00\x12&\n\x06values\x18\x04 \x01(\x0b\x32\x14.rpcdist.StoreValuesH\x00\x12\"\n\x04keys\x18\x05 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12%\n\x07missing\x18\x06 \x01(\x0b\x32\x12.rpcdist.StoreKeysH\x00\x12\x11\n\x07problem\x18\x07 \x01(\tH\x00\x42\x08\n\x06result\"\x0e\n\x0cStoreNothing\"\x17\n\x08StoreKey\x12\x0b\n\x03key\x18\x01 \x01(\t\"\x19\n\tStoreKeys\x12\x0c\n\x04keys\x18\x01 \x03(\t\"\x1d\n\x0bStoreValues\x12\x0e\n\x06values\x18\x01 \x03(\x0c\"\'\n\tStoreItem\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x0c\"*\n\nStoreItems\x12\x0c\n\x04keys\x18\x01 \x03(\t\x12\x0e\n\x06values\x18\x02 \x03(\x0c\"\'\n\x08StoreAdd\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x0e\n\x06\x61mount\x18\x02 \x01(\x03\"A\n\x0fStoreCompareSet\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\x10\n\x08\x65xpected\x18\x02 \x01(\x0c\x12\x0f\n\x07\x64\x65sired\x18\x03 \x01(\x0c\"\x1d\n\x0bStorePrefix\x12\x0e\n\x06prefix\x18\x01 \x01(\t2>\n\x05Store\x12\x35\n\x07\x45xecute\x12\x15.rpcdist.StoreRequest\x1a\x13.rpcdist.StoreReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'rpcdist._proto.store_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STOREDONE']._serialized_start=39
-  _globals['_STOREDONE']._serialized_end=50
-  _globals['_STORESET']._serialized_start=52
-  _globals['_STORESET']._serialized_end=90
-  _globals['_STOREGET']._serialized_start=92
-  _globals['_STOREGET']._serialized_end=135
-  _globals['_STOREVALUE']._serialized_start=137
-  _globals['_STOREVALUE']._serialized_end=179
-  _globals['_STOREADD']._serialized_start=181
-  _globals['_STOREADD']._serialized_end=220
-  _globals['_STORENUMBER']._serialized_start=222
-  _globals['_STORENUMBER']._serialized_end=268
-  _globals['_STORECOMPARESET']._serialized_start=270
-  _globals['_STORECOMPARESET']._serialized_end=335
-  _globals['_STOREKEYS']._serialized_start=337
-  _globals['_STOREKEYS']._serialized_end=362
-  _globals['_STOREWAIT']._serialized_start=364
-  _globals['_STOREWAIT']._serialized_end=409
-  _globals['_STOREFLAG']._serialized_start=411
-  _globals['_STOREFLAG']._serialized_end=453
-  _globals['_STOREPREFIX']._serialized_start=455
-  _globals['_STOREPREFIX']._serialized_end=484
-  _globals['_STOREVALUES']._serialized_start=486
-  _globals['_STOREVALUES']._serialized_end=547
-  _globals['_STOREITEMS']._serialized_start=549
-  _globals['_STOREITEMS']._serialized_end=595
-  _globals['_STORE']._serialized_start=598
-  _globals['_STORE']._serialized_end=1376
+  _globals['_STOREREQUEST']._serialized_start=40
+  _globals['_STOREREQUEST']._serialized_end=601
+  _globals['_STOREREPLY']._serialized_start=604
+  _globals['_STOREREPLY']._serialized_end=811
+  _globals['_STORENOTHING']._serialized_start=813
+  _globals['_STORENOTHING']._serialized_end=827
+  _globals['_STOREKEY']._serialized_start=829
+  _globals['_STOREKEY']._serialized_end=852
+  _globals['_STOREKEYS']._serialized_start=854
+  _globals['_STOREKEYS']._serialized_end=879
+  _globals['_STOREVALUES']._serialized_start=881
+  _globals['_STOREVALUES']._serialized_end=910
+  _globals['_STOREITEM']._serialized_start=912
+  _globals['_STOREITEM']._serialized_end=951
+  _globals['_STOREITEMS']._serialized_start=953
+  _globals['_STOREITEMS']._serialized_end=995
+  _globals['_STOREADD']._serialized_start=997
+  _globals['_STOREADD']._serialized_end=1036
+  _globals['_STORECOMPARESET']._serialized_start=1038
+  _globals['_STORECOMPARESET']._serialized_end=1103
+  _globals['_STOREPREFIX']._serialized_start=1105
+  _globals['_STOREPREFIX']._serialized_end=1134
+  _globals['_STORE']._serialized_start=1136
+  _globals['_STORE']._serialized_end=1198
 # @@protoc_insertion_point(module_scope)

@@ -24,6 +24,8 @@ from rpcdist.collectives import (
     TCPStore,
     TorchStoreAdapter,
 )
+from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
+from rpcdist.deadline import Deadline
 
 LIMIT_S = 20.0
 SHORT_S = 0.15
@@ -419,6 +421,35 @@ class store_of:
         while isinstance(clone, PrefixStore):
             clone = clone.underlying_store
         clone.close()
+
+
+class RecordingStore(Store):
+    """A store of a user: everything goes through `execute`."""
+
+    def __init__(self, store: Store) -> None:
+        super().__init__(store.timeout)
+        self.store = store
+        self.operations: list[StoreOperation[object]] = []
+
+    @property
+    def address(self) -> str:
+        return self.store.address
+
+    def clone(self) -> RecordingStore:
+        return RecordingStore(self.store.clone())
+
+    def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
+        self.operations.append(operation)
+        return self.store.execute(operation, deadline)
+
+
+def test_a_store_of_a_user_implements_execute() -> None:
+    store = RecordingStore(HashStore())
+    store.set("a", "1")
+    assert store.multi_get(["a"]) == [b"1"] and store.add("n", 2) == 2
+    with pytest.raises(StoreTimeout, match="wait timeout after 10ms, keys: b "):
+        store.wait(["a", "b"], 0.01)
+    assert store.operations == [Set(("a",), (b"1",)), Get(("a",)), Add("n", 2), Wait(("a", "b"))]
 
 
 def test_threads_of_the_pool_are_gone() -> None:

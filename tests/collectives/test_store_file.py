@@ -12,7 +12,8 @@ from store_processes import Script
 
 from rpcdist.collectives import DistStoreError, FileStore, StoreTimeout
 from rpcdist.collectives._stores import file_log, file_store
-from rpcdist.collectives._stores.file_log import Change, ChangeLog, Code
+from rpcdist.collectives._stores.contents import Change, Code
+from rpcdist.collectives._stores.file_log import ChangeLog
 from rpcdist.deadline import Deadline
 
 SOON = Deadline.after(60)

@@ -1,4 +1,4 @@
-"""The service under the gRPC store, without a network: waiting, cancelling, closing."""
+"""The service under the gRPC store, without a network: messages, waiting, cancelling, closing."""
 
 from __future__ import annotations
 
@@ -7,17 +7,99 @@ import asyncio
 import pytest
 
 from rpcdist._proto import store_pb2
+from rpcdist.collectives._stores import operations
+from rpcdist.collectives._stores.messages import operation_of, reply_with, request_for, result_of
+from rpcdist.collectives._stores.operations import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    DeleteKey,
+    Get,
+    ListKeys,
+    Missing,
+    NumKeys,
+    QueueLen,
+    QueuePop,
+    QueuePush,
+    Set,
+    StoreOperation,
+    Wait,
+)
 from rpcdist.collectives._stores.service import StoreService
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 
-LONG_MS = 20_000
+PEER = Identity("peer", 1, 1)
+LONG_S = 20.0
+
+OPERATIONS: list[tuple[StoreOperation[object], object]] = [
+    (Set(("a", "ü"), (b"1", b"\xff")), None),
+    (Get(("a", "b")), (b"1", b"")),
+    (Wait(("a",)), None),
+    (Check(("a",)), True),
+    (Check(("a",)), False),
+    (Add("n", -(2**63)), -(2**63)),
+    (Add("n", 0), 0),
+    (Append("a", b""), None),
+    (CompareSet("a", b"", b"v"), b""),
+    (DeleteKey("a"), False),
+    (NumKeys(), 0),
+    (ListKeys(""), ()),
+    (ListKeys("p"), ("p1", "p2")),
+    (QueuePush("q", b"1"), None),
+    (QueuePop("q"), b""),
+    (QueueLen("q"), 3),
+]
+
+
+async def execute(service: StoreService, operation: StoreOperation[object], timeout_s: float = LONG_S) -> object:
+    return result_of(await service.execute(PEER, request_for(operation, timeout_s)))
+
+
+def started(
+    service: StoreService, operation: StoreOperation[object], timeout_s: float = LONG_S
+) -> asyncio.Task[object]:
+    return asyncio.create_task(execute(service, operation, timeout_s))
 
 
 async def parked(service: StoreService, number: int) -> None:
     """Lets the tasks run that were just made: a call goes up to its waiter in one step."""
     await asyncio.sleep(0)
-    assert service.table.num_waiters == number
+    assert service.table.num_waiting == number
+
+
+# ---------------------------------------------------------------- messages
+
+
+@pytest.mark.parametrize(("operation", "result"), OPERATIONS)
+def test_operations_and_results_survive_the_way(operation: StoreOperation[object], result: object) -> None:
+    request = store_pb2.StoreRequest.FromString(request_for(operation, 1.0).SerializeToString())
+    assert operation_of(request) == operation
+    for given in (result, Missing(("a", "b"))):
+        reply = store_pb2.StoreReply.FromString(reply_with(operation, given).SerializeToString())
+        assert result_of(reply) == given and type(result_of(reply)) is type(given)
+
+
+def test_every_operation_has_a_message() -> None:
+    named = {each.name for each in store_pb2.StoreRequest.DESCRIPTOR.oneofs_by_name["operation"].fields}
+    known = [getattr(operations, name) for name in operations.__all__]
+    kinds = [each for each in known if isinstance(each, type) and issubclass(each, StoreOperation)]
+    assert {each.method for each in kinds if each is not StoreOperation} == named
+    assert {type(operation).method for operation, _ in OPERATIONS} == named
+
+
+def test_a_short_wait_does_not_become_none() -> None:
+    assert request_for(Get(("k",)), 0.0001).timeout_ms == 1
+    assert request_for(Get(("k",)), 0.0).timeout_ms == 0
+
+
+def test_a_request_without_an_operation() -> None:
+    with pytest.raises(DistStoreError, match="no operation"):
+        operation_of(store_pb2.StoreRequest(timeout_ms=5))
+
+
+# ---------------------------------------------------------------- the service
 
 
 async def test_every_method_of_the_protocol_is_served() -> None:
@@ -27,74 +109,75 @@ async def test_every_method_of_the_protocol_is_served() -> None:
 
 async def test_get_ends_with_the_set() -> None:
     service = StoreService()
-    get = asyncio.create_task(service.get(store_pb2.StoreGet(key="k", timeout_ms=LONG_MS)))
+    get = started(service, Get(("k",)))
     await parked(service, 1)
-    await service.set(store_pb2.StoreSet(key="k", value=b"v"))
-    assert await get == store_pb2.StoreValue(found=True, value=b"v")
-    assert service.table.num_waiters == 0
+    await execute(service, Set(("k",), (b"v",)))
+    assert await get == (b"v",)
+    assert service.table.num_waiting == 0
 
 
-@pytest.mark.parametrize("timeout_ms", [0, 30])
-async def test_waits_end_in_time(timeout_ms: int) -> None:
+@pytest.mark.parametrize("timeout_s", [0, 0.03])
+async def test_waits_end_in_time(timeout_s: float) -> None:
     service = StoreService()
-    await service.set(store_pb2.StoreSet(key="there"))
-    keys = ["there", "x", "y"]
-    assert not (await service.get(store_pb2.StoreGet(key="k", timeout_ms=timeout_ms))).found
-    assert not (await service.queue_pop(store_pb2.StoreGet(key="q", timeout_ms=timeout_ms))).found
-    flag = await service.wait(store_pb2.StoreWait(keys=keys, timeout_ms=timeout_ms))
-    assert (flag.flag, list(flag.missing)) == (False, ["x", "y"])
-    values = await service.multi_get(store_pb2.StoreWait(keys=keys, timeout_ms=timeout_ms))
-    assert (values.found, list(values.missing)) == (False, ["x", "y"])
-    assert service.table.num_waiters == 0
+    await execute(service, Set(("there",), (b"",)))
+    keys = ("there", "x", "y")
+    assert await execute(service, Get(("k",)), timeout_s) == Missing(("k",))
+    assert await execute(service, QueuePop("q"), timeout_s) == Missing(("q",))
+    assert await execute(service, Wait(keys), timeout_s) == Missing(("x", "y"))
+    assert await execute(service, Get(keys), timeout_s) == Missing(("x", "y"))
+    assert service.table.num_waiting == 0
+
+
+async def test_a_wait_that_ends_names_what_is_missing_then() -> None:
+    service = StoreService()
+    wait = started(service, Wait(("x", "y")), 0.05)
+    await parked(service, 1)
+    await execute(service, Set(("x",), (b"",)))
+    assert await wait == Missing(("y",))
 
 
 async def test_a_cancelled_call_leaves_no_waiter() -> None:
     service = StoreService()
-    calls = [
-        asyncio.create_task(service.get(store_pb2.StoreGet(key="k", timeout_ms=LONG_MS))),
-        asyncio.create_task(service.wait(store_pb2.StoreWait(keys=["a", "b"], timeout_ms=LONG_MS))),
-        asyncio.create_task(service.queue_pop(store_pb2.StoreGet(key="q", timeout_ms=LONG_MS))),
-    ]
+    calls = [started(service, operation) for operation in (Get(("k",)), Wait(("a", "b")), QueuePop("q"))]
     await parked(service, 3)
     for call in calls:
         call.cancel()
     await asyncio.wait(calls, timeout=5)
     assert all(call.cancelled() for call in calls)
-    assert service.table.num_waiters == 0
-    assert service._futures == {}
+    assert service.table.num_waiting == 0
 
 
 async def test_a_value_popped_for_a_cancelled_call_goes_to_the_next() -> None:
     service = StoreService()
-    first = asyncio.create_task(service.queue_pop(store_pb2.StoreGet(key="q", timeout_ms=LONG_MS)))
+    first = started(service, QueuePop("q"))
     await parked(service, 1)
-    second = asyncio.create_task(service.queue_pop(store_pb2.StoreGet(key="q", timeout_ms=LONG_MS)))
+    second = started(service, QueuePop("q"))
     await parked(service, 2)
-    await service.queue_push(store_pb2.StoreSet(key="q", value=b"1"))  # hands it to the first ...
+    await execute(service, QueuePush("q", b"1"))  # hands it to the first ...
     first.cancel()  # ... which goes away before it has run again
-    assert await second == store_pb2.StoreValue(found=True, value=b"1")
+    assert await second == b"1"
     with pytest.raises(asyncio.CancelledError):
         await first
-    assert service.table.queue_len("q") == 0
+    assert await execute(service, QueueLen("q")) == 0
 
 
 async def test_add_reports_what_is_not_a_number() -> None:
     service = StoreService()
-    await service.set(store_pb2.StoreSet(key="k", value=b"text"))
-    reply = await service.add(store_pb2.StoreAdd(key="k", amount=1))
+    await execute(service, Set(("k",), (b"text",)))
+    reply = await service.execute(PEER, request_for(Add("k", 1), 0))
     assert "is not a number" in reply.problem
+    with pytest.raises(DistStoreError, match="is not a number"):
+        result_of(reply)
 
 
 async def test_close_ends_the_waits_and_refuses_calls() -> None:
     service = StoreService()
-    peer = Identity("peer", 1, 1)
-    get = service.methods()["Get"]
-    call = asyncio.ensure_future(get(peer, store_pb2.StoreGet(key="k", timeout_ms=LONG_MS)))
+    call = started(service, Get(("k",)))
     await parked(service, 1)
     await service.close()
     await service.close()
     with pytest.raises(DistStoreError, match="closed"):
         await call
     with pytest.raises(DistStoreError, match="closed"):
-        await get(peer, store_pb2.StoreGet(key="k"))
-    assert service.table.num_waiters == 0
+        await execute(service, Get(("k",)))
+    assert service.table.num_waiting == 0

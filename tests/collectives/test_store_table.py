@@ -1,4 +1,4 @@
-"""The pure table of a store: what each change returns and whom it wakes."""
+"""The pure table of a store: what each operation returns, and whom its changes wake."""
 
 from __future__ import annotations
 
@@ -8,43 +8,99 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.collectives._stores.table import StoreTable, Woken, next_number
+from rpcdist.collectives._stores.operations import (
+    Add,
+    Append,
+    Check,
+    CompareSet,
+    DeleteKey,
+    Get,
+    ListKeys,
+    Missing,
+    NumKeys,
+    QueueLen,
+    QueuePop,
+    QueuePush,
+    Set,
+    StoreOperation,
+    Wait,
+    next_number,
+)
+from rpcdist.collectives._stores.table import StoreTable, Woken
 from rpcdist.errors import DistStoreError
+
+
+def put(key: str, value: bytes = b"v") -> Set:
+    return Set((key,), (value,))
+
+
+def get(*keys: str) -> Get:
+    return Get(keys)
+
+
+def results(table: StoreTable, *operations: StoreOperation[object]) -> list[object]:
+    """The result of each operation; nobody may be woken."""
+    outcomes = [table.execute(operation) for operation in operations]
+    assert all(woken == [] for _, woken in outcomes)
+    return [result for result, _ in outcomes]
+
+
+def woken_by(table: StoreTable, operation: StoreOperation[object]) -> list[Woken]:
+    return table.execute(operation)[1]
+
+
+def parked(table: StoreTable, operation: StoreOperation[object]) -> int:
+    missing, _ = table.execute(operation)
+    assert isinstance(missing, Missing)
+    return table.park(operation, missing)
 
 
 def test_values() -> None:
     table = StoreTable()
-    assert table.set("a", b"1") == []
-    assert table.get("a") == b"1"
-    assert table.get("b") is None
-    assert table.append("a", b"2") == []
-    assert table.append("new", b"x") == []
-    assert (table.get("a"), table.get("new")) == (b"12", b"x")
-    assert table.missing(["b", "a", "c"]) == ["b", "c"]
-    assert sorted(table.keys()) == ["a", "new"]
-    assert table.keys("ne") == ["new"]
-    assert (table.delete("a"), table.delete("a"), table.num_keys) == (True, False, 1)
+    operations = [put("a", b"1"), get("a"), get("b"), Append("a", b"2"), Append("new", b"x"), get("a", "new")]
+    assert results(table, *operations) == [None, (b"1",), Missing(("b",)), None, None, (b"12", b"x")]
+    assert results(table, get("b", "a", "c"), Wait(("b", "a", "c"))) == [Missing(("b", "c"))] * 2
+    assert results(table, Check(("a", "new")), Check(("a", "b")), Check(())) == [True, False, True]
+    assert results(table, ListKeys(), ListKeys("ne"), NumKeys()) == [("a", "new"), ("new",), 2]
+    assert results(table, DeleteKey("a"), DeleteKey("a"), NumKeys()) == [True, False, 1]
+    assert results(table, Set(("x", "y"), (b"1", b"2")), get("y", "x")) == [None, (b"2", b"1")]
+
+
+def test_add_fails_without_a_trace() -> None:
+    table = StoreTable()
+    assert results(table, Add("n", 5), Add("n", -7), get("n"), put("t", b"text")) == [5, -2, (b"-2",), None]
+    with pytest.raises(DistStoreError, match="not a number"):
+        table.execute(Add("t", 1))
+    assert results(table, get("t")) == [(b"text",)]
+
+
+def test_operations_under_a_prefix_have_other_keys_and_nothing_else() -> None:
+    assert [each.under("p/") for each in (put("k"), Add("k", 1), QueuePop("k"), ListKeys("k"), NumKeys())] == [
+        put("p/k"),
+        Add("p/k", 1),
+        QueuePop("p/k"),
+        ListKeys("p/k"),
+        NumKeys(),
+    ]
+    assert get("a", "b").under("p/") == get("p/a", "p/b")
 
 
 @pytest.mark.parametrize(
     ("before", "expected", "desired", "returned", "after"),
     [
-        (None, b"", b"v", b"v", b"v"),
-        (None, b"x", b"v", b"x", None),
-        (b"w", b"w", b"v", b"v", b"v"),
-        (b"w", b"x", b"v", b"w", b"w"),
-        (b"w", b"", b"v", b"w", b"w"),
-        (b"", b"", b"v", b"v", b"v"),
+        (None, b"", b"v", b"v", (b"v",)),
+        (None, b"x", b"v", b"x", Missing(("k",))),
+        (b"w", b"w", b"v", b"v", (b"v",)),
+        (b"w", b"x", b"v", b"w", (b"w",)),
+        (b"w", b"", b"v", b"w", (b"w",)),
+        (b"", b"", b"v", b"v", (b"v",)),
     ],
 )
-def test_compare_set(
-    before: bytes | None, expected: bytes, desired: bytes, returned: bytes, after: bytes | None
-) -> None:
+def test_compare_set(before: bytes | None, expected: bytes, desired: bytes, returned: bytes, after: object) -> None:
     table = StoreTable()
     if before is not None:
-        table.set("k", before)
-    assert table.compare_set("k", expected, desired) == (returned, [])
-    assert table.get("k") == after
+        table.execute(put("k", before))
+    assert results(table, CompareSet("k", expected, desired), get("k")) == [returned, after]
 
 
 @pytest.mark.parametrize(
@@ -71,75 +127,93 @@ def test_next_number_needs_a_number(text: bytes) -> None:
 
 def test_a_waiter_is_woken_when_its_last_key_comes_with_the_values_of_that_moment() -> None:
     table = StoreTable()
-    table.set("a", b"1")
-    waiter = table.park(["b", "a", "c"], values_only=True)
-    assert table.set("b", b"2") == []
-    assert table.set("a", b"3") == []
-    assert table.set("c", b"4") == [Woken(waiter, (b"2", b"3", b"4"))]
+    table.execute(put("a", b"1"))
+    waiter = parked(table, get("b", "a", "c"))
+    assert results(table, put("b", b"2"), put("a", b"3")) == [None, None]
+    assert woken_by(table, put("c", b"4")) == [Woken(waiter, (b"2", b"3", b"4"))]
     assert table.num_waiters == 0
-    assert table.set("c", b"5") == []
+    assert woken_by(table, put("c", b"5")) == []
+
+
+def test_keys_may_come_in_any_order() -> None:
+    table = StoreTable()
+    waiter = parked(table, get("a", "b", "c"))
+    assert results(table, put("c", b"3"), put("a", b"1")) == [None, None]
+    assert woken_by(table, put("b", b"2")) == [Woken(waiter, (b"1", b"2", b"3"))]
+
+
+def test_keys_that_are_set_together_are_seen_together() -> None:
+    table = StoreTable()
+    waiter = parked(table, get("a"))
+    both = parked(table, get("b", "a"))
+    assert woken_by(table, Set(("a", "b"), (b"1", b"2"))) == [Woken(waiter, (b"1",)), Woken(both, (b"2", b"1"))]
 
 
 def test_a_key_that_is_deleted_again_is_waited_for_again() -> None:
     table = StoreTable()
-    waiter = table.park(["a", "b"], values_only=True)
-    table.set("a", b"1")
-    table.delete("a")
-    assert table.set("b", b"2") == []
-    assert table.set("a", b"3") == [Woken(waiter, (b"3", b"2"))]
+    waiter = parked(table, get("a", "b"))
+    assert results(table, put("a", b"1"), DeleteKey("a"), put("b", b"2")) == [None, True, None]
+    assert woken_by(table, put("a", b"3")) == [Woken(waiter, (b"3", b"2"))]
 
 
 def test_a_key_given_twice() -> None:
     table = StoreTable()
-    waiter = table.park(["a", "a"], values_only=True)
-    assert table.set("a", b"1") == [Woken(waiter, (b"1", b"1"))]
+    waiter = parked(table, get("a", "a"))
+    assert woken_by(table, put("a", b"1")) == [Woken(waiter, (b"1", b"1"))]
     assert table.num_waiters == 0
 
 
 def test_queues_count_for_wait_but_not_for_get() -> None:
     table = StoreTable()
-    get = table.park(["q"], values_only=True)
-    wait = table.park(["q"], values_only=False)
-    assert table.queue_push("q", b"1") == [Woken(wait, (b"",))]
-    assert table.missing(["q"]) == []
-    assert table.missing(["q"], values_only=True) == ["q"]
-    assert (table.num_keys, table.keys(), table.delete("q"), table.queue_len("q")) == (0, [], False, 1)
-    assert table.set("q", b"v") == [Woken(get, (b"v",))]
-    assert (table.queue_pop("q"), table.queue_pop("q"), table.get("q")) == (b"1", None, b"v")
+    value = parked(table, get("q"))
+    wait = parked(table, Wait(("q",)))
+    assert woken_by(table, QueuePush("q", b"1")) == [Woken(wait, None)]
+    assert results(table, Check(("q",)), get("q")) == [True, Missing(("q",))]
+    assert results(table, NumKeys(), ListKeys(), DeleteKey("q"), QueueLen("q")) == [0, (), False, 1]
+    assert woken_by(table, put("q", b"v")) == [Woken(value, (b"v",))]
+    assert results(table, QueuePop("q"), QueuePop("q"), get("q")) == [b"1", Missing(("q",)), (b"v",)]
 
 
 def test_poppers_are_served_in_order_and_a_value_goes_to_one() -> None:
     table = StoreTable()
-    first, second, third = (table.park_pop("q") for _ in range(3))
+    first, second, third = (parked(table, QueuePop("q")) for _ in range(3))
     table.forget(second)
-    assert table.queue_push("q", b"1") == [Woken(first, (b"1",))]
-    assert table.queue_push("q", b"2") == [Woken(third, (b"2",))]
-    assert table.queue_push("q", b"3") == []
-    assert table.queue_len("q") == 1
+    assert woken_by(table, QueuePush("q", b"1")) == [Woken(first, b"1")]
+    assert woken_by(table, QueuePush("q", b"2")) == [Woken(third, b"2")]
+    assert results(table, QueuePush("q", b"3"), QueueLen("q")) == [None, 1]
+
+
+def test_those_who_wait_for_the_queue_come_before_those_who_empty_it() -> None:
+    table = StoreTable()
+    popper = parked(table, QueuePop("q"))
+    wait = parked(table, Wait(("q",)))
+    assert woken_by(table, QueuePush("q", b"1")) == [Woken(wait, None), Woken(popper, b"1")]
 
 
 def test_a_restored_value_comes_first() -> None:
     table = StoreTable()
-    table.queue_push("q", b"1")
-    table.queue_push("q", b"2")
-    value = table.queue_pop("q")
-    assert value == b"1"
-    table.queue_restore("q", value)
-    assert (table.queue_first("q"), table.queue_pop("q"), table.queue_pop("q")) == (b"1", b"1", b"2")
-    popper = table.park_pop("q")
-    assert table.queue_restore("q", b"0") == [Woken(popper, (b"0",))]
+    assert results(table, QueuePush("q", b"1"), QueuePush("q", b"2"), QueuePop("q")) == [None, None, b"1"]
+    assert table.restore(QueuePop("q"), b"1") == []
+    assert results(table, QueuePop("q"), QueuePop("q")) == [b"1", b"2"]
+    popper = parked(table, QueuePop("q"))
+    assert table.restore(QueuePop("q"), b"0") == [Woken(popper, b"0")]
+
+
+def test_what_was_not_popped_is_not_restored() -> None:
+    table = StoreTable()
+    assert table.restore(get("q"), (b"1",)) == table.restore(QueuePop("q"), Missing(("q",))) == []
+    assert results(table, QueueLen("q")) == [0]
 
 
 def test_forget_leaves_nothing_behind() -> None:
     table = StoreTable()
-    waiters = [table.park(["a", "b"], values_only=False), table.park(["a"], values_only=True), table.park_pop("q")]
+    waiters = [parked(table, operation) for operation in (Wait(("a", "b")), get("a"), QueuePop("q"))]
     assert table.num_waiters == 3
     for waiter in waiters:
         table.forget(waiter)
         table.forget(waiter)
-    assert table.num_waiters == 0
-    assert (table._watchers, table._poppers) == ({}, {})
-    assert table.set("a", b"") == table.queue_push("q", b"") == []
+    assert (table.num_waiters, table._watching) == (0, {})
+    assert woken_by(table, put("a")) == woken_by(table, QueuePush("q", b"")) == []
 
 
 KEYS = st.sampled_from("abc")
@@ -157,7 +231,7 @@ STEPS = st.one_of(
 @settings(max_examples=300)
 @given(st.lists(STEPS, max_size=40))
 def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tuple[object, ...]]) -> None:
-    """Invariants I1 to I5 of the module, on random histories."""
+    """The invariants of the module, on random histories."""
     table = StoreTable()
     values: set[str] = set()
     queues: dict[str, deque[bytes]] = {key: deque() for key in "abc"}
@@ -173,26 +247,26 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
         expected: set[int] = set()
         if step == "set":
             values.add(key)
-            woken = table.set(key, b"v")
+            woken = woken_by(table, put(key))
         elif step == "delete":
-            assert table.delete(key) == (key in values)
+            assert results(table, DeleteKey(key)) == [key in values]
             values.discard(key)
         elif step == "push":
             queues[key].append(str(count).encode())
             expected = {n for n, (keys, only) in waiting.items() if all(there(k, only) for k in keys)}
-            woken = table.queue_push(key, str(count).encode())
+            woken = woken_by(table, QueuePush(key, str(count).encode()))
             for number in [n for n, k in popping.items() if k == key][:1]:
-                assert Woken(number, (queues[key].popleft(),)) in woken
+                assert Woken(number, queues[key].popleft()) in woken
                 expected.add(number)
         elif step == "pop":
-            assert table.queue_pop(key) == (queues[key].popleft() if queues[key] else None)
+            assert results(table, QueuePop(key)) == [queues[key].popleft() if queues[key] else Missing((key,))]
         elif step == "park":
             keys, only = arguments
             assert isinstance(keys, list) and isinstance(only, bool)
             if not all(there(k, only) for k in keys):
-                waiting[table.park(keys, only)] = (keys, only)
+                waiting[parked(table, Get(tuple(keys)) if only else Wait(tuple(keys)))] = (keys, only)
         elif step == "park_pop" and not queues[key]:
-            popping[table.park_pop(key)] = key
+            popping[parked(table, QueuePop(key))] = key
         elif step == "forget":
             forgotten = arguments[0]
             assert isinstance(forgotten, int)
@@ -205,5 +279,5 @@ def test_against_a_model_that_looks_at_everything_after_each_step(steps: list[tu
             waiting.pop(number, None)
             popping.pop(number, None)
         assert table.num_waiters == len(waiting) + len(popping)
-        assert set(table.keys()) == values
-        assert all(table.queue_len(k) == len(queues[k]) for k in "abc")
+        assert set(table.contents.values) == values
+        assert results(table, *map(QueueLen, "abc")) == [len(queues[k]) for k in "abc"]

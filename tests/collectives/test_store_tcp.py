@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import socket
 import threading
@@ -14,7 +15,7 @@ import pytest
 from store_processes import Script, free_port, until
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
-from rpcdist.collectives._stores import served
+from rpcdist.collectives._stores.table_server import TABLE_SERVER
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.transport import acquire_node
 
@@ -23,8 +24,8 @@ LIMIT_S = 20.0
 
 
 def num_waiters() -> int:
-    assert served._served is not None
-    return served._served.service.table.num_waiters
+    assert TABLE_SERVER.table is not None
+    return TABLE_SERVER.table.num_waiting
 
 
 # ---------------------------------------------------------------- one process
@@ -166,9 +167,10 @@ def test_a_blocking_call_on_a_loop_says_so() -> None:
     async def use(store: TCPStore) -> None:
         store.get("k")
 
-    with TCPStore(HOST, 0, is_master=True) as store:
-        with pytest.raises(BlockingInLoop):
-            store._access._served.node.run(use(store), LIMIT_S)  # type: ignore[attr-defined]
+    with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port) as client:
+        for store in (master, client):
+            with pytest.raises(BlockingInLoop):
+                asyncio.run(use(store))
 
 
 def test_many_waits_at_once() -> None:

@@ -1,0 +1,266 @@
+"""The operations of a store as data: one class for each, with its parameters and what it returns.
+
+The public methods of `Store` make them, `Store.execute` carries them out, and on the way they may get a prefix, travel
+to another process or wait. `decide` is the meaning of an operation: from the contents of a table it says what the
+operation returns and which changes it makes. It changes nothing itself, so that a file can be written before the
+changes count, and so that an operation that has to wait can simply be tried again.
+
+The meaning is that of torch's stores, found by running them: values and queues of the same name live side by side;
+queues count for `check` and `wait`, not for `num_keys`, `list_keys` and `delete_key`; `compare_set` on a missing key
+writes only when an empty value was expected; `add` keeps decimal text and wraps at 64 bits.
+"""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, Generic, Self, TypeVar
+
+from rpcdist.collectives._stores.contents import Change, Code, Contents
+from rpcdist.errors import DistStoreError
+
+__all__ = [
+    "Add",
+    "Append",
+    "Check",
+    "CompareSet",
+    "Decision",
+    "DeleteKey",
+    "Get",
+    "ListKeys",
+    "Missing",
+    "NumKeys",
+    "QueueLen",
+    "QueuePop",
+    "QueuePush",
+    "Set",
+    "StoreOperation",
+    "Wait",
+    "next_number",
+]
+
+R_co = TypeVar("R_co", covariant=True)
+
+_NUMBER = re.compile(rb"\s*([+-]?\d{1,30})")
+_WORD_START = re.compile("(?<!^)(?=[A-Z])")
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """The result of an operation that needs `keys` which are not there: wait for them, or give up."""
+
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Decision(Generic[R_co]):
+    """The result of an operation, and the changes of the contents that go with it."""
+
+    result: R_co | Missing
+    changes: tuple[Change, ...] = ()
+
+
+class StoreOperation(ABC, Generic[R_co]):
+    """An operation whose result has the type `R_co`.
+
+    Attributes:
+        method: the method of `Store` that it belongs to, which is torch's name for it.
+        read_only: whether it never changes anything.
+    """
+
+    __slots__ = ()
+    method: ClassVar[str]
+    read_only: ClassVar[bool] = False
+
+    def __init_subclass__(cls) -> None:
+        cls.method = _WORD_START.sub("_", cls.__name__).lower()
+
+    @abstractmethod
+    def decide(self, contents: Contents) -> Decision[R_co]:
+        """What the operation returns and changes; `Missing` when it has to wait."""
+
+    @abstractmethod
+    def under(self, prefix: str) -> Self:
+        """The same operation with `prefix` before each key."""
+
+
+@dataclass(frozen=True, slots=True)
+class _OnKey(StoreOperation[R_co]):
+    key: str
+
+    def under(self, prefix: str) -> Self:
+        return replace(self, key=prefix + self.key)
+
+
+@dataclass(frozen=True, slots=True)
+class _OnKeys(StoreOperation[R_co]):
+    keys: tuple[str, ...]
+
+    def under(self, prefix: str) -> Self:
+        return replace(self, keys=tuple(prefix + key for key in self.keys))
+
+
+# ---------------------------------------------------------------- values
+
+
+@dataclass(frozen=True, slots=True)
+class Set(_OnKeys[None]):
+    """Sets all keys, at one instant; returns None. `multi_set` is this with several."""
+
+    values: tuple[bytes, ...]
+
+    def decide(self, contents: Contents) -> Decision[None]:
+        pairs = zip(self.keys, self.values, strict=True)
+        return Decision(None, tuple(Change(Code.SET, key, value) for key, value in pairs))
+
+
+@dataclass(frozen=True, slots=True)
+class Get(_OnKeys[tuple[bytes, ...]]):
+    """Returns the values of all keys, as of one instant; waits for them. `multi_get` is this with several."""
+
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[tuple[bytes, ...]]:
+        missing = contents.without_value(self.keys)
+        return Decision(Missing(missing) if missing else tuple(contents.values[key] for key in self.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Wait(_OnKeys[None]):
+    """Waits until each key has a value or a queue; returns None."""
+
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[None]:
+        missing = contents.without_value_or_queue(self.keys)
+        return Decision(Missing(missing) if missing else None)
+
+
+@dataclass(frozen=True, slots=True)
+class Check(_OnKeys[bool]):
+    """Returns whether each key has a value or a queue."""
+
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[bool]:
+        return Decision(not contents.without_value_or_queue(self.keys))
+
+
+@dataclass(frozen=True, slots=True)
+class Add(_OnKey[int]):
+    """Adds `amount` to the number of `key`, a missing one counting as 0, and returns the sum."""
+
+    amount: int
+
+    def decide(self, contents: Contents) -> Decision[int]:
+        number = next_number(self.key, contents.values.get(self.key), self.amount)
+        return Decision(number, (Change(Code.SET, self.key, str(number).encode()),))
+
+
+@dataclass(frozen=True, slots=True)
+class Append(_OnKey[None]):
+    """Appends to the value of `key`, a missing one counting as empty; returns None."""
+
+    value: bytes
+
+    def decide(self, contents: Contents) -> Decision[None]:
+        return Decision(None, (Change(Code.APPEND, self.key, self.value),))
+
+
+@dataclass(frozen=True, slots=True)
+class CompareSet(_OnKey[bytes]):
+    """Sets `key` if it holds `expected`; returns what it holds then, or `expected` when it is missing and stays so."""
+
+    expected: bytes
+    desired: bytes
+
+    def decide(self, contents: Contents) -> Decision[bytes]:
+        current = contents.values.get(self.key)
+        if current is None and self.expected:
+            return Decision(self.expected)
+        if current is None or current == self.expected:
+            return Decision(self.desired, (Change(Code.SET, self.key, self.desired),))
+        return Decision(current)
+
+
+@dataclass(frozen=True, slots=True)
+class DeleteKey(_OnKey[bool]):
+    """Removes the value of `key`; returns whether there was one."""
+
+    def decide(self, contents: Contents) -> Decision[bool]:
+        there = self.key in contents.values
+        return Decision(there, (Change(Code.DELETE, self.key),) if there else ())
+
+
+@dataclass(frozen=True, slots=True)
+class NumKeys(StoreOperation[int]):
+    """Returns how many keys the whole table has."""
+
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[int]:
+        return Decision(len(contents.values))
+
+    def under(self, prefix: str) -> Self:
+        return self
+
+
+@dataclass(frozen=True, slots=True)
+class ListKeys(StoreOperation[tuple[str, ...]]):
+    """Returns the keys that start with `prefix`."""
+
+    prefix: str = ""
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[tuple[str, ...]]:
+        return Decision(tuple(key for key in contents.values if key.startswith(self.prefix)))
+
+    def under(self, prefix: str) -> Self:
+        return replace(self, prefix=prefix + self.prefix)
+
+
+# ---------------------------------------------------------------- queues
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePush(_OnKey[None]):
+    """Puts a value at the end of the queue `key`; returns None."""
+
+    value: bytes
+
+    def decide(self, contents: Contents) -> Decision[None]:
+        return Decision(None, (Change(Code.PUSH, self.key, self.value),))
+
+
+@dataclass(frozen=True, slots=True)
+class QueuePop(_OnKey[bytes]):
+    """Takes the first value of the queue `key` and returns it; waits for one."""
+
+    def decide(self, contents: Contents) -> Decision[bytes]:
+        queue = contents.queues.get(self.key)
+        return Decision(queue[0], (Change(Code.POP, self.key),)) if queue else Decision(Missing((self.key,)))
+
+
+@dataclass(frozen=True, slots=True)
+class QueueLen(_OnKey[int]):
+    """Returns how many values the queue `key` has."""
+
+    read_only = True
+
+    def decide(self, contents: Contents) -> Decision[int]:
+        return Decision(len(contents.queues.get(self.key, ())))
+
+
+def next_number(key: str, text: bytes | None, amount: int) -> int:
+    """The sum that `add` stores, wrapped to a signed 64-bit number as in torch.
+
+    Raises:
+        DistStoreError: `text` does not start with a number.
+    """
+    match = _NUMBER.match(text) if text is not None else None
+    if text is not None and match is None:
+        shown = text[:40] if len(text) <= 40 else text[:40] + b"..."
+        raise DistStoreError(f"cannot add to key {key!r}: its value {shown!r} is not a number")
+    total = (int(match[1]) if match else 0) + amount
+    return (total + 2**63) % 2**64 - 2**63
