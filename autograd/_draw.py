@@ -14,10 +14,9 @@ from rpcdist.autograd._worker import AutogradWorker
 from rpcdist.rpc import api
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
+from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
 
 __all__ = ["Part", "draw", "graphviz_text"]
-
-DOT_LIMIT_S = 60.0
 
 
 class Part(NamedTuple):
@@ -60,7 +59,7 @@ def draw(context_id: int, path: str | PathLike[str]) -> str:
     if program is not None and target.suffix != ".dot":
         kind = target.suffix.removeprefix(".") or "svg"
         command = [program, f"-T{kind}", str(source), "-o", str(target)]
-        subprocess.run(command, check=True, timeout=DOT_LIMIT_S)
+        subprocess.run(command, check=True, timeout=GRAPHVIZ_LIMIT_S)
     return text
 
 

@@ -32,6 +32,7 @@ from rpcdist.autograd._message_nodes import (
     token_edge,
 )
 from rpcdist.autograd._pass_events import Run
+from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.autograd._passes import BackwardPass
@@ -43,7 +44,6 @@ Captured = dict[torch.Tensor, torch.Tensor]
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
 
 MAX_HELD_BYTES = 32 << 10
-MAX_HELD_S = 0.001
 
 
 class GroupRun:
@@ -168,7 +168,7 @@ class GroupRun:
             self._held_since = self._held_since if self._held else now
             self._held.append((recv, gradients))
         held_bytes = sum(size_bytes(gradient) for gradient in gradients if gradient is not None)
-        if self._run.pending or held_bytes > MAX_HELD_BYTES or now - self._held_since > MAX_HELD_S:
+        if self._run.pending or held_bytes > MAX_HELD_BYTES or now - self._held_since > GRADIENT_HOLD_LIMIT_S:
             self._answer_held()
 
     def _answer_held(self) -> None:

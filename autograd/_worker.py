@@ -30,12 +30,11 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.failures import text_of
 from rpcdist.rpc.future import Future
+from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 
 __all__ = ["AutogradWorker"]
 
 logger = logging.getLogger(__name__)
-
-DROP_DELAY_S = 0.05
 
 
 class AutogradWorker:
@@ -170,7 +169,7 @@ class AutogradWorker:
         if not context.is_light():
             self.submit(self._drop)
         elif self._drop_timer is None:
-            self._drop_timer = self.host.call_later(DROP_DELAY_S, self._drop_soon)
+            self._drop_timer = self.host.call_later(CONTEXT_DROP_DELAY_S, self._drop_soon)
 
     def _drop_soon(self) -> None:
         self._drop_timer = None

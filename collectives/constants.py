@@ -5,10 +5,12 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import Final
 
+from rpcdist.time_limits import GROUP_TIMEOUT_S, NCCL_GROUP_TIMEOUT_S
+
 __all__ = ["default_pg_nccl_timeout", "default_pg_timeout"]
 
-default_pg_timeout: Final = timedelta(minutes=30)
+default_pg_timeout: Final = timedelta(seconds=GROUP_TIMEOUT_S)
 """Of every operation, and of the creation of the group."""
 
-default_pg_nccl_timeout: Final = timedelta(minutes=10)
+default_pg_nccl_timeout: Final = timedelta(seconds=NCCL_GROUP_TIMEOUT_S)
 """The same for groups of the `nccl` backend alone."""

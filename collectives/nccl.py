@@ -30,6 +30,7 @@ from rpcdist.collectives.flight_recorder import MessageLog, Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveTimeout, ConfigError
+from rpcdist.time_limits import NCCL_ABORT_LIMIT_S
 
 __all__ = ["NcclBackend", "NcclOptions"]
 
@@ -138,7 +139,7 @@ class NcclBackend(GroupBackend):
             self._watch = GroupWatch(self.context, self._watchdog, deadline)
         except BaseException:
             self._watchdog.fail(GroupFailure(FailureKind.ABORTED, "its ranks could not reach one another"))
-            self._watchdog.close(Deadline.after(1.0))
+            self._watchdog.close(Deadline.after(NCCL_ABORT_LIMIT_S))
             raise
         self._watchdog.reporter = self._watch.watch
 

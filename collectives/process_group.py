@@ -13,6 +13,7 @@ from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._operations.lowering import Place
 from rpcdist.errors import ConfigError, RpcdistError
+from rpcdist.time_limits import GROUP_TIMEOUT_S
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store
@@ -70,7 +71,7 @@ class ProcessGroup(LowerCaseOperations):
         split: SplitGroup,
         backend_name: str = "tcp",
         names: Mapping[str, str] | None = None,
-        timeout_s: float = 1800.0,
+        timeout_s: float = GROUP_TIMEOUT_S,
         description: str = "undefined",
         options: object | None = None,
         device: torch.device | None = None,

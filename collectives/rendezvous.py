@@ -10,15 +10,16 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
+from rpcdist.time_limits import AGENT_STORE_CONNECT_LIMIT_S, MIN_ATTEMPT_S
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store, Timeout
 
 __all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
 
-RENDEZVOUS_TIMEOUT: Final = timedelta(minutes=30)  # torch's default_pg_timeout
 FILE_SUFFIX: Final = ".rpcdist"
 RETRY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
@@ -118,7 +119,7 @@ def create_store(
 
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must have value from 0 to 65535 but was {port}.")
-    timeout = RENDEZVOUS_TIMEOUT if timeout is None else timeout
+    timeout = default_pg_timeout if timeout is None else timeout
     if uses_agent_store():
         return _agent_store(host, port, world_size, timeout)
     return TCPStore(
@@ -162,7 +163,9 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
     pauses = iter(RETRY_PAUSES_S)
     while True:
         try:
-            socket.create_connection((host, port), timeout=max(0.1, min(5.0, deadline.remaining_s()))).close()
+            socket.create_connection(
+                (host, port), timeout=max(MIN_ATTEMPT_S, min(AGENT_STORE_CONNECT_LIMIT_S, deadline.remaining_s()))
+            ).close()
             return
         except OSError as exc:
             if deadline.expired():

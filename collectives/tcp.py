@@ -24,6 +24,7 @@ from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
+from rpcdist.time_limits import THREAD_GRACE_S
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["TcpBackend", "TcpOptions"]
@@ -93,7 +94,7 @@ class TcpBackend(EngineBackend):
         self._watch = Watch(process.node, context.rank, context.ranks, context.name, setup)
         try:
             sockets = connect_watch(context, hub, bootstrap, deadline)
-            self._watch.start(sockets, deadline.remaining_s() + 1)
+            self._watch.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
             checked = dataclasses.replace(context, check=setup.check)
             self._transport = _make_transport(checked, hub, bootstrap, options, deadline)
         except BaseException:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import atexit
 import weakref
-from typing import Final
 
 from rpcdist.collectives._group.backend_contract import GroupBackend
+from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 from rpcdist.transport import fork
 
 __all__ = ["close_at_exit"]
 
-EXIT_LIMIT_S: Final = 1.0
 
 _living: weakref.WeakSet[GroupBackend] = weakref.WeakSet()
 
@@ -24,7 +23,7 @@ def close_at_exit(backend: GroupBackend) -> None:
 def _close_all() -> None:
     if not fork.in_forked_child():
         for backend in list(_living):
-            backend.close(EXIT_LIMIT_S)
+            backend.close(GROUP_EXIT_LIMIT_S)
 
 
 atexit.register(_close_all)  # the transport has registered before, and so it stops after this

@@ -37,15 +37,12 @@ from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError
+from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
 __all__ = ["Engine", "Reporter"]
 
 logger = logging.getLogger(__name__)
-
-VERDICT_LIMIT_S: Final = 1.5
-"""How long a rank that lost a connection, or ran out of time, waits for the watch to say why."""
-IDLE_LIMIT_S: Final = 60.0
 
 
 class Reporter:
@@ -239,7 +236,7 @@ class Engine:
                 while self._busy or not self._jobs:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(IDLE_LIMIT_S)
+                    self._changed.wait(IDLE_RECHECK_S)
                 job = self._jobs.popleft()
                 self._busy = True
             try:
@@ -308,7 +305,7 @@ class Engine:
 
     def _await_verdict(self, rank: int | None) -> None:
         with self._lock:
-            self._changed.wait_for(lambda: self.failure is not None or rank in self.departed, VERDICT_LIMIT_S)
+            self._changed.wait_for(lambda: self.failure is not None or rank in self.departed, GROUP_VERDICT_LIMIT_S)
 
     def _fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
         """Makes it the group's failure, unless there is one, and returns the one that counts."""
@@ -399,7 +396,7 @@ class Engine:
         if not drained:
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
         if self._worker is not None:
-            self._worker.join(min(VERDICT_LIMIT_S + 1, deadline.remaining_s() + 1))
+            self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))
         return drained
 
     def free(self) -> None:

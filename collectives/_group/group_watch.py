@@ -7,6 +7,7 @@ from rpcdist.collectives._group.bootstrap import connect_watch, exchange_address
 from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
 from rpcdist.collectives._group.watch import Watch, WatchListener
 from rpcdist.deadline import Deadline
+from rpcdist.time_limits import THREAD_GRACE_S
 
 __all__ = ["GroupWatch"]
 
@@ -33,7 +34,7 @@ class GroupWatch:
             bootstrap = exchange_addresses(context, self._process.hub, deadline)
             sockets = connect_watch(context, self._process.hub, bootstrap, deadline)
             self.watch = Watch(self._process.node, context.rank, context.ranks, context.name, listener)
-            self.watch.start(sockets, deadline.remaining_s() + 1)
+            self.watch.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
         except BaseException:
             self._process.release()
             raise

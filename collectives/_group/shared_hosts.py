@@ -12,23 +12,19 @@ import json
 import logging
 import select
 import socket
-from typing import Final
 
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import Bootstrap, exchange_values
 from rpcdist.collectives._transports.hierarchical import Hosts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError
+from rpcdist.time_limits import CHECK_INTERVAL_MS, HOST_PROBE_LIMIT_S, SHARED_MEMORY_SETUP_LIMIT_S
 from rpcdist.transport.shared_memory import Segment, accept, offer
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["find_hosts", "share_memory"]
 
 logger = logging.getLogger(__name__)
-
-PROBE_LIMIT_S: Final = 5.0
-MEMORY_LIMIT_S: Final = 20.0
-CHECK_INTERVAL_MS: Final = 50
 
 
 def find_hosts(context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, allowed: bool, deadline: Deadline) -> Hosts:
@@ -51,7 +47,9 @@ def _lowest_reachable(rank: int, hub: SocketHub, bootstrap: Bootstrap) -> int:
         if bootstrap.boots[other] != bootstrap.boots[rank]:
             continue
         try:
-            hub.connect(bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", PROBE_LIMIT_S, unix=True).close()
+            hub.connect(
+                bootstrap.addresses[other], f"{bootstrap.uid}/probe/{rank}", HOST_PROBE_LIMIT_S, unix=True
+            ).close()
             return other
         except TransportError as exc:
             logger.debug("rank %s is not on this host: %s", other, exc)
@@ -73,7 +71,7 @@ def share_memory(
     segment: Segment | None = None
     reason = ""
     members = hosts.members[hosts.index_of(context.rank)]
-    limit = deadline.earlier(Deadline.after(MEMORY_LIMIT_S))
+    limit = deadline.earlier(Deadline.after(SHARED_MEMORY_SETUP_LIMIT_S))
     try:
         if len(members) > 1:
             segment = _share_on_host(context, members, hub, bootstrap, size_bytes, limit)

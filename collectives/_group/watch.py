@@ -2,7 +2,7 @@
 
 The group's rank 0 listens; every other rank keeps one connection to it, and one byte stream of small messages runs on
 it in each direction. So the death of a rank is seen by rank 0 at once and told to the others, and the death of rank 0
-is seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `PEER_SILENCE_S`).
+is seen by all. Nothing is polled: kernels notice a peer that is cut off (keep-alive packets, `GROUP_SILENCE_LIMIT_S`).
 
 A message is four bytes of length and then JSON, an object with a `say`:
 
@@ -27,6 +27,13 @@ from typing import Final, Protocol
 from rpcdist.collectives._group.engine import Reporter
 from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure, list_ranks
 from rpcdist.errors import ProtocolViolation, RpcdistError
+from rpcdist.time_limits import (
+    CANCELLED_TASKS_LIMIT_S,
+    GROUP_ANSWER_LIMIT_S,
+    GROUP_FAREWELL_LIMIT_S,
+    GROUP_SEND_LIMIT_S,
+    GROUP_SILENCE_LIMIT_S,
+)
 from rpcdist.transport import Node
 
 __all__ = ["Watch", "WatchListener"]
@@ -34,9 +41,6 @@ __all__ = ["Watch", "WatchListener"]
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
-ANSWER_LIMIT_S: Final = 0.7
-SEND_LIMIT_S: Final = 2.0
-PEER_SILENCE_S: Final = 10
 
 Message = dict[str, object]
 
@@ -64,7 +68,7 @@ class _Connection:
 
     async def send(self, message: Message) -> None:
         data = json.dumps(message).encode()
-        async with self._sending, asyncio.timeout(SEND_LIMIT_S):
+        async with self._sending, asyncio.timeout(GROUP_SEND_LIMIT_S):
             await self._loop.sock_sendall(self.sock, len(data).to_bytes(4, "big") + data)
 
     async def receive(self) -> Message | None:
@@ -233,7 +237,7 @@ class Watch(Reporter):
         others = set(self._connections)
         await self._send_all({"say": "where", "question": self._question})
         try:
-            async with asyncio.timeout(ANSWER_LIMIT_S):
+            async with asyncio.timeout(GROUP_ANSWER_LIMIT_S):
                 while not others <= self._answers.keys():
                     self._answered.clear()
                     await self._answered.wait()
@@ -257,7 +261,7 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ life
 
-    def close(self, sequence: int, timeout_s: float = 3.0) -> None:
+    def close(self, sequence: int, timeout_s: float = GROUP_FAREWELL_LIMIT_S) -> None:
         """Says that this rank leaves after `sequence` operations, and closes; blocks, bounded; idempotent."""
         try:
             self._node.run(self._close(sequence), timeout_s)
@@ -276,7 +280,7 @@ class Watch(Reporter):
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=1.0)
+            await asyncio.wait(tasks, timeout=CANCELLED_TASKS_LIMIT_S)
 
 
 def _integer(message: Message, key: str) -> int:
@@ -292,10 +296,10 @@ def _notice_silence(sock: socket.socket) -> None:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (
-        ("TCP_KEEPIDLE", PEER_SILENCE_S // 4),
-        ("TCP_KEEPINTVL", PEER_SILENCE_S // 4),
+        ("TCP_KEEPIDLE", GROUP_SILENCE_LIMIT_S // 4),
+        ("TCP_KEEPINTVL", GROUP_SILENCE_LIMIT_S // 4),
         ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", PEER_SILENCE_S * 1000),
+        ("TCP_USER_TIMEOUT", GROUP_SILENCE_LIMIT_S * 1000),
     ):
         if hasattr(socket, name):
             sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

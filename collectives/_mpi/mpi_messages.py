@@ -25,6 +25,7 @@ from rpcdist.collectives._operations.operation import DTYPES, dtype_code
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.time_limits import IDLE_RECHECK_S, THREAD_GRACE_S
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -36,7 +37,6 @@ __all__ = ["MpiMessages"]
 _HEADER: Final = struct.Struct("<QIB3x")  # size in bytes, number, dtype
 _NUMBERS: Final = 1 << 15
 """Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
-IDLE_LIMIT_S: Final = 60.0
 
 
 class _Message:
@@ -219,7 +219,7 @@ class MpiMessages:
                 while not self._under_way:
                     if self._closing:
                         return
-                    self._changed.wait(IDLE_LIMIT_S)
+                    self._changed.wait(IDLE_RECHECK_S)
             pause = Pause()
             while self._under_way:
                 self._look()
@@ -295,5 +295,5 @@ class MpiMessages:
             self._closing = True
             self._changed.notify_all()
         if self._poller is not None:
-            self._poller.join(1.0)
+            self._poller.join(THREAD_GRACE_S)
         return drained

@@ -6,7 +6,6 @@ import asyncio
 import threading
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Final
 
 import torch
 
@@ -15,10 +14,9 @@ from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, CollectiveTimeout
+from rpcdist.time_limits import NCCL_WORK_POLL_S
 
 __all__ = ["NcclWork"]
-
-_LOOK_S: Final = 0.0005
 
 
 class NcclWork(Work):
@@ -112,7 +110,7 @@ class NcclWork(Work):
         while not self.look():
             if limit.expired():
                 raise CollectiveTimeout(self.title, "the device was not done in this time; it goes on, wait again")
-            pause.wait(_LOOK_S)
+            pause.wait(NCCL_WORK_POLL_S)
 
     def is_completed(self) -> bool:
         return self.look()

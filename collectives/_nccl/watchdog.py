@@ -14,7 +14,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from typing import Final
 
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.backend_contract import GroupContext
@@ -23,15 +22,18 @@ from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._nccl.nccl_library import Communicator, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
 from rpcdist.deadline import Deadline
+from rpcdist.time_limits import (
+    GROUP_VERDICT_LIMIT_S,
+    IDLE_RECHECK_S,
+    NCCL_CLOSE_LIMIT_S,
+    NCCL_ERROR_POLL_S,
+    NCCL_POLL_S,
+    THREAD_GRACE_S,
+)
 
 __all__ = ["NcclWatchdog"]
 
 logger = logging.getLogger(__name__)
-
-LOOK_S: Final = 0.002
-ASYNC_ERROR_LOOK_S: Final = 0.1
-IDLE_LIMIT_S: Final = 60.0
-VERDICT_LIMIT_S: Final = 1.5
 
 
 class NcclWatchdog:
@@ -142,19 +144,19 @@ class NcclWatchdog:
         while True:
             with self._changed:
                 while not (self._pending or self._closing or self.failure):
-                    self._changed.wait(IDLE_LIMIT_S)
+                    self._changed.wait(IDLE_RECHECK_S)
                 if self.failure is not None or not self._pending:
                     break
             try:
                 self._look()
                 if time.monotonic() >= next_check:
-                    next_check = time.monotonic() + ASYNC_ERROR_LOOK_S
+                    next_check = time.monotonic() + NCCL_ERROR_POLL_S
                     self._communicator.check_async_error()
             except self._runtime.errors as exc:
                 self.fail_everywhere(self._reported(exc))
             with self._changed:
                 if self._pending and self.failure is None:
-                    self._changed.wait(LOOK_S)
+                    self._changed.wait(NCCL_POLL_S)
         self._end()
 
     def _look(self) -> None:
@@ -174,7 +176,7 @@ class NcclWatchdog:
         """Asks the watch who is missing; without an answer, says what is known here."""
         if self.reporter.report_timeout(work.title, number, frozenset()):
             with self._changed:
-                self._changed.wait_for(lambda: self.failure is not None, VERDICT_LIMIT_S)
+                self._changed.wait_for(lambda: self.failure is not None, GROUP_VERDICT_LIMIT_S)
         reason = f"{work.title} timed out on rank {self._name(self._context.rank)}: the device is not done with it"
         self.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, reason))
 
@@ -213,6 +215,6 @@ class NcclWatchdog:
             drained = not self._pending
         if not drained:
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
-        self._thread.join(min(deadline.remaining_s() + 1, IDLE_LIMIT_S))
+        self._thread.join(min(deadline.remaining_s() + THREAD_GRACE_S, NCCL_CLOSE_LIMIT_S))
         if self._thread.is_alive():
             logger.error("the NCCL communicator of group %r could not be freed in time", self._context.name)

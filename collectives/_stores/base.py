@@ -28,6 +28,7 @@ from rpcdist.collectives._stores.operations import (
 )
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, QueueEmptyError, StoreTimeout
+from rpcdist.time_limits import STORE_TIMEOUT_S
 
 __all__ = ["DEFAULT_TIMEOUT", "Store", "Timeout", "Value", "seconds", "timed_out"]
 
@@ -37,7 +38,7 @@ Value = bytes | str | bytearray
 Timeout = timedelta | float
 """A `timedelta`, or seconds."""
 
-DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
+DEFAULT_TIMEOUT: Final = timedelta(seconds=STORE_TIMEOUT_S)
 _INT64 = range(-(2**63), 2**63)
 
 

@@ -29,13 +29,13 @@ from typing import Final
 from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
+from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S
 
 __all__ = ["ChangeLog", "OpenLog"]
 
 MAGIC: Final = b"RPCDSTR1"
 HEADER_BYTES: Final = 16
 MAX_RECORD_BYTES: Final = 1 << 30
-LONGEST_LOCK_PAUSE_S: Final = 0.02
 
 _RECORD = struct.Struct("<II")
 _CHANGE = struct.Struct("<BII")
@@ -90,7 +90,7 @@ class ChangeLog:
 
     def _lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
         # flock() has no time limit, so it is tried again and again; a lock is held for some microseconds.
-        pause_s = 0.0002
+        pause_s = FILE_FIRST_PAUSE_S
         while True:
             try:
                 fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
@@ -102,7 +102,7 @@ class ChangeLog:
                 raise DistStoreError(
                     f"the lock of {self.path} was not free in time; is a process that uses it stopped?"
                 )
-            time.sleep(random.uniform(0, min(pause_s, LONGEST_LOCK_PAUSE_S)))
+            time.sleep(random.uniform(0, min(pause_s, FILE_LONGEST_PAUSE_S)))
             pause_s *= 2
 
 

@@ -8,7 +8,6 @@ import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Final
 
 from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.contents import Change, Code, Contents
@@ -17,12 +16,9 @@ from rpcdist.collectives._stores.file_log import ChangeLog, OpenLog
 from rpcdist.collectives._stores.operations import Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
+from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S
 
 __all__ = ["FileStore"]
-
-LOCK_LIMIT_S: Final = 30.0  # for one operation; locks are held for microseconds, so a holder is stopped if it is over
-SHORTEST_PAUSE_S: Final = 0.001
-LONGEST_PAUSE_S: Final = 0.05
 
 
 class FileStore(Store):
@@ -68,11 +64,11 @@ class FileStore(Store):
             self._state.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pause_s = SHORTEST_PAUSE_S
+        pause_s = FILE_FIRST_PAUSE_S
         while isinstance(result := self._state.execute(operation), Missing) and not deadline.expired():
             while not deadline.expired():
                 time.sleep(min(pause_s, deadline.remaining_s()))
-                pause_s = min(pause_s * 1.5, LONGEST_PAUSE_S)
+                pause_s = min(pause_s * 1.5, FILE_LONGEST_PAUSE_S)
                 if self._state.log.maybe_grown():
                     break
         return result
@@ -90,7 +86,7 @@ class _State:
         self._num_closed = 0
         self._closed = False
         self._pid = os.getpid()
-        self.log.create(Deadline.after(LOCK_LIMIT_S))
+        self.log.create(Deadline.after(FILE_LOCK_LIMIT_S))
         if world_size > 0:
             with self._open(writing=True) as log:
                 self._change(log, [Change(Code.OPENED)])
@@ -106,9 +102,9 @@ class _State:
     @contextmanager
     def _open(self, writing: bool) -> Iterator[OpenLog]:
         """Locks the file and brings the contents up to date."""
-        deadline = Deadline.after(LOCK_LIMIT_S)
+        deadline = Deadline.after(FILE_LOCK_LIMIT_S)
         if not self._lock.acquire(timeout=deadline.remaining_s()):
-            raise DistStoreError(f"another thread has used {self.log.path} for {LOCK_LIMIT_S} s")
+            raise DistStoreError(f"another thread has used {self.log.path} for {FILE_LOCK_LIMIT_S} s")
         try:
             if self._closed:
                 raise DistStoreError(f"the store in {self.log.path} was closed by this process")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 from google.protobuf.message import Message
 
@@ -18,10 +18,10 @@ from rpcdist.collectives._stores.messages import operation_of, reply_with
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
+from rpcdist.time_limits import STORE_LINGER_S
 
 __all__ = ["StoreService"]
 
-LINGER_S: Final = 0.1
 
 Method = Callable[[Identity, Any], Awaitable[Message]]
 
@@ -56,9 +56,9 @@ class StoreService:
         """Refuses further calls and ends those that wait; their callers get an error. Idempotent.
 
         Often the serving process ends as soon as it sees the key that the last of its clients has set, which is before
-        the reply to that client has left. So replies of the last moment get `LINGER_S` to leave.
+        the reply to that client has left. So replies of the last moment get `STORE_LINGER_S` to leave.
         """
         loop = asyncio.get_running_loop()
         if self.table.close("the store was closed by the process that serves it"):
             self._replied_at = loop.time()
-        await asyncio.sleep(max(0.0, self._replied_at + LINGER_S - loop.time()))
+        await asyncio.sleep(max(0.0, self._replied_at + STORE_LINGER_S - loop.time()))

@@ -6,16 +6,14 @@ import asyncio
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
-from typing import Final
 
 from rpcdist.collectives._stores.operations import Missing, StoreOperation
 from rpcdist.collectives._stores.table import StoreTable, Woken
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
+from rpcdist.time_limits import PARKED_LIMIT_S
 
-__all__ = ["MAX_WAIT_S", "SharedTable"]
-
-MAX_WAIT_S: Final = 7 * 24 * 3600.0  # nobody may park a waiter for longer than this
+__all__ = ["SharedTable"]
 
 
 class _Call:
@@ -61,7 +59,7 @@ class SharedTable:
         woken = threading.Event()
         with self._begun(operation, woken.set) as call:
             if call.number:
-                woken.wait(min(deadline.remaining_s(), MAX_WAIT_S))
+                woken.wait(min(deadline.remaining_s(), PARKED_LIMIT_S))
         return self._result(call)
 
     async def execute_on_loop(self, operation: StoreOperation[object], timeout_s: float) -> object:
@@ -70,7 +68,7 @@ class SharedTable:
         with self._begun(operation, lambda: loop.call_soon_threadsafe(woken.set)) as call:
             if call.number and timeout_s > 0:
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(min(timeout_s, MAX_WAIT_S)):
+                    async with asyncio.timeout(min(timeout_s, PARKED_LIMIT_S)):
                         await woken.wait()
         return self._result(call)
 

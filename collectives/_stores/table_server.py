@@ -12,13 +12,13 @@ from rpcdist._proto import store_pb2
 from rpcdist.collectives._stores.service import StoreService
 from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.errors import DeadlineExceeded, DistNetworkError, RpcdistError, TransportError
+from rpcdist.time_limits import STORE_STOP_LIMIT_S
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport.fork import in_forked_child
 
 __all__ = ["TABLE_SERVER", "TableServer", "TableShare"]
 
 DESCRIPTOR = store_pb2.DESCRIPTOR.services_by_name["Store"]
-STOP_LIMIT_S = 5.0
 
 
 class TableShare:
@@ -50,7 +50,7 @@ class _Serving:
     def end_calls(self) -> None:
         """Ends the calls under way, and lets the last replies leave."""
         try:
-            self.node.run(self.service.close(), STOP_LIMIT_S)
+            self.node.run(self.service.close(), STORE_STOP_LIMIT_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the service with it
             pass
 

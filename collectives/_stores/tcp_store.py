@@ -27,14 +27,12 @@ from rpcdist.errors import (
     StoreTimeout,
     TransportError,
 )
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, STORE_GRACE_S
 from rpcdist.transport import Link, Node, acquire_node
 from rpcdist.transport.fork import check_not_forked, in_forked_child
 
 __all__ = ["TCPStore"]
 
-GRACE_S: Final = 10.0  # what an answer may take beyond the wait that was asked for, on a busy machine
-SHORTEST_PAUSE_S: Final = 0.05  # between attempts to find a store where a process listens
-LONGEST_PAUSE_S: Final = 0.5
 NOBODY_THERE: Final = "Does rank 0 run there, and have all processes the same MASTER_ADDR and MASTER_PORT?"
 COMPLETE: Final = b"complete"
 JOIN_KEY: Final = "init/"  # counts those who connected, as in torch
@@ -63,7 +61,7 @@ class _Local:
 
     def share(self) -> _Local:
         host, _, port = self.address.rpartition(":")
-        return _Local(TABLE_SERVER.share(host, int(port), may_share=True, timeout_s=GRACE_S))
+        return _Local(TABLE_SERVER.share(host, int(port), may_share=True, timeout_s=STORE_GRACE_S))
 
     def close(self) -> None:
         self._share.close()
@@ -81,7 +79,7 @@ class _Remote:
         self._num_users = 1
         self._lock = threading.Lock()
         try:
-            self._node.run(self._find(), timeout_s + GRACE_S)
+            self._node.run(self._find(), timeout_s + STORE_GRACE_S)
         except BaseException:
             self._node.release()
             raise
@@ -89,10 +87,10 @@ class _Remote:
     async def _find(self) -> None:
         """Connects, and makes sure that there is a store: a process may listen before it serves one."""
         deadline = Deadline.after(self._timeout_s)
-        pause_s = SHORTEST_PAUSE_S
+        pause_s = CONNECT_FIRST_PAUSE_S
         while True:
             try:
-                link = await self._connected(max(deadline.remaining_s(), SHORTEST_PAUSE_S))
+                link = await self._connected(max(deadline.remaining_s(), CONNECT_FIRST_PAUSE_S))
                 await _ask(link, NumKeys(), 0.0)
                 return
             except AuthenticationFailed:
@@ -105,7 +103,7 @@ class _Remote:
                     reason = f"a process answers there, but it serves no store ({exc})"
                     raise ConnectFailed(self.address, reason, self._timeout_s) from exc
             await asyncio.sleep(min(pause_s, deadline.remaining_s()))
-            pause_s = min(pause_s * 2, LONGEST_PAUSE_S)
+            pause_s = min(pause_s * 2, CONNECT_LONGEST_PAUSE_S)
 
     async def _connected(self, timeout_s: float) -> Link:
         async with self._connecting:  # used on the I/O loop only
@@ -119,7 +117,7 @@ class _Remote:
         async def ask() -> store_pb2.StoreReply:
             return await _ask(await self._connected(self._timeout_s), operation, wait_s)
 
-        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * GRACE_S))
+        return result_of(self._node.run(ask(), wait_s + self._timeout_s + 2 * STORE_GRACE_S))
 
     def share(self) -> _Remote:
         with self._lock:
@@ -133,7 +131,7 @@ class _Remote:
                 return
         try:
             if self._link is not None:
-                self._node.run(self._link.close(), GRACE_S)
+                self._node.run(self._link.close(), STORE_GRACE_S)
         except (RpcdistError, RuntimeError):  # the loop is gone, and the link with it
             pass
         self._node.release()
@@ -262,12 +260,12 @@ def _check_not_on_loop() -> None:
 
 async def _ask(link: Link, operation: StoreOperation[object], wait_s: float) -> store_pb2.StoreReply:
     request = request_for(operation, wait_s)
-    return await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + GRACE_S)
+    return await link.unary("Store", "Execute", request, store_pb2.StoreReply, wait_s + STORE_GRACE_S)
 
 
 def _open(host: str, port: int, is_master: bool, share: bool, timeout_s: float) -> _Access:
     if is_master:
-        return _Local(TABLE_SERVER.share(host, port, share, max(timeout_s, GRACE_S)))
+        return _Local(TABLE_SERVER.share(host, port, share, max(timeout_s, STORE_GRACE_S)))
     if port == 0:
         raise ConfigError(f"the port of the store at {host} is not known; pass the master's (its `port` attribute).")
     return _Remote(f"[{host}]:{port}" if ":" in host else f"{host}:{port}", timeout_s)

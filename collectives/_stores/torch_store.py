@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Final, Protocol, cast
+from typing import Protocol, cast
 
 import torch.distributed as torch_distributed
 
@@ -30,11 +30,9 @@ from rpcdist.collectives._stores.operations import (
 )
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
+from rpcdist.time_limits import TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S
 
 __all__ = ["TorchStoreAdapter"]
-
-SHORTEST_PAUSE_S: Final = 0.001
-LONGEST_PAUSE_S: Final = 0.25
 
 
 class _TorchStore(Protocol):
@@ -112,8 +110,8 @@ class TorchStoreAdapter(Store):
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         started_s = time.monotonic()
         while isinstance(result := self._attempt(operation), Missing) and not deadline.expired():
-            pause_s = max(SHORTEST_PAUSE_S, (time.monotonic() - started_s) / 10)
-            time.sleep(min(pause_s, LONGEST_PAUSE_S, deadline.remaining_s()))
+            pause_s = max(TORCH_STORE_FIRST_PAUSE_S, (time.monotonic() - started_s) / 10)
+            time.sleep(min(pause_s, TORCH_STORE_LONGEST_PAUSE_S, deadline.remaining_s()))
         return result
 
     def _attempt(self, operation: StoreOperation[object]) -> object:

@@ -43,6 +43,7 @@ from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
 from rpcdist.transport import Node, Session
 
 if TYPE_CHECKING:
@@ -57,8 +58,6 @@ logger = logging.getLogger(__name__)
 ROLE = "rpc"
 RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
-TICK_S = 0.1
-CLOSE_LIMIT_S = 5.0
 
 AnySession = Session | Loopback
 
@@ -270,7 +269,7 @@ class Agent:
             self.streams.drain()
             self.connections.renew_leases()
         finally:
-            self._tick_handle = self.node.io.loop.call_later(TICK_S, self._tick)
+            self._tick_handle = self.node.io.loop.call_later(AGENT_TICK_S, self._tick)
 
     # ------------------------------------------------------------ the end
 
@@ -367,7 +366,7 @@ class Agent:
 
     def shutdown(self) -> None:
         """Ends at once; see `close`."""
-        self.close(CLOSE_LIMIT_S)
+        self.close(RPC_CLOSE_LIMIT_S)
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[torch.device, torch.device]:
         return dict(self.options.device_maps.get(dst.name, {}))

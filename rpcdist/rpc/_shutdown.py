@@ -14,15 +14,18 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._membership.gatherings import all_gather
+from rpcdist.time_limits import (
+    LAST_REPLIES_LIMIT_S,
+    RPC_CLOSE_LIMIT_S,
+    RREF_DELETION_LIMIT_S,
+    SHUTDOWN_POLL_S,
+    SHUTDOWN_REPORT_INTERVAL_S,
+    THREAD_GRACE_S,
+)
 
 __all__ = ["close_agent", "join"]
 
 logger = logging.getLogger(__name__)
-
-REPORT_EVERY_S = 60.0
-LAST_REPLIES_LIMIT_S = 2.0
-RREFS_LIMIT_S = 10.0
-CLOSE_LIMIT_S = 5.0
 
 
 def join(agent: Agent, timeout_s: float) -> None:
@@ -53,7 +56,9 @@ def join(agent: Agent, timeout_s: float) -> None:
 
 def _leave_elastic(agent: Agent, deadline: Deadline) -> None:
     """Says goodbye. The coordinator stays until the others have left, for they find each other through it."""
-    agent.rrefs.delete_all_user_and_unforked_owner_rrefs(min(RREFS_LIMIT_S, deadline.remaining_s()), others=False)
+    agent.rrefs.delete_all_user_and_unforked_owner_rrefs(
+        min(RREF_DELETION_LIMIT_S, deadline.remaining_s()), others=False
+    )
     membership = agent.membership
     if membership is None or membership.service is None:
         return
@@ -68,13 +73,13 @@ def _leave_elastic(agent: Agent, deadline: Deadline) -> None:
 def _wait_idle(agent: Agent, deadline: Deadline) -> None:
     reported = time.monotonic()
     while True:
-        step_s = min(1.0, deadline.remaining_s())
+        step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
         if agent.caller.calls.wait_empty(step_s) and agent.dispatcher.wait_idle(step_s) and not len(agent.caller.calls):
             return
         left = [repr(call) for call in agent.caller.calls][:5] + agent.dispatcher.describe()[:5]
         if deadline.expired():
             raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {agent.worker_name!r}: {left}")
-        if time.monotonic() - reported >= REPORT_EVERY_S:
+        if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
             reported = time.monotonic()
             logger.warning("shutdown of %s waits for %s", agent.worker_name, left)
 
@@ -101,10 +106,10 @@ def close_agent(agent: Agent, *, flush: bool, together: bool, ignore_leaks: bool
         if flush:
             agent.leader.give_up()
             agent.dispatcher.wait_gathered(LAST_REPLIES_LIMIT_S)
-            agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S, together), LAST_REPLIES_LIMIT_S + 1.0)
+            agent.node.run(agent.flush(LAST_REPLIES_LIMIT_S, together), LAST_REPLIES_LIMIT_S + THREAD_GRACE_S)
     except RpcdistError:
         logger.debug("the last replies were not flushed", exc_info=True)
     finally:
-        agent.close(CLOSE_LIMIT_S)
+        agent.close(RPC_CLOSE_LIMIT_S)
     if leak is not None:
         raise leak

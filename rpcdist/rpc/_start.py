@@ -18,6 +18,7 @@ from rpcdist.rpc._membership.coordinator import Coordinator, ProbingService, ser
 from rpcdist.rpc._membership.directory import Directory, Member
 from rpcdist.rpc._membership.service import members_of
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.time_limits import LATE_JOINERS_LIMIT_S
 from rpcdist.transport import Node, NodeOptions, acquire_node
 from rpcdist.transport.addresses import is_loopback, pick_bind_host, split_address, warn_if_plaintext
 
@@ -25,7 +26,6 @@ __all__ = ["node_options", "start_agent"]
 
 logger = logging.getLogger(__name__)
 
-LATE_COMERS_S = 5.0
 COORDINATOR_KEY = "rpc_coordinator"
 
 
@@ -86,7 +86,7 @@ def _join(node: Node, store: Store, me: Identity, world_size: int | None, option
     reply = membership.join(address, world_size, timeout_s)
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
-        node.run(service.all_answered(LATE_COMERS_S), 2 * LATE_COMERS_S)
+        node.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
     records = members_of(reply, me, coordinator, time.monotonic() - started)
     members = [Member(record.identity, record.address) for record in records]
     directory = Directory(me, members, options, membership.members, elastic=True)

@@ -25,6 +25,7 @@ from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
 from rpcdist.rpc.rref import RRef
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
 __all__ = [
     "debug_info",
@@ -226,7 +227,7 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     all_gather(agent, None, None, agent.caller.timeout_of(timeout))
 
 
-def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = 10.0) -> None:
+def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = RREF_DELETION_LIMIT_S) -> None:
     """Gives back the references that this worker holds, and waits until the owners know."""
     current_agent().rrefs.delete_all_user_and_unforked_owner_rrefs(timeout_s)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+from rpcdist.time_limits import PEER_TIMEOUT_S, RPC_TIMEOUT_S
+
 __all__ = [
     "DEFAULT_INIT_METHOD",
     "DEFAULT_MAX_WORKER_THREADS",
@@ -15,7 +17,7 @@ __all__ = [
     "UNSET_RPC_TIMEOUT",
 ]
 
-DEFAULT_RPC_TIMEOUT_SEC: float = 60.0
+DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
 DEFAULT_INIT_METHOD: str = "env://"
 
 # The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
@@ -33,4 +35,4 @@ DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)
 UNSET_RPC_TIMEOUT: float = -1.0
 
 # A peer that has been silent for this long is declared lost.
-DEFAULT_PEER_TIMEOUT_SEC: float = 10.0
+DEFAULT_PEER_TIMEOUT_SEC: float = PEER_TIMEOUT_S

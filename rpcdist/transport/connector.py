@@ -12,6 +12,7 @@ import grpc.aio
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, TransportError
 from rpcdist.ids import Identity
+from rpcdist.time_limits import LOCAL_HANDSHAKE_LIMIT_S
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channel
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GrpcClientChannel
@@ -28,7 +29,6 @@ from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
 
 __all__ = ["Connector"]
 
-LOCAL_LIMIT_S = 5.0  # for the handshake on the local channel; whoever is silent there for longer may not be the worker
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ class Connector:
         attempt = 0
         while True:
             if may_be_local and (local := connect_local(address)) is not None:
-                link = await self._connect_locally(local, wanted, min(timeout_s / 2, LOCAL_LIMIT_S))
+                link = await self._connect_locally(local, wanted, min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S))
                 if link is not None:
                     return link
                 may_be_local = False

@@ -12,6 +12,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
+from rpcdist.time_limits import CANCELLED_TASKS_LIMIT_S, LOOP_CLOSE_LIMIT_S
 
 __all__ = ["IoLoop", "new_event_loop"]
 
@@ -61,7 +62,7 @@ class IoLoop:
         for task in tasks:
             task.cancel()
         if tasks:
-            self.loop.run_until_complete(asyncio.wait(tasks, timeout=1.0))
+            self.loop.run_until_complete(asyncio.wait(tasks, timeout=CANCELLED_TASKS_LIMIT_S))
 
     def on_thread(self) -> bool:
         """Whether the caller runs on this loop's thread."""
@@ -122,7 +123,7 @@ class IoLoop:
             if not future.done():
                 future.cancel()
 
-    def close(self, timeout_s: float = 5.0) -> None:
+    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> None:
         """Stops the loop and joins its thread; idempotent, bounded by `timeout_s`."""
         if self._closed:
             return

@@ -11,6 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
+from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
@@ -18,7 +19,6 @@ from rpcdist.transport.unary_proof import PACKAGE, RequestProver
 
 __all__ = ["Link"]
 
-CLOSE_LIMIT_S = 5.0
 
 Reply = TypeVar("Reply", bound=Message)
 
@@ -106,7 +106,7 @@ class Link:
         if self.session.closed_reason is not None and (task is None or not task.cancelling()):
             raise ConnectFailed(self.address, self.session.closed_reason) from exc
 
-    async def close(self, timeout_s: float = CLOSE_LIMIT_S) -> None:
+    async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
         self.session.close("closed at this end")
         await asyncio.wait({self._task}, timeout=timeout_s)

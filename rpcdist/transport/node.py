@@ -15,6 +15,14 @@ from typing import Any, Final, TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist.ids import Identity, new_incarnation
+from rpcdist.time_limits import (
+    ADD_SERVICE_LIMIT_S,
+    GRPC_STOP_GRACE_S,
+    NODE_STOP_LIMIT_S,
+    PEER_TIMEOUT_S,
+    SERVE_LIMIT_S,
+    UNARY_DRAIN_LIMIT_S,
+)
 from rpcdist.transport import fork
 from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport.addresses import join_address, split_address
@@ -31,12 +39,6 @@ __all__ = ["Node", "NodeOptions"]
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-START_LIMIT_S = 30.0
-STOP_LIMIT_S = 5.0
-STOP_GRACE_S = 0.2  # for what gRPC has still to write when a listener stops
-LAST_REPLIES_LIMIT_S = 0.5
-ADD_SERVICE_LIMIT_S = 10.0
-
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
@@ -50,7 +52,7 @@ class NodeOptions:
 
     token: str | None = None
     job: str = "default"
-    peer_timeout_s: float = 10.0
+    peer_timeout_s: float = PEER_TIMEOUT_S
 
 
 class Node:
@@ -109,7 +111,7 @@ class Node:
         """Runs a coroutine on the I/O loop and waits; see `IoLoop.run`."""
         return self.io.run(coroutine, timeout_s)
 
-    def serve(self, host: str, port: int, timeout_s: float = START_LIMIT_S) -> str:
+    def serve(self, host: str, port: int, timeout_s: float = SERVE_LIMIT_S) -> str:
         """Starts the server of this process, if it does not run yet; blocks.
 
         Everything is served at the first address, `Node.address`. A later caller that needs a certain port (a store at
@@ -146,7 +148,7 @@ class Node:
             if address == self.address or address not in self._addresses:
                 return
             self._addresses.remove(address)
-        self.run(self._server.stop_port(split_address(address)[1], STOP_GRACE_S), STOP_LIMIT_S)
+        self.run(self._server.stop_port(split_address(address)[1], GRPC_STOP_GRACE_S), NODE_STOP_LIMIT_S)
 
     def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], timeout_s: float = ADD_SERVICE_LIMIT_S
@@ -215,17 +217,17 @@ class Node:
         if fork.in_forked_child():  # the loop's thread and the connections are the parent's
             return
         try:
-            self.run(self._close_all(), STOP_LIMIT_S)
+            self.run(self._close_all(), NODE_STOP_LIMIT_S)
         except Exception:
             logger.warning("the transport did not stop cleanly", exc_info=True)
         self.io.close()
 
     async def _close_all(self) -> None:
-        await self._server.drain_unary(LAST_REPLIES_LIMIT_S)
+        await self._server.drain_unary(UNARY_DRAIN_LIMIT_S)
         for session in list(self.sessions):
             session.close("the peer shut down")
         await asyncio.gather(*(link.close() for link in list(self.links)))
-        await self._server.stop(STOP_GRACE_S)
+        await self._server.stop(GRPC_STOP_GRACE_S)
         self.address = None
 
 

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
+from rpcdist.time_limits import ROLE_LIMIT_S
 from rpcdist.transport.handshake import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import SessionHandler
@@ -16,7 +17,6 @@ __all__ = ["Refuse", "Roles"]
 
 logger = logging.getLogger(__name__)
 
-ROLE_LIMIT_S = 60.0
 
 Refuse = Callable[[Identity], str | None]
 """Says why a peer may not connect, or None."""

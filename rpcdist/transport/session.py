@@ -16,6 +16,7 @@ from typing import Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
+from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
 from rpcdist.transport._channels.channel import Channel, DirectChannel
 from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
@@ -26,8 +27,6 @@ __all__ = ["IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "Sessio
 
 logger = logging.getLogger(__name__)
 
-HEARTBEATS_PER_TIMEOUT = 4
-LONE_AFTER_S = 60e-6  # a message that comes later than this after the last one was written is not part of a burst
 MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
@@ -135,7 +134,7 @@ class Session:
     def _send_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
         channel, now = self._channel, time.monotonic()
-        if channel is None or now - self._last_sent < LONE_AFTER_S or not self._turn.acquire(blocking=False):
+        if channel is None or now - self._last_sent < BURST_GAP_S or not self._turn.acquire(blocking=False):
             return False
         try:
             self._last_sent = now
@@ -342,13 +341,13 @@ class Session:
     # Heartbeats: silence is how a dead host is told from an idle one.
 
     def _schedule_tick(self) -> None:
-        interval = self._silence_limit_s / HEARTBEATS_PER_TIMEOUT
+        interval = self._silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
         self._tick_due = self._io.loop.time() + interval
         self._tick_handle = self._io.loop.call_at(self._tick_due, self._tick)
 
     def _tick(self) -> None:
         now = time.monotonic()
-        interval = self._silence_limit_s / HEARTBEATS_PER_TIMEOUT
+        interval = self._silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
         late = self._io.loop.time() - self._tick_due
         silence = now - self.last_received
         # A loop that was itself held up has not read what may lie in its socket; it judges nobody in this round.

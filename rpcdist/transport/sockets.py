@@ -9,8 +9,8 @@ Guarantees:
  1. The mutual proof of the job token (handshake.py) comes first, on every socket. A Unix peer is this user, too.
  2. What is not proven is bounded: `MAX_UNPROVEN` connections, `HANDSHAKE_LIMIT_S` for each, `MAX_HANDSHAKE_BYTES` a
     message. A stranger is turned away with a log line; silent ones make room when others come.
- 3. What is proven and not yet expected is bounded as well: `MAX_WAITING` connections, `WAITING_LIMIT_S` for each. No
-    time limit holds for purposes that were announced by `announce`.
+ 3. What is proven and not yet expected is bounded as well: `MAX_WAITING` connections, `UNEXPECTED_SOCKET_LIMIT_S`
+    for each. No time limit holds for purposes that were announced by `announce`.
  4. Children that are forked get none of these sockets (fork.py).
 """
 
@@ -38,6 +38,15 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
+from rpcdist.time_limits import (
+    CHECK_INTERVAL_S,
+    HANDSHAKE_LIMIT_S,
+    HUB_CLOSE_LIMIT_S,
+    HUB_OPEN_LIMIT_S,
+    SILENT_HANDSHAKE_LIMIT_S,
+    THREAD_GRACE_S,
+    UNEXPECTED_SOCKET_LIMIT_S,
+)
 from rpcdist.transport import fork
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
 from rpcdist.transport._socket_hub.wire import (
@@ -54,19 +63,14 @@ from rpcdist.transport._socket_hub.wire import (
 )
 from rpcdist.transport.node import Node
 
-__all__ = ["HANDSHAKE_LIMIT_S", "MAX_UNPROVEN", "MAX_WAITING", "WAITING_LIMIT_S", "HubAddress", "SocketHub"]
+__all__ = ["MAX_UNPROVEN", "MAX_WAITING", "HubAddress", "SocketHub"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_LIMIT_S: Final = 10.0
 MAX_UNPROVEN: Final = 64
 MAX_WAITING: Final = 4096
-WAITING_LIMIT_S: Final = 60.0
-_SILENCE_LIMIT_S: Final = 1.0
 _BACKLOG: Final = 512
-_CHECK_INTERVAL_S: Final = 0.05
-_CLOSE_LIMIT_S: Final = 5.0
 
 Check = Callable[[], None]
 Taker = Callable[[str, socket.socket], None]
@@ -82,7 +86,7 @@ class SocketHub:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._address: HubAddress | None = None
-        self._room = WaitingRoom(node.io, MAX_WAITING, WAITING_LIMIT_S)
+        self._room = WaitingRoom(node.io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
         self._listeners: list[socket.socket] = []
         self._tasks: list[asyncio.Task[Any]] = []
         self._unproven: dict[asyncio.Task[Any], float | None] = {}  # since when it is silent; None once it spoke
@@ -101,7 +105,7 @@ class SocketHub:
             raise ConfigError("the socket hub does not listen yet; call open(host) first")
         return str(self._address)
 
-    def open(self, host: str, timeout_s: float = 10.0) -> str:
+    def open(self, host: str, timeout_s: float = HUB_OPEN_LIMIT_S) -> str:
         """Starts to listen; blocks briefly; a second call changes nothing.
 
         Args:
@@ -211,7 +215,7 @@ class SocketHub:
         self._room.close()
         if not fork.in_forked_child():
             with suppress(RpcdistError):  # a loop that has ended already took its tasks along
-                self._wait(self._stop(), Deadline.after(_CLOSE_LIMIT_S), None)
+                self._wait(self._stop(), Deadline.after(HUB_CLOSE_LIMIT_S), None)
         for listener in self._listeners:
             listener.close()
 
@@ -227,11 +231,11 @@ class SocketHub:
         except RuntimeError as exc:
             coroutine.close()
             raise TransportError("the I/O loop of the socket hub is closed") from exc
-        limit = Deadline(deadline.at + 1.0)
+        limit = Deadline(deadline.at + THREAD_GRACE_S)
         try:
             while True:
                 with suppress(concurrent.futures.TimeoutError):
-                    return future.result(_CHECK_INTERVAL_S if check else limit.wait_s())
+                    return future.result(CHECK_INTERVAL_S if check else limit.wait_s())
                 if future.done():
                     return future.result()
                 if check is not None:
@@ -326,7 +330,7 @@ class SocketHub:
         for task in tasks:
             task.cancel()
         if tasks:
-            await asyncio.wait(tasks, timeout=_CLOSE_LIMIT_S / 2)
+            await asyncio.wait(tasks, timeout=HUB_CLOSE_LIMIT_S / 2)
 
     async def _accept(self, listener: socket.socket) -> None:
         while True:
@@ -335,7 +339,7 @@ class SocketHub:
                 connection, origin = await self._node.io.loop.sock_accept(listener)
             except OSError as exc:  # out of descriptors, or the peer is gone already
                 logger.warning("a connection could not be accepted: %s", exc)
-                await asyncio.sleep(_CHECK_INTERVAL_S)
+                await asyncio.sleep(CHECK_INTERVAL_S)
                 continue
             fork.note_socket(connection)
             who = "a Unix socket" if listener.family == socket.AF_UNIX else f"{origin[0]}:{origin[1]}"
@@ -350,7 +354,7 @@ class SocketHub:
     async def _free_slot(self) -> None:
         """Waits until fewer than `MAX_UNPROVEN` connections are unproven; the longest silent one makes room."""
         while len(self._unproven) >= MAX_UNPROVEN:
-            silent_before = time.monotonic() - _SILENCE_LIMIT_S
+            silent_before = time.monotonic() - SILENT_HANDSHAKE_LIMIT_S
             for task, since in self._unproven.items():
                 if since is not None and since < silent_before:
                     logger.warning("%s was turned away: silent, and others are waiting", task.get_name())
@@ -358,7 +362,7 @@ class SocketHub:
                     break
             self._slot_freed.clear()
             with suppress(TimeoutError):
-                async with asyncio.timeout(_SILENCE_LIMIT_S / 10):
+                async with asyncio.timeout(SILENT_HANDSHAKE_LIMIT_S / 10):
                     await self._slot_freed.wait()
 
     async def _admit(self, connection: socket.socket, who: str) -> None:

@@ -340,11 +340,11 @@ def num_unproven() -> int:
 def limit_closing(seconds: float) -> None:
     from rpcdist.rpc import _shutdown
 
-    _shutdown.CLOSE_LIMIT_S = seconds
+    vars(_shutdown)["RPC_CLOSE_LIMIT_S"] = seconds
 
 
 def limit_handshakes(seconds: float, count: int = 512) -> None:
     from rpcdist.transport._server import admission
 
-    admission.HANDSHAKE_LIMIT_S = seconds
+    vars(admission)["HANDSHAKE_LIMIT_S"] = seconds
     admission.MAX_UNPROVEN = count

@@ -35,7 +35,7 @@ LENGTH = struct.Struct("<I")
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
-    monkeypatch.setattr(connector, "LOCAL_LIMIT_S", UNIT_S)
+    monkeypatch.setattr(connector, "LOCAL_HANDSHAKE_LIMIT_S", UNIT_S)
 
 
 @pytest.fixture
@@ -334,7 +334,7 @@ def test_the_listener_outlives_a_lack_of_descriptors(
         stream = await accept_local(theirs)
         stream.abort("done")
 
-    monkeypatch.setattr(local_connections, "_SHORTAGE_PAUSE_S", 0.0)
+    monkeypatch.setattr(local_connections, "DESCRIPTOR_SHORTAGE_PAUSE_S", 0.0)
     asyncio.run(run())
     theirs.close()
     assert caplog.text.count("could not be accepted") == 2

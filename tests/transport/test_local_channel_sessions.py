@@ -23,7 +23,7 @@ from rpcdist.transport._framing.outgoing import Outgoing
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ChannelPair]:
     """Every message for which somebody waits counts as a lone one."""
-    monkeypatch.setattr(session_module, "LONE_AFTER_S", 0.0)
+    monkeypatch.setattr(session_module, "BURST_GAP_S", 0.0)
     pair = ChannelPair()
     await asyncio.sleep(0)  # the writers go to sleep
     yield pair
@@ -58,7 +58,7 @@ async def test_what_somebody_waits_for_is_written_at_once(
 
 
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "LONE_AFTER_S", LIMIT_S)
+    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     for number in range(1, 6):
         session.send(call(number))
@@ -70,7 +70,7 @@ async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, mon
 async def test_many_threads_lose_and_reorder_nothing(
     pair: ChannelPair, lone_after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "LONE_AFTER_S", lone_after_s)
+    monkeypatch.setattr(session_module, "BURST_GAP_S", lone_after_s)
     big = os.urandom(3 * CHUNK_BYTES)
 
     def send(thread: int) -> None:

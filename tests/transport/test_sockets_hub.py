@@ -308,7 +308,7 @@ def test_silent_strangers_make_room(
 ) -> None:
     a, b = pair
     monkeypatch.setattr(sockets, "MAX_UNPROVEN", 4)
-    monkeypatch.setattr(sockets, "_SILENCE_LIMIT_S", 0.05)
+    monkeypatch.setattr(sockets, "SILENT_HANDSHAKE_LIMIT_S", 0.05)
     with ExitStack() as stack:
         crowd = [stack.enter_context(endpoint(b, False)) for _ in range(10)]
         with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:

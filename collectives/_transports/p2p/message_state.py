@@ -13,7 +13,6 @@ import math
 import socket
 from collections.abc import Sequence
 from functools import partial
-from typing import Final
 
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, Target
 from rpcdist.collectives._transports.p2p.matching import Matcher
@@ -21,10 +20,9 @@ from rpcdist.collectives._transports.p2p.message_format import Header, describe_
 from rpcdist.collectives._transports.p2p.peer_sockets import InLink, OutLink, prepare
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, UnexpectedMessage
 from rpcdist.errors import CollectiveError, CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
+from rpcdist.time_limits import WITHDRAW_RETRY_S
 
 __all__ = ["MessageState"]
-
-_RETRY_S: Final = 0.01  # when a deadline passed while another thread uses the stream
 
 
 class MessageState:
@@ -282,7 +280,7 @@ class MessageState:
         assert request.peer is not None
         link = self.outgoing[request.peer]
         if link.busy:
-            self.next_deadline = min(self.next_deadline, now + _RETRY_S)
+            self.next_deadline = min(self.next_deadline, now + WITHDRAW_RETRY_S)
         elif link.stream.withdraw(request):
             self.decide(request, error)
         else:

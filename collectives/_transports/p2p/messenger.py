@@ -31,13 +31,12 @@ from rpcdist.collectives._transports.p2p.progress_lead import PendingWork
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
+from rpcdist.time_limits import MESSAGE_SPIN_S, REFUSAL_POLL_S
 from rpcdist.transport import fork
 
-__all__ = ["BUFFER_LIMIT_BYTES", "SPIN_S", "Connect", "Messenger"]
+__all__ = ["BUFFER_LIMIT_BYTES", "Connect", "Messenger"]
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
-SPIN_S: Final = 50e-6
-_REFUSAL_INTERVAL_S: Final = 1e-3
 
 
 class Connect(Protocol):
@@ -73,7 +72,7 @@ class Messenger:
         self._rank = rank
         self._connect = connect
         if spin_s is None:
-            spin_s = SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
+            spin_s = MESSAGE_SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
@@ -214,7 +213,7 @@ class Messenger:
     def _write_directly(self, link: OutLink, request: Request) -> None:
         try:
             now = time.monotonic()
-            if now - link.refusals_read_at > _REFUSAL_INTERVAL_S:
+            if now - link.refusals_read_at > REFUSAL_POLL_S:
                 link.refusals_read_at = now
                 self._progress.read_refusals(link)
             self._progress.write(link)

@@ -12,17 +12,15 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
-from typing import Final
 
 import torch
 
 from rpcdist.collectives._transports.p2p.polling import Alarm
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives.work import Work
+from rpcdist.time_limits import PROGRESS_STOP_LIMIT_S
 
 __all__ = ["PendingWork", "ProgressLead"]
-
-_STOP_LIMIT_S: Final = 5.0
 
 
 class ProgressLead:
@@ -184,7 +182,7 @@ class ProgressLead:
         """Waits, bounded, until the own thread has ended; nothing when it is the caller. After `stop`."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
-            thread.join(_STOP_LIMIT_S)
+            thread.join(PROGRESS_STOP_LIMIT_S)
 
 
 class PendingWork(Work):

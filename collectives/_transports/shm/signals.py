@@ -27,7 +27,7 @@ come at once, one finds all of them raised, if no rank moves its loads before it
 stops a processor from that, and taking a lock has one. A sleeper reads the bell before it looks at the flags for the
 last time, and the kernel lets it sleep only if the bell is still the same; it has marked itself before, and the other
 looks at the marks after it has rung, again with a locked instruction (the system call has one, too) in between.
-Several may ring at once: they write the same. (If all of this failed, the sleep would take `NAP_S`.)
+Several may ring at once: they write the same. (If all of this failed, the sleep would take `FUTEX_WAIT_S`.)
 
 [Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
 (Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
@@ -47,6 +47,7 @@ from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describ
 from rpcdist.collectives._transports.base import Control, TransportMismatch, TransportTimeout
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
+from rpcdist.time_limits import FUTEX_WAIT_S
 
 __all__ = ["Signals"]
 
@@ -57,8 +58,6 @@ MAX_SPINS: Final = 800
 """Looks at a flag that keep the interpreter's lock: about 30 us."""
 YIELDS: Final = 100
 """Looks with a `sched_yield` after each, which lets other threads run: about 60 us when nobody else wants the core."""
-NAP_S: Final = 0.01
-"""A sleep ends at the latest after this, to ask the control; the bell ends it at once."""
 
 
 class Signals:
@@ -203,7 +202,7 @@ class Signals:
                 if all(words[flag] == step for flag in flags):
                     return
                 self._check(control)
-                futex.wait(self._address + bell * _WORD, rung, NAP_S)
+                futex.wait(self._address + bell * _WORD, rung, FUTEX_WAIT_S)
         finally:
             self._bytes[self._mark] = 0
 

@@ -17,6 +17,7 @@ from typing import Final
 
 from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.errors import TransportError
+from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
@@ -25,7 +26,6 @@ __all__ = ["STRIPE_BYTES", "Links"]
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
 
-_CONNECT_LIMIT_S: Final = 120.0  # a process answers however busy its user is: if it does not, it is gone
 _SOCKETS_BETWEEN_HOSTS: Final = 4
 _STRIPE_MULTIPLE: Final = 1 << 10
 _PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
@@ -101,7 +101,7 @@ class Links:
 
     def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
         purpose = f"{self._prefix}{self._rank}.{channel}"
-        limit_s = min(control.deadline.remaining_s(), _CONNECT_LIMIT_S)
+        limit_s = min(control.deadline.remaining_s(), GROUP_CONNECT_LIMIT_S)
         try:
             return self._hub.connect(self._addresses[peer], purpose, limit_s, self._unix, control.check)
         except TransportError as exc:

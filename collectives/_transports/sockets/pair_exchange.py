@@ -20,9 +20,10 @@ from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.collectives._transports.sockets.connections import Links
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
-from rpcdist.collectives._transports.sockets.pollers import CHECK_INTERVAL_MS, Pollers
+from rpcdist.collectives._transports.sockets.pollers import Pollers
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.tensor_memory import memory_of
+from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 __all__ = ["SMALL_BYTES", "SmallExchange"]
 

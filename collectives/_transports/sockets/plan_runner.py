@@ -15,10 +15,11 @@ from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 from rpcdist.collectives._transports.base import Control, TransportTimeout
 from rpcdist.collectives._transports.sockets.connections import Links
 from rpcdist.collectives._transports.sockets.framing import OperationFrame
-from rpcdist.collectives._transports.sockets.pollers import CHECK_INTERVAL_MS, Pollers
+from rpcdist.collectives._transports.sockets.pollers import Pollers
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.tensor_memory import Buffer, Scratch, memory_of
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, piece_bytes
+from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 __all__ = ["PlanRunner"]
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 import select
 from typing import Final
 
-__all__ = ["CHECK_INTERVAL_MS", "Pollers"]
+__all__ = ["Pollers"]
 
-CHECK_INTERVAL_MS: Final = 50
 _MAX_POLLERS: Final = 64
 
 

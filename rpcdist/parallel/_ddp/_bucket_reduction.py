@@ -6,7 +6,7 @@ import inspect
 import logging
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Final, NoReturn
+from typing import NoReturn
 
 import torch
 
@@ -17,13 +17,11 @@ from rpcdist.parallel._ddp._ddp_errors import explained, list_names
 from rpcdist.parallel._ddp._dense_bucket import DenseBucket
 from rpcdist.parallel._ddp._gradient_layout import view_like
 from rpcdist.parallel._ddp._notices import Notices
+from rpcdist.time_limits import DDP_NOTICE_POLL_S
 
 __all__ = ["BucketWait", "CommHook", "GradBucket", "check_comm_hook", "reduce_runs"]
 
 logger = logging.getLogger(__name__)
-
-LOOK_AFTER_S: Final = 2.0
-"""How often a rank that waits for others looks for their notices."""
 
 
 class GradBucket:
@@ -126,7 +124,7 @@ class BucketWait:
     @staticmethod
     def _wait_a_while(work: Work) -> None:
         try:
-            work.wait(LOOK_AFTER_S)
+            work.wait(DDP_NOTICE_POLL_S)
         except CollectiveError:
             if work.is_completed():
                 raise

@@ -13,12 +13,11 @@ from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineError, PipelineTimeout
 from rpcdist.parallel.pipeline._runners import Runners
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport
+from rpcdist.time_limits import PIPELINE_ABORT_LIMIT_S, PIPELINE_GRACE_S
 
 __all__ = ["execute_step"]
 
 # A runner ends the step at its timeout and says which tensor it waits for. The driver waits longer, to get this error.
-GRACE_S = 5.0
-ABORT_LIMIT_S = 2.0  # for the runners to end a failed step
 
 
 def execute_step(config: PipelineConfig, runners: Runners, orders: Sequence[StepOrder]) -> list[StepReport]:
@@ -41,7 +40,7 @@ class _Step:
         self._calls: list[rpc.Future[StepReport]] = []
 
     def execute(self, orders: Sequence[StepOrder]) -> list[StepReport]:
-        limit_s = orders[0].timeout_s + GRACE_S if math.isfinite(orders[0].timeout_s) else 0
+        limit_s = orders[0].timeout_s + PIPELINE_GRACE_S if math.isfinite(orders[0].timeout_s) else 0
         calls = self._calls
         try:
             for runner, order in zip(self._runners, orders, strict=True):
@@ -59,10 +58,10 @@ class _Step:
 
     def _end_failed(self, exc: Exception) -> Exception:
         """Ends the step on all workers; returns the error that explains the others."""
-        aborts = [runner.rpc_async(ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
+        aborts = [runner.rpc_async(PIPELINE_ABORT_LIMIT_S).abort(self._step, str(exc)) for runner in self._runners]
         for abort in aborts:
             abort.is_quiet = True
-        deadline = Deadline.after(ABORT_LIMIT_S)
+        deadline = Deadline.after(PIPELINE_ABORT_LIMIT_S)
         for call in [*aborts, *self._calls]:
             _settle(call, deadline)
         errors = [exc, *(error for call in self._calls if call.done() and (error := call.exception()) is not None)]

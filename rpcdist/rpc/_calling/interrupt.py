@@ -22,20 +22,18 @@ import threading
 import time
 from _thread import LockType, get_ident
 from collections.abc import Callable
-from typing import Final
 
+from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport import Node
 
 __all__ = ["InterruptWatch", "acquire", "longest_sleep_s"]
 
 logger = logging.getLogger(__name__)
 
-SLICE_S: Final = 0.5
-
 
 def longest_sleep_s() -> float:
     """How long this thread may sleep before it must look for signals, in seconds; see [Note: lost Ctrl-C]."""
-    return SLICE_S if get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
+    return SIGNAL_CHECK_INTERVAL_S if get_ident() == threading.main_thread().ident else threading.TIMEOUT_MAX
 
 
 def acquire(lock: LockType, timeout_s: float | None) -> bool:

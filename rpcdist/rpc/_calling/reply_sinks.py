@@ -15,6 +15,7 @@ from rpcdist.rpc._executors.worker_pool import blocking
 from rpcdist.rpc._values.arrived import ArrivedValue
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
+from rpcdist.time_limits import THREAD_GRACE_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -74,7 +75,7 @@ class SyncReplySink:
         if not ended:
             if agent.caller.cancel(call, None):
                 raise call.deadline_error()
-            self._lock.acquire(timeout=1.0)  # the outcome arrived in this very moment
+            self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
             self._error = None
             try:

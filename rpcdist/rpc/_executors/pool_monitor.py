@@ -8,17 +8,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from rpcdist.errors import PoolExhausted
+from rpcdist.time_limits import POOL_CORE_DELAY_S, POOL_STALL_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc._executors.worker_pool import WorkerPool
 
-__all__ = ["CORE_DELAY_S", "STALL_S", "TICK_S", "Load", "Sampler", "threads_to_start"]
+__all__ = ["Load", "Sampler", "threads_to_start"]
 
 logger = logging.getLogger(__name__)
 
-CORE_DELAY_S: Final = 0.001  # before a second thread is worth its switches
-STALL_S: Final = 0.005
-TICK_S: Final = 0.001
 MAX_BURST: Final = 64
 HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
 
@@ -50,9 +48,9 @@ def threads_to_start(load: Load) -> int:
         return 0
     if load.running == 0:
         return 1
-    if load.running < load.num_cores and load.oldest_s >= CORE_DELAY_S:
+    if load.running < load.num_cores and load.oldest_s >= POOL_CORE_DELAY_S:
         return 1
-    if load.stalled_s >= STALL_S and load.oldest_s >= CORE_DELAY_S:
+    if load.stalled_s >= POOL_STALL_S and load.oldest_s >= POOL_CORE_DELAY_S:
         return min(load.burst, load.queued)
     return 0
 
@@ -82,7 +80,7 @@ class Sampler:
             self.last_progress = self.last_move = now
             self.burst = 1
             self.is_exhaustion_logged = False
-        elif now - self.last_move >= STALL_S:
+        elif now - self.last_move >= POOL_STALL_S:
             self._choose_burst(now - self.last_move)
         stats = pool.stats()
         try:

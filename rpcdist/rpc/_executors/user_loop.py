@@ -25,6 +25,7 @@ from typing import Any, Final, Literal, TypeVar, overload
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized
 from rpcdist.rpc._executors.torch_state import StateSlot, adopt_num_threads
+from rpcdist.time_limits import GENERATORS_LIMIT_S, LOOP_CLOSE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
 __all__ = ["Request", "StatefulCoroutine", "UserCall", "UserLoop"]
@@ -36,7 +37,6 @@ Start = Callable[[], Awaitable[object]]
 OnDone = Callable[[object, BaseException | None], object]  # the result, or None and the error
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 
-GENERATORS_LIMIT_S: Final = 1.0  # for async generators that nobody closed
 CANCEL_ROUNDS: Final = 3  # `close` asks so often; a coroutine may catch a cancellation by mistake
 
 
@@ -382,7 +382,7 @@ class UserLoop:
         except TimeoutError:
             logger.error("an async generator did not end within %.1f s of being closed", GENERATORS_LIMIT_S)
 
-    def close(self, timeout_s: float = 5.0) -> list[str]:
+    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
         """Takes no more coroutines, cancels what is left, and joins the thread; idempotent.
 
         Args:
@@ -399,7 +399,7 @@ class UserLoop:
         stubborn: list[str] = []
         if self._thread.is_alive() and not self.on_thread():
             asyncio.run_coroutine_threadsafe(self._shut_down(deadline, stubborn), self.loop)
-            self._thread.join(deadline.remaining_s() + 0.5)
+            self._thread.join(deadline.remaining_s() + THREAD_GRACE_S)
             if self._thread.is_alive():
                 stubborn.append(f"the loop's thread is blocked:\n{self._stack()}")
         elif self._thread.ident is None:

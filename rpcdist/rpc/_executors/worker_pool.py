@@ -32,7 +32,14 @@ from typing import Final, NamedTuple
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
-from rpcdist.rpc._executors.pool_monitor import TICK_S, Sampler
+from rpcdist.rpc._executors.pool_monitor import Sampler
+from rpcdist.time_limits import (
+    LOOP_CLOSE_LIMIT_S,
+    POOL_EXHAUSTED_LIMIT_S,
+    POOL_IDLE_LIMIT_S,
+    POOL_TICK_S,
+    THREAD_GRACE_S,
+)
 from rpcdist.transport import fork
 
 __all__ = ["PoolStats", "WorkerPool", "blocking"]
@@ -136,8 +143,8 @@ class WorkerPool:
         *,
         name: str = "rpcdist-worker",
         max_threads: int = 1024,
-        idle_s: float = 5.0,
-        stall_limit_s: float = 30.0,
+        idle_s: float = POOL_IDLE_LIMIT_S,
+        stall_limit_s: float = POOL_EXHAUSTED_LIMIT_S,
         num_cores: int | None = None,
         on_error: Callable[[BaseException, Function], object] = _log_error,
         on_exhausted: Callable[[PoolExhausted, Function, tuple[object, ...]], object] | None = None,
@@ -211,7 +218,7 @@ class WorkerPool:
         counts = f"{stats.running} running, {stats.blocked} blocked, {stats.idle} idle, {stats.queued} queued"
         return f"<WorkerPool [{counts}]>"
 
-    def close(self, timeout_s: float = 5.0) -> list[str]:
+    def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
         """Takes no more jobs, lets those accepted end, and joins the threads; idempotent.
 
         Args:
@@ -243,7 +250,8 @@ class WorkerPool:
                 timeout_s, len(left), len(never_ran), self._stacks(),
             )  # fmt: skip
         if self._monitor is not None and self._monitor is not me:
-            self._monitor.join(deadline.remaining_s() + 1.0)  # it ends within a tick, now that the queue is empty
+            # It ends within a tick, now that the queue is empty.
+            self._monitor.join(deadline.remaining_s() + THREAD_GRACE_S)
         return left + never_ran
 
     def _join(self, worker: _Worker, deadline: Deadline) -> None:
@@ -251,7 +259,7 @@ class WorkerPool:
         if worker.ended.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             worker.ended.release()
             if worker.thread.ident is not None:
-                worker.thread.join(deadline.remaining_s() + 1.0)
+                worker.thread.join(deadline.remaining_s() + THREAD_GRACE_S)
 
     # -- starting and parking ------------------------------------------------------------------------------------------
 
@@ -398,7 +406,7 @@ class WorkerPool:
                     sampler.restart()
             if self._refusal is ForkedProcess or (self._stopping and not self._queue):
                 return
-            time.sleep(TICK_S)  # a sampling clock; nobody waits for this thread
+            time.sleep(POOL_TICK_S)  # a sampling clock; nobody waits for this thread
 
     def _unpark_monitor(self, baton: LockType) -> bool:
         try:

@@ -10,6 +10,7 @@ from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.directory import Member
 from rpcdist.rpc._membership.service import MemberRecord, MembershipService, join_request, members_of
+from rpcdist.time_limits import COORDINATOR_CONNECT_LIMIT_S, COORDINATOR_GRACE_S, LEAVE_CONNECT_LIMIT_S
 from rpcdist.transport import Node
 from rpcdist.transport.handshake import identity_to_proto
 
@@ -18,7 +19,6 @@ __all__ = ["Coordinator", "ProbingService", "serve_membership"]
 logger = logging.getLogger(__name__)
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
-EXTRA_S = 5.0  # what a reply may need beyond the time that the coordinator waits
 Outcome = membership_pb2.JoinReply.Outcome
 
 
@@ -102,16 +102,16 @@ class Coordinator:
 
     def join(self, my_address: str, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
         request = join_request(self._me, my_address, world_size, timeout_s)
-        limit_s = None if timeout_s == float("inf") else timeout_s + EXTRA_S
+        limit_s = None if timeout_s == float("inf") else timeout_s + COORDINATOR_GRACE_S
         if self.service is not None:
             return self._node.run(self.service.join(self._me, request), limit_s)
         return self._node.run(
-            self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + EXTRA_S
+            self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + COORDINATOR_GRACE_S
         )
 
     def members(self) -> list[Member]:
         """Everybody who is in the job now; blocks."""
-        return self._node.run(self.members_async(), 2 * EXTRA_S)
+        return self._node.run(self.members_async(), 2 * COORDINATOR_GRACE_S)
 
     async def members_async(self) -> list[Member]:
         """As `members`, on the I/O loop. Cancellation leaves nothing behind."""
@@ -119,7 +119,7 @@ class Coordinator:
         if self.service is not None:
             reply = await self.service.members(self._me, request)
         else:
-            reply = await self._ask("Members", request, EXTRA_S, EXTRA_S)
+            reply = await self._ask("Members", request, COORDINATOR_GRACE_S, COORDINATOR_GRACE_S)
         records = members_of(reply, self._me, self.address, 0.0)
         return [Member(record.identity, record.address) for record in records]
 
@@ -127,9 +127,9 @@ class Coordinator:
         """Says goodbye; blocks. A coordinator that is gone by now is nobody's error."""
         request = membership_pb2.LeaveRequest(identity=identity_to_proto(self._me))
         if self.service is not None:
-            self._node.run(self.service.leave(self._me, request), EXTRA_S)
+            self._node.run(self.service.leave(self._me, request), COORDINATOR_GRACE_S)
         else:
-            self._node.run(self._ask_leave(request), 2 * EXTRA_S)
+            self._node.run(self._ask_leave(request), 2 * COORDINATOR_GRACE_S)
 
     async def _ask(
         self,
@@ -138,15 +138,15 @@ class Coordinator:
         connect_s: float,
         limit_s: float | None,
     ) -> membership_pb2.JoinReply:
-        link = await self._node.connect(self.address, "membership", min(connect_s, 3600.0))
+        link = await self._node.connect(self.address, "membership", min(connect_s, COORDINATOR_CONNECT_LIMIT_S))
         try:
             return await link.unary("Membership", method, request, membership_pb2.JoinReply, limit_s)
         finally:
             await link.close()
 
     async def _ask_leave(self, request: membership_pb2.LeaveRequest) -> None:
-        link = await self._node.connect(self.address, "membership", 1.0, retry=False)
+        link = await self._node.connect(self.address, "membership", LEAVE_CONNECT_LIMIT_S, retry=False)
         try:
-            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, EXTRA_S)
+            await link.unary("Membership", "Leave", request, membership_pb2.LeaveReply, COORDINATOR_GRACE_S)
         finally:
             await link.close()

@@ -16,6 +16,7 @@ from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, WorkerLo
 from rpcdist.ids import Identity
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._peers.peer import PeerState
+from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc._agent import Agent
@@ -212,7 +213,7 @@ def all_gather(agent: Agent, obj: Any, names: Iterable[str] | None, timeout_s: f
 def _who_is_missing(agent: Agent, leader: str, names: list[str]) -> str:
     agent.gatherings.count()
     try:
-        missing = agent.caller.sync(leader, _missing, (names,), None, 2.0)
+        missing = agent.caller.sync(leader, _missing, (names,), None, MISSING_NAMES_LIMIT_S)
     except RpcdistError as exc:
         return f"The leader {leader!r} did not say who is missing: {exc}"
     return f"These workers did not arrive at {leader!r} in time: {missing}"

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Final
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, DuplicateName, RendezvousError, WorldMismatch
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_table import MemberRecord, MembershipTable, Verdict
+from rpcdist.time_limits import PARKED_LIMIT_S
 from rpcdist.transport.handshake import identity_from_proto, identity_to_proto
 
 __all__ = [
-    "MAX_WAIT_S",
     "MemberRecord",
     "MembershipService",
     "MembershipTable",
@@ -25,9 +24,6 @@ __all__ = [
 ]
 
 Outcome = pb.JoinReply.Outcome
-
-MAX_WAIT_S: Final = 7 * 24 * 3600.0
-"""No joiner waits longer than this, whatever it asks for."""
 
 
 class MembershipService:
@@ -71,7 +67,7 @@ class MembershipService:
         if verdict.ok:
             self._joined_by[identity] = peer.incarnation
             if request.world_size and not self.table.formed:
-                verdict = await self._formed(identity, min(request.timeout_ms / 1000, MAX_WAIT_S))
+                verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
             else:
                 self._decide(verdict)
         elif self.table.broken is not None:
@@ -172,7 +168,7 @@ class MembershipService:
 def join_request(me: Identity, address: str, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
     """What a worker sends to join; `world_size` None where workers come and go."""
     member = pb.Member(identity=identity_to_proto(me), address=address)
-    timeout_ms = round(min(max(timeout_s, 0.0), MAX_WAIT_S) * 1000)
+    timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
     return pb.JoinRequest(member=member, world_size=world_size or 0, timeout_ms=timeout_ms)
 
 

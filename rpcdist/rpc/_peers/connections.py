@@ -19,6 +19,7 @@ from rpcdist.rpc._peers.leases import Leases
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState
 from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.time_limits import ACKNOWLEDGE_DELAY_S, LEASE_IN_PEER_TIMEOUTS
 from rpcdist.transport import Session
 
 if TYPE_CHECKING:
@@ -28,8 +29,6 @@ __all__ = ["Connections"]
 
 logger = logging.getLogger(__name__)
 
-ACKNOWLEDGE_AFTER_S = 0.01
-LEASE_IN_PEER_TIMEOUTS = 3
 REPLACED = "another process took its place"
 
 
@@ -128,7 +127,7 @@ class Connections:
             elif message.HasField("autograd") and self._agent.autograd is not None:
                 self._agent.autograd.on_message(peer, message.autograd, ())
         if not self._to_acknowledge:
-            self._agent.node.io.loop.call_later(ACKNOWLEDGE_AFTER_S, self._acknowledge)
+            self._agent.node.io.loop.call_later(ACKNOWLEDGE_DELAY_S, self._acknowledge)
         self._to_acknowledge[session] = inbox.applied
 
     def _acknowledge(self) -> None:

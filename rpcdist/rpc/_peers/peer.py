@@ -28,6 +28,7 @@ from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlOutbox
 from rpcdist.rpc._peers.network import SendObserver
+from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, REFUSED_GRACE_S
 from rpcdist.transport import Link, Node, Session, SessionHandler
 from rpcdist.transport.session import OutgoingBuffer
 
@@ -36,9 +37,7 @@ __all__ = ["Peer", "PeerOwner", "PeerState"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
-REFUSED_GRACE_S = 0.5  # a server that restarts its listener is not dead; one that refuses for longer is
 MAX_LATE_ATTEMPTS = 5
-LAST_ATTEMPT = 0.2  # of the timeout: after it has passed in silence, this much is left for connecting anew
 
 
 class PeerState(Enum):
@@ -172,14 +171,14 @@ class Peer:
             last_seen: when the worker was last heard of, if that counts: silence and reconnecting share one timeout.
         """
         started = time.monotonic()
-        limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT * self._timeout_s)
+        limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT_SHARE * self._timeout_s)
         attempt = 0
         while True:
             try:
                 link = await self._node.connect(
                     self.address,
                     ROLE,
-                    max(limit - time.monotonic(), 0.1),
+                    max(limit - time.monotonic(), MIN_ATTEMPT_S),
                     handler=_Forward(self, self._owner),
                     expected=self.identity,
                     retry=False,
@@ -189,8 +188,8 @@ class Peer:
                 return
             except TransportError as exc:
                 now = time.monotonic()
-                if now > limit + LAST_ATTEMPT * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
-                    limit = now + LAST_ATTEMPT * self._timeout_s  # this process was held up itself: it judges nobody
+                if now > limit + LAST_ATTEMPT_SHARE * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
+                    limit = now + LAST_ATTEMPT_SHARE * self._timeout_s  # this process was held up: it judges nobody
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
                 if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
                     if isinstance(exc, ConnectFailed):

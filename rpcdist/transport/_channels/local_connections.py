@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from rpcdist.errors import ConfigError
+from rpcdist.time_limits import DESCRIPTOR_SHORTAGE_PAUSE_S
 from rpcdist.transport import fork
 from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._socket_hub.wire import has_abstract_sockets, same_user
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 CHANNELS_VARIABLE: Final = "RPCDIST_CHANNELS"
 _BACKLOG: Final = 512
-_SHORTAGE_PAUSE_S: Final = 0.1
 _OVERFLOW_UID: Final = Path("/proc/sys/kernel/overflowuid")
 
 
@@ -89,7 +89,7 @@ async def accept_local(listener: socket.socket) -> LocalChannel:
             connection, _ = await loop.sock_accept(listener)
         except OSError as exc:  # no descriptors or no memory left: sessions that end give some back
             logger.warning("a local connection could not be accepted (%s); trying again", exc)
-            await asyncio.sleep(_SHORTAGE_PAUSE_S)
+            await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
             continue
         fork.note_socket(connection)
         try:

@@ -7,13 +7,12 @@ from contextlib import suppress
 
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
+from rpcdist.time_limits import REFUSAL_LIMIT_S
 from rpcdist.transport._channels.channel import Channel
 from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
 
 __all__ = ["prove_client", "prove_server"]
-
-REFUSAL_LIMIT_S = 1.0
 
 
 async def prove_client(channel: Channel, handshake: ClientHandshake) -> None:

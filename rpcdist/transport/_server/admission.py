@@ -9,22 +9,21 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LOG_PERIOD_S
 from rpcdist.transport._channels.channel import Channel
 from rpcdist.transport._channels.proving import prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
-__all__ = ["HANDSHAKE_LIMIT_S", "MAX_UNPROVEN", "Admission", "RefusalLog"]
+__all__ = ["MAX_UNPROVEN", "Admission", "RefusalLog"]
 
 logger = logging.getLogger(__name__)
 
-HANDSHAKE_LIMIT_S = 10.0
 MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
-REFUSALS_PERIOD_S = 60.0
 MAX_REFUSALS_SHOWN: Final = 64  # in that time; a stranger cannot fill the disk with log lines
 
 
 class RefusalLog:
-    """Warns of refused connections, of each host and reason once in `REFUSALS_PERIOD_S`."""
+    """Warns of refused connections, of each host and reason once in `REFUSAL_LOG_PERIOD_S`."""
 
     def __init__(self) -> None:
         self._since = 0.0
@@ -32,7 +31,7 @@ class RefusalLog:
 
     def note(self, peer: str, reason: Exception) -> None:
         now = time.monotonic()
-        if now - self._since >= REFUSALS_PERIOD_S:
+        if now - self._since >= REFUSAL_LOG_PERIOD_S:
             self._since = now
             self._shown.clear()
         text = f"{peer.rpartition(':')[0]}: {reason}"  # each attempt has another port

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
 from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._channels.local_connections import accept_local, listen_local
 from rpcdist.transport.addresses import join_address
@@ -17,7 +18,6 @@ __all__ = ["MAX_UNPROVEN_LOCAL", "LocalListeners"]
 MAX_UNPROVEN_LOCAL = (
     64  # connections in the middle of a handshake; others wait in the kernel until one of these is done
 )
-STOP_LIMIT_S = 2.0
 
 ServeLocal = Callable[[LocalChannel, Callable[[], None]], Coroutine[Any, Any, None]]
 """Serves one connection to its end. Calls its second argument once the handshake is over, however that ended."""
@@ -48,7 +48,7 @@ class LocalListeners:
         task = self._tasks.pop(port, None)
         if task is not None:
             task.cancel()
-            await asyncio.wait({task}, timeout=STOP_LIMIT_S)
+            await asyncio.wait({task}, timeout=LISTENER_STOP_LIMIT_S)
 
     async def stop_all(self) -> None:
         for port in list(self._tasks):
@@ -73,4 +73,4 @@ class LocalListeners:
             for task in sessions:
                 task.cancel()
             if sessions:
-                await asyncio.wait(sessions, timeout=STOP_LIMIT_S)
+                await asyncio.wait(sessions, timeout=LISTENER_STOP_LIMIT_S)

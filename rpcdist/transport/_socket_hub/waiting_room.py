@@ -10,13 +10,13 @@ from collections.abc import Callable
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, TransportError
+from rpcdist.time_limits import CHECK_INTERVAL_S
 from rpcdist.transport.io_loop import IoLoop
 
 __all__ = ["WaitingRoom"]
 
 logger = logging.getLogger(__name__)
 
-CHECK_INTERVAL_S = 0.05
 
 Taker = Callable[[str, socket.socket], None]
 

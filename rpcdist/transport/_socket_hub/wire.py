@@ -24,6 +24,7 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.time_limits import BACKLOG_PAUSE_S
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
 
@@ -47,7 +48,6 @@ _MAX_ANSWER_BYTES: Final = 512
 _LENGTH: Final = struct.Struct(">I")
 _CREDENTIALS: Final = struct.Struct("=iII")  # struct ucred: pid, uid, gid
 _BUFFER_BYTES: Final = 4 << 20
-_BACKLOG_PAUSE_S: Final = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ async def connect_unix(connection: socket.socket, name: str) -> None:
             connection.connect("\0" + name)
             return
         except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
-            await asyncio.sleep(_BACKLOG_PAUSE_S)
+            await asyncio.sleep(BACKLOG_PAUSE_S)
 
 
 async def prove_client(connection: socket.socket, side: ClientHandshake, purpose: str) -> None:

@@ -1,0 +1,369 @@
+"""Every time limit, heartbeat, pause and poll interval of the package, grouped by what it is for.
+
+Each comment says what the limit covers, who measures it, and what happens when it is over. How limits depend on each
+other is compared when this module is imported (`_check`, at the end). docs/time_limits.md explains them by failure.
+
+Users set some of them by options and arguments; those are the defaults here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+__all__ = [
+    "ACKNOWLEDGE_DELAY_S",
+    "ADD_SERVICE_LIMIT_S",
+    "AGENT_STORE_CONNECT_LIMIT_S",
+    "AGENT_TICK_S",
+    "BACKLOG_PAUSE_S",
+    "BURST_GAP_S",
+    "CANCELLED_TASKS_LIMIT_S",
+    "CHECK_INTERVAL_MS",
+    "CHECK_INTERVAL_S",
+    "CONNECT_FIRST_PAUSE_S",
+    "CONNECT_LONGEST_PAUSE_S",
+    "CONTEXT_DROP_DELAY_S",
+    "COORDINATOR_CONNECT_LIMIT_S",
+    "COORDINATOR_GRACE_S",
+    "DDP_NOTICE_POLL_S",
+    "DEPENDENCIES",
+    "DESCRIPTOR_SHORTAGE_PAUSE_S",
+    "FILE_FIRST_PAUSE_S",
+    "FILE_LOCK_LIMIT_S",
+    "FILE_LONGEST_PAUSE_S",
+    "FUTEX_WAIT_S",
+    "GENERATORS_LIMIT_S",
+    "GRADIENT_HOLD_LIMIT_S",
+    "GRAPHVIZ_LIMIT_S",
+    "GROUP_ANSWER_LIMIT_S",
+    "GROUP_CONNECT_LIMIT_S",
+    "GROUP_EXIT_LIMIT_S",
+    "GROUP_FAREWELL_LIMIT_S",
+    "GROUP_SEND_LIMIT_S",
+    "GROUP_SILENCE_LIMIT_S",
+    "GROUP_TIMEOUT_S",
+    "GROUP_VERDICT_LIMIT_S",
+    "GRPC_STOP_GRACE_S",
+    "HANDSHAKE_LIMIT_S",
+    "HEARTBEATS_PER_PEER_TIMEOUT",
+    "HOST_PROBE_LIMIT_S",
+    "HUB_CLOSE_LIMIT_S",
+    "HUB_OPEN_LIMIT_S",
+    "IDLE_RECHECK_S",
+    "LAST_ATTEMPT_SHARE",
+    "LAST_REPLIES_LIMIT_S",
+    "LATE_JOINERS_LIMIT_S",
+    "LEASE_IN_PEER_TIMEOUTS",
+    "LEAVE_CONNECT_LIMIT_S",
+    "LINK_CLOSE_LIMIT_S",
+    "LISTENER_STOP_LIMIT_S",
+    "LOCAL_HANDSHAKE_LIMIT_S",
+    "LOOP_CLOSE_LIMIT_S",
+    "MESSAGE_SPIN_S",
+    "MIN_ATTEMPT_S",
+    "MISSING_NAMES_LIMIT_S",
+    "MPI_LONG_PAUSE_S",
+    "MPI_SHORT_PAUSE_S",
+    "NCCL_ABORT_LIMIT_S",
+    "NCCL_CLOSE_LIMIT_S",
+    "NCCL_ERROR_POLL_S",
+    "NCCL_GROUP_TIMEOUT_S",
+    "NCCL_POLL_S",
+    "NCCL_WORK_POLL_S",
+    "NODE_STOP_LIMIT_S",
+    "PARKED_LIMIT_S",
+    "PEER_TIMEOUT_S",
+    "PIPELINE_ABORT_LIMIT_S",
+    "PIPELINE_GRACE_S",
+    "POOL_CORE_DELAY_S",
+    "POOL_EXHAUSTED_LIMIT_S",
+    "POOL_IDLE_LIMIT_S",
+    "POOL_STALL_S",
+    "POOL_TICK_S",
+    "PROGRESS_STOP_LIMIT_S",
+    "REFUSAL_LIMIT_S",
+    "REFUSAL_LOG_PERIOD_S",
+    "REFUSAL_POLL_S",
+    "REFUSED_GRACE_S",
+    "ROLE_LIMIT_S",
+    "RPC_CLOSE_LIMIT_S",
+    "RPC_TIMEOUT_S",
+    "RREF_DELETION_LIMIT_S",
+    "SERVE_LIMIT_S",
+    "SHARED_MEMORY_SETUP_LIMIT_S",
+    "SHUTDOWN_POLL_S",
+    "SHUTDOWN_REPORT_INTERVAL_S",
+    "SIGNAL_CHECK_INTERVAL_S",
+    "SILENT_HANDSHAKE_LIMIT_S",
+    "STORE_CHECK_INTERVAL_S",
+    "STORE_GRACE_S",
+    "STORE_LINGER_S",
+    "STORE_STOP_LIMIT_S",
+    "STORE_TIMEOUT_S",
+    "THREAD_GRACE_S",
+    "TORCH_STORE_FIRST_PAUSE_S",
+    "TORCH_STORE_LONGEST_PAUSE_S",
+    "UNARY_DRAIN_LIMIT_S",
+    "UNEXPECTED_SOCKET_LIMIT_S",
+    "WITHDRAW_RETRY_S",
+]
+
+# ------------------------------------------------------------ Detecting death
+
+PEER_TIMEOUT_S: Final = 10.0
+"""Silence on a session, measured by both ends; then the session is closed, and the peer lost if it cannot be reached.
+The default of `peer_timeout`."""
+HEARTBEATS_PER_PEER_TIMEOUT: Final = 4
+"""An idle session sends a heartbeat after this part of the peer timeout; a few may be late before the peer is lost."""
+LAST_ATTEMPT_SHARE: Final = 0.2
+"""Time to connect anew to a peer whose silence has used up the peer timeout; without an answer it is lost."""
+REFUSED_GRACE_S: Final = 0.5
+"""A worker that refuses connections may be restarting its listener; one that refuses for longer is lost at once."""
+LEASE_IN_PEER_TIMEOUTS: Final = 3
+"""An owner keeps references of a user that it does not hear from; afterwards it drops them."""
+AGENT_TICK_S: Final = 0.1
+"""Interval at which an RPC agent looks for ended leases and peers to give up."""
+GROUP_SILENCE_LIMIT_S: Final = 10
+"""Silence between rank 0 and another rank, measured by the kernel (TCP keep-alive); then the rank counts as lost."""
+STORE_CHECK_INTERVAL_S: Final = 0.25
+"""A rank that waits in the store for others looks at this interval whether one of them has failed."""
+NCCL_ERROR_POLL_S: Final = 0.1
+"""Interval at which the watchdog asks NCCL for asynchronous errors; an error ends the group."""
+DDP_NOTICE_POLL_S: Final = 2.0
+"""A rank that waits for a gradient bucket looks this often for notices of ranks that have failed."""
+POOL_EXHAUSTED_LIMIT_S: Final = 30.0
+"""A worker pool at its cap of threads in which no job ends for this long fails the waiting jobs (`PoolExhausted`)."""
+
+# ------------------------------------------------------------ Waiting for an answer
+
+RPC_TIMEOUT_S: Final = 60.0
+"""A call that names no timeout, measured by the caller and the callee; then it fails with `DeadlineExceeded`."""
+HANDSHAKE_LIMIT_S: Final = 10.0
+"""Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
+LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
+"""The same on the local channel, measured by the side that connects; then it connects over the network."""
+SILENT_HANDSHAKE_LIMIT_S: Final = 1.0
+"""An unproven socket that is silent for this long makes room for others when there are many."""
+REFUSAL_LIMIT_S: Final = 1.0
+"""A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
+ROLE_LIMIT_S: Final = 60.0
+"""A proven peer waits for the part of this process that it wants (`init_rpc` may not have been called yet)."""
+UNEXPECTED_SOCKET_LIMIT_S: Final = 60.0
+"""A proven socket for a purpose that nobody here has announced waits; then it is closed."""
+SERVE_LIMIT_S: Final = 30.0
+"""The start of the server, measured by the thread that starts it; then starting fails."""
+ADD_SERVICE_LIMIT_S: Final = 10.0
+"""The registration of a service with the server, measured by the thread that asks for it."""
+HUB_OPEN_LIMIT_S: Final = 10.0
+"""The start of the listeners for raw sockets, measured by the thread that starts them."""
+THREAD_GRACE_S: Final = 1.0
+"""What a thread or an event loop may need beyond its own limit to report to the thread that waits for it."""
+COORDINATOR_GRACE_S: Final = 5.0
+"""What the coordinator's answer may need beyond the time for which it waits for members; then the request fails."""
+COORDINATOR_CONNECT_LIMIT_S: Final = 3600.0
+"""A worker tries this long at most to reach the coordinator, whatever timeout its user gave."""
+LATE_JOINERS_LIMIT_S: Final = 5.0
+"""A coordinator whose job did not form stays this long to tell the other workers why."""
+MISSING_NAMES_LIMIT_S: Final = 2.0
+"""After a gathering timed out, its leader is asked who is missing; without an answer the error says so."""
+PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
+"""No request may wait for longer at the store or the coordinator, whatever it asks for; the server measures."""
+GROUP_TIMEOUT_S: Final = 1800.0
+"""The setup of a process group and each of its operations; torch's default. Each rank measures; the group fails."""
+NCCL_GROUP_TIMEOUT_S: Final = 600.0
+"""The same for groups of the `nccl` backend."""
+GROUP_ANSWER_LIMIT_S: Final = 0.7
+"""After a time-out rank 0 asks all ranks where they are; ranks that do not answer are named as missing."""
+GROUP_VERDICT_LIMIT_S: Final = 1.5
+"""A rank that lost a connection or ran out of time waits for rank 0 to say why; then it states what it knows itself."""
+GROUP_SEND_LIMIT_S: Final = 2.0
+"""One message of the group's watch; a rank that does not take it is behind, and the message is dropped."""
+HOST_PROBE_LIMIT_S: Final = 5.0
+"""The test whether two ranks share a host; without an answer they use sockets."""
+SHARED_MEMORY_SETUP_LIMIT_S: Final = 20.0
+"""Setting up shared memory among the ranks of a host; afterwards the group uses sockets."""
+GROUP_CONNECT_LIMIT_S: Final = 120.0
+"""A connection between two ranks: a rank accepts however busy its user code is, so one that does not is gone."""
+STORE_TIMEOUT_S: Final = 300.0
+"""Operations of a store that are given no timeout; torch's default. Then they fail with `DistStoreError`."""
+STORE_GRACE_S: Final = 10.0
+"""What the store's answer may need beyond the wait that was asked for, on a busy machine."""
+AGENT_STORE_CONNECT_LIMIT_S: Final = 5.0
+"""One attempt to reach the store of torchrun's agent; further attempts follow until the rendezvous times out."""
+MIN_ATTEMPT_S: Final = 0.1
+"""The last attempt to connect before a deadline gets at least this much time."""
+FILE_LOCK_LIMIT_S: Final = 30.0
+"""The lock of a file store, which is held for microseconds: a process that uses the file must be stopped."""
+PIPELINE_GRACE_S: Final = 5.0
+"""A stage ends at the step's timeout and says what it waits for; the driver waits this much longer to hear it."""
+GRAPHVIZ_LIMIT_S: Final = 60.0
+"""The program `dot`, which draws autograd graphs; then drawing fails."""
+
+# ------------------------------------------------------------ Closing
+
+RPC_CLOSE_LIMIT_S: Final = 5.0
+"""Each step of an RPC agent's close: its connections, its coroutines, its threads. What is left is logged."""
+LAST_REPLIES_LIMIT_S: Final = 2.0
+"""Replies under way at a graceful `shutdown`; then the connections are closed all the same."""
+RREF_DELETION_LIMIT_S: Final = 10.0
+"""A worker that leaves gives its references back; what the owners did not confirm by then ends with the lease."""
+LEAVE_CONNECT_LIMIT_S: Final = 1.0
+"""A worker that leaves tries this long to tell the coordinator, which otherwise notices by itself."""
+GENERATORS_LIMIT_S: Final = 1.0
+"""Async generators that nobody closed, at the end of the user loop."""
+LOOP_CLOSE_LIMIT_S: Final = 5.0
+"""The end of a loop or pool of threads whose owner gave no limit; what is left is logged."""
+CANCELLED_TASKS_LIMIT_S: Final = 1.0
+"""Tasks that were cancelled at a close; then they are left alone."""
+NODE_STOP_LIMIT_S: Final = 5.0
+"""The end of the transport: last replies, links, listeners."""
+UNARY_DRAIN_LIMIT_S: Final = 0.5
+"""Unary calls that are being handled while the transport ends; then they are cut off."""
+LINK_CLOSE_LIMIT_S: Final = 2.0
+"""The end of one connection: the stream and its gRPC channel."""
+LISTENER_STOP_LIMIT_S: Final = 2.0
+"""The end of the local channel's listener and of the sessions that came through it."""
+GRPC_STOP_GRACE_S: Final = 0.2
+"""What gRPC's server lets running calls have before it cuts them off."""
+HUB_CLOSE_LIMIT_S: Final = 5.0
+"""The end of the listeners for raw sockets."""
+GROUP_FAREWELL_LIMIT_S: Final = 4.0
+"""A rank that leaves tells rank 0, and ends its watch."""
+GROUP_EXIT_LIMIT_S: Final = 1.0
+"""Each group that is left open when the program exits."""
+NCCL_ABORT_LIMIT_S: Final = 1.0
+"""The end of an aborted NCCL communicator."""
+NCCL_CLOSE_LIMIT_S: Final = 60.0
+"""The watchdog's thread when a group is destroyed: freeing a communicator can take NCCL long."""
+PROGRESS_STOP_LIMIT_S: Final = 5.0
+"""The end of the thread that moves messages between ranks."""
+PIPELINE_ABORT_LIMIT_S: Final = 2.0
+"""The stages' runners end a step that failed elsewhere; the driver then raises without waiting for the rest."""
+STORE_STOP_LIMIT_S: Final = 5.0
+"""The end of the store's service."""
+STORE_LINGER_S: Final = 0.1
+"""The store's service stays this long after its last reply, so that the reply leaves before the process ends."""
+
+# ------------------------------------------------------------ Retrying
+
+CONNECT_FIRST_PAUSE_S: Final = 0.05
+"""Longest first pause between attempts to reach a process that does not listen yet, or again."""
+CONNECT_LONGEST_PAUSE_S: Final = 0.5
+"""Longest of these pauses."""
+FILE_FIRST_PAUSE_S: Final = 0.0002
+"""Longest first pause between looks at a file that another process has locked or may write to."""
+FILE_LONGEST_PAUSE_S: Final = 0.02
+"""Longest of these pauses."""
+TORCH_STORE_FIRST_PAUSE_S: Final = 0.001
+"""Longest first pause between looks at a key of one of torch's stores, whose own waits cannot be interrupted."""
+TORCH_STORE_LONGEST_PAUSE_S: Final = 0.25
+"""Longest of these pauses."""
+BACKLOG_PAUSE_S: Final = 0.002
+"""Between attempts to connect to a Unix socket whose queue is full; nothing tells when it is not."""
+DESCRIPTOR_SHORTAGE_PAUSE_S: Final = 0.1
+"""Before the next connection is accepted after accepting one failed, usually for want of file descriptors."""
+WITHDRAW_RETRY_S: Final = 0.01
+"""A message past its deadline is withdrawn again later if another thread is just writing it."""
+
+# ------------------------------------------------------------ Polling and batching
+
+CHECK_INTERVAL_S: Final = 0.05
+"""A thread that waits for sockets looks this often whether its group or job has failed."""
+CHECK_INTERVAL_MS: Final = round(1000 * CHECK_INTERVAL_S)
+"""The same for `poll`, which counts milliseconds."""
+SIGNAL_CHECK_INTERVAL_S: Final = 0.5
+"""A main thread that waits wakes up this often to see a Ctrl-C that came just before it slept."""
+SHUTDOWN_POLL_S: Final = 1.0
+"""A graceful `shutdown` counts the outstanding calls at least this often."""
+SHUTDOWN_REPORT_INTERVAL_S: Final = 60.0
+"""A graceful `shutdown` logs this often what it waits for."""
+REFUSAL_LOG_PERIOD_S: Final = 60.0
+"""A refused connection is logged once in this period for each host and reason."""
+ACKNOWLEDGE_DELAY_S: Final = 0.01
+"""Control messages that arrive within this time are acknowledged together."""
+CONTEXT_DROP_DELAY_S: Final = 0.05
+"""Autograd contexts that end within this time are released together on the other workers."""
+GRADIENT_HOLD_LIMIT_S: Final = 0.001
+"""Small gradients that become ready within this time travel together."""
+BURST_GAP_S: Final = 60e-6
+"""Messages closer together than this are a burst, and the I/O loop writes them together."""
+POOL_TICK_S: Final = 0.001
+"""Interval at which the pool's monitor looks whether jobs wait for a thread."""
+POOL_CORE_DELAY_S: Final = 0.001
+"""A job waits this long before another thread is worth its switches."""
+POOL_STALL_S: Final = 0.005
+"""No job has ended for this long while others wait: handlers block, and the pool gets more threads."""
+POOL_IDLE_LIMIT_S: Final = 5.0
+"""A thread of the pool that had nothing to do for this long ends."""
+IDLE_RECHECK_S: Final = 60.0
+"""A group's thread without work wakes up this often; it is woken by work at once."""
+FUTEX_WAIT_S: Final = 0.01
+"""A rank that sleeps on shared memory looks this often whether its group has failed; others wake it at once."""
+MESSAGE_SPIN_S: Final = 50e-6
+"""A thread that waits for a message tries its socket this long before it sleeps."""
+REFUSAL_POLL_S: Final = 0.001
+"""A thread that sends messages reads at most this often whether the receiver refused some."""
+NCCL_POLL_S: Final = 0.002
+"""Interval at which the watchdog looks whether operations on the device are done or late."""
+NCCL_WORK_POLL_S: Final = 0.0005
+"""Interval at which a thread that waits with a timeout looks at the device."""
+MPI_SHORT_PAUSE_S: Final = 50e-6
+"""Between looks at an MPI request that was not done after spinning."""
+MPI_LONG_PAUSE_S: Final = 0.001
+"""Between looks at an MPI request that takes long."""
+
+
+# ------------------------------------------------------------ What depends on what
+
+DEPENDENCIES: Final = (
+    ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
+    ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
+    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "losses and leases are noticed by the tick"),
+    ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "whoever connects gives the local channel up first"),
+    ("HANDSHAKE_LIMIT_S", ("SILENT_HANDSHAKE_LIMIT_S",), "only silent sockets make room before the limit"),
+    ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
+    ("GROUP_VERDICT_LIMIT_S", ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"), "rank 0 collects the answers first"),
+    ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
+    ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
+    ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
+    ("STORE_STOP_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
+    ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
+    ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
+    ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
+    ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),
+    ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait as long as its default timeout says"),
+    (
+        "NODE_STOP_LIMIT_S",
+        ("UNARY_DRAIN_LIMIT_S", "LINK_CLOSE_LIMIT_S", "LISTENER_STOP_LIMIT_S", "GRPC_STOP_GRACE_S"),
+        "the transport ends these one after the other",
+    ),
+    ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
+    ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
+    ("FILE_LONGEST_PAUSE_S", ("FILE_FIRST_PAUSE_S",), "pauses grow"),
+    ("FILE_LOCK_LIMIT_S", ("FILE_LONGEST_PAUSE_S",), "a lock is tried more than once"),
+    ("TORCH_STORE_LONGEST_PAUSE_S", ("TORCH_STORE_FIRST_PAUSE_S",), "pauses grow"),
+    ("AGENT_TICK_S", ("ACKNOWLEDGE_DELAY_S",), "acknowledgements leave before anybody resends"),
+    ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),
+    ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
+    ("NCCL_ERROR_POLL_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
+    ("GROUP_VERDICT_LIMIT_S", ("NCCL_ERROR_POLL_S",), "NCCL's own error is known before the verdict is given up"),
+    ("MPI_LONG_PAUSE_S", ("MPI_SHORT_PAUSE_S",), "pauses grow"),
+)
+"""A limit, those whose sum it must exceed, and why."""
+
+
+def _check(limits: Mapping[str, float]) -> None:
+    """Raises `ValueError` when a limit does not exceed those that it must exceed."""
+    for longer, shorter, why in DEPENDENCIES:
+        if not limits[longer] > sum(limits[name] for name in shorter):
+            raise ValueError(f"{longer} must exceed {' + '.join(shorter)}: {why}")
+    if not limits["LEASE_IN_PEER_TIMEOUTS"] >= 3:
+        raise ValueError("LEASE_IN_PEER_TIMEOUTS must be at least 3: a user that is only slow keeps its references")
+    if not limits["HEARTBEATS_PER_PEER_TIMEOUT"] >= 3:
+        raise ValueError("HEARTBEATS_PER_PEER_TIMEOUT must be at least 3: one lost heartbeat is not a lost peer")
+    if not 0 < limits["LAST_ATTEMPT_SHARE"] < 1:
+        raise ValueError("LAST_ATTEMPT_SHARE must be a part of the peer timeout: it extends it")
+
+
+_check(globals())
