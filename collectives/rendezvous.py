@@ -5,15 +5,22 @@ from __future__ import annotations
 import numbers
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 from urllib.parse import SplitResult, urlsplit, urlunsplit
 
+from rpcdist.backoff import backoff
 from rpcdist.collectives.constants import default_pg_timeout
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError
-from rpcdist.time_limits import AGENT_STORE_CONNECT_LIMIT_S, MIN_ATTEMPT_S
+from rpcdist.time_limits import (
+    AGENT_STORE_CONNECT_LIMIT_S,
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    MIN_ATTEMPT_S,
+)
 
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store, Timeout
@@ -21,7 +28,6 @@ if TYPE_CHECKING:
 __all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
 
 FILE_SUFFIX: Final = ".rpcdist"
-RETRY_PAUSES_S: Final = (0.05, 0.1, 0.2, 0.4, 0.8, 1.0)
 
 RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
 """Called with the URL and the keyword arguments of `rendezvous`; yields (store, rank, world_size)."""
@@ -160,7 +166,7 @@ def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Sto
 
 def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
     deadline = Deadline.after(timeout_s)
-    pauses = iter(RETRY_PAUSES_S)
+    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
     while True:
         try:
             socket.create_connection(
@@ -171,14 +177,7 @@ def _wait_for_listener(host: str, port: int, timeout_s: float) -> None:
             if deadline.expired():
                 reason = f"the store of torchrun's agent did not answer ({exc.strerror or exc}); is the agent running?"
                 raise ConnectFailed(f"{host}:{port}", reason, timeout_s) from exc
-        _pause(min(next(pauses, RETRY_PAUSES_S[-1]), deadline.remaining_s()))
-
-
-def _pause(pause_s: float) -> None:
-    """Another machine's listener gives no event to wait for."""
-    import time
-
-    time.sleep(pause_s)
+        time.sleep(next(pauses))  # another machine's listener gives no event to wait for
 
 
 # ---------------------------------------------------------------- env://, tcp://, file://

@@ -16,7 +16,6 @@ __all__ = [
     "ADD_SERVICE_LIMIT_S",
     "AGENT_STORE_CONNECT_LIMIT_S",
     "AGENT_TICK_S",
-    "BACKLOG_PAUSE_S",
     "BURST_GAP_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
@@ -59,6 +58,8 @@ __all__ = [
     "LINK_CLOSE_LIMIT_S",
     "LISTENER_STOP_LIMIT_S",
     "LOCAL_HANDSHAKE_LIMIT_S",
+    "LOCK_FIRST_PAUSE_S",
+    "LOCK_LONGEST_PAUSE_S",
     "LOOP_CLOSE_LIMIT_S",
     "MESSAGE_SPIN_S",
     "MIN_ATTEMPT_S",
@@ -251,16 +252,19 @@ CONNECT_FIRST_PAUSE_S: Final = 0.05
 """Longest first pause between attempts to reach a process that does not listen yet, or again."""
 CONNECT_LONGEST_PAUSE_S: Final = 0.5
 """Longest of these pauses."""
-FILE_FIRST_PAUSE_S: Final = 0.0002
-"""Longest first pause between looks at a file that another process has locked or may write to."""
-FILE_LONGEST_PAUSE_S: Final = 0.02
+LOCK_FIRST_PAUSE_S: Final = 0.0002
+"""Longest first pause between attempts at what another process of this host holds for microseconds: the lock of a file,
+the queue of a Unix socket."""
+LOCK_LONGEST_PAUSE_S: Final = 0.02
+"""Longest of these pauses."""
+FILE_FIRST_PAUSE_S: Final = 0.001
+"""Longest first pause between looks whether the file of a file store has grown."""
+FILE_LONGEST_PAUSE_S: Final = 0.1
 """Longest of these pauses."""
 TORCH_STORE_FIRST_PAUSE_S: Final = 0.001
 """Longest first pause between looks at a key of one of torch's stores, whose own waits cannot be interrupted."""
-TORCH_STORE_LONGEST_PAUSE_S: Final = 0.25
+TORCH_STORE_LONGEST_PAUSE_S: Final = 0.5
 """Longest of these pauses."""
-BACKLOG_PAUSE_S: Final = 0.002
-"""Between attempts to connect to a Unix socket whose queue is full; nothing tells when it is not."""
 DESCRIPTOR_SHORTAGE_PAUSE_S: Final = 0.1
 """Before the next connection is accepted after accepting one failed, usually for want of file descriptors."""
 WITHDRAW_RETRY_S: Final = 0.01
@@ -341,7 +345,8 @@ DEPENDENCIES: Final = (
     ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
     ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
     ("FILE_LONGEST_PAUSE_S", ("FILE_FIRST_PAUSE_S",), "pauses grow"),
-    ("FILE_LOCK_LIMIT_S", ("FILE_LONGEST_PAUSE_S",), "a lock is tried more than once"),
+    ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
+    ("FILE_LOCK_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
     ("TORCH_STORE_LONGEST_PAUSE_S", ("TORCH_STORE_FIRST_PAUSE_S",), "pauses grow"),
     ("AGENT_TICK_S", ("ACKNOWLEDGE_DELAY_S",), "acknowledgements leave before anybody resends"),
     ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),

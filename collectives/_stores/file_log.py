@@ -18,7 +18,6 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import random
 import struct
 import time
 import zlib
@@ -26,10 +25,11 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Final
 
+from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
-from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S
+from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
 
 __all__ = ["ChangeLog", "OpenLog"]
 
@@ -90,7 +90,7 @@ class ChangeLog:
 
     def _lock(self, descriptor: int, mode: int, deadline: Deadline) -> None:
         # flock() has no time limit, so it is tried again and again; a lock is held for some microseconds.
-        pause_s = FILE_FIRST_PAUSE_S
+        pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S, deadline)
         while True:
             try:
                 fcntl.flock(descriptor, mode | fcntl.LOCK_NB)
@@ -102,8 +102,7 @@ class ChangeLog:
                 raise DistStoreError(
                     f"the lock of {self.path} was not free in time; is a process that uses it stopped?"
                 )
-            time.sleep(random.uniform(0, min(pause_s, FILE_LONGEST_PAUSE_S)))
-            pause_s *= 2
+            time.sleep(next(pauses))
 
 
 class OpenLog:

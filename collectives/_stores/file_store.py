@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
+from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.contents import Change, Code, Contents
 from rpcdist.collectives._stores.dropped import DROPPED_STORES
@@ -64,11 +65,10 @@ class FileStore(Store):
             self._state.close()
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        pause_s = FILE_FIRST_PAUSE_S
+        pauses = backoff(FILE_FIRST_PAUSE_S, FILE_LONGEST_PAUSE_S, deadline)
         while isinstance(result := self._state.execute(operation), Missing) and not deadline.expired():
             while not deadline.expired():
-                time.sleep(min(pause_s, deadline.remaining_s()))
-                pause_s = min(pause_s * 1.5, FILE_LONGEST_PAUSE_S)
+                time.sleep(next(pauses))
                 if self._state.log.maybe_grown():
                     break
         return result

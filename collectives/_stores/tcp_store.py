@@ -9,6 +9,7 @@ import weakref
 from typing import Final, Protocol
 
 from rpcdist._proto import store_pb2
+from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout, seconds
 from rpcdist.collectives._stores.dropped import DROPPED_STORES
 from rpcdist.collectives._stores.messages import request_for, result_of
@@ -27,7 +28,7 @@ from rpcdist.errors import (
     StoreTimeout,
     TransportError,
 )
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, STORE_GRACE_S
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_ATTEMPT_S, STORE_GRACE_S
 from rpcdist.transport import Link, Node, acquire_node
 from rpcdist.transport.fork import check_not_forked, in_forked_child
 
@@ -87,10 +88,10 @@ class _Remote:
     async def _find(self) -> None:
         """Connects, and makes sure that there is a store: a process may listen before it serves one."""
         deadline = Deadline.after(self._timeout_s)
-        pause_s = CONNECT_FIRST_PAUSE_S
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
         while True:
             try:
-                link = await self._connected(max(deadline.remaining_s(), CONNECT_FIRST_PAUSE_S))
+                link = await self._connected(max(deadline.remaining_s(), MIN_ATTEMPT_S))
                 await _ask(link, NumKeys(), 0.0)
                 return
             except AuthenticationFailed:
@@ -102,8 +103,7 @@ class _Remote:
                         raise ConnectFailed(self.address, reason, self._timeout_s) from exc
                     reason = f"a process answers there, but it serves no store ({exc})"
                     raise ConnectFailed(self.address, reason, self._timeout_s) from exc
-            await asyncio.sleep(min(pause_s, deadline.remaining_s()))
-            pause_s = min(pause_s * 2, CONNECT_LONGEST_PAUSE_S)
+            await asyncio.sleep(next(pauses))
 
     async def _connected(self, timeout_s: float) -> Link:
         async with self._connecting:  # used on the I/O loop only

@@ -10,6 +10,7 @@ from typing import Protocol, cast
 
 import torch.distributed as torch_distributed
 
+from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.base import Store, Timeout
 from rpcdist.collectives._stores.operations import (
     Add,
@@ -108,10 +109,9 @@ class TorchStoreAdapter(Store):
             return TorchStoreAdapter(self._store.clone(), self._timeout_s)
 
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
-        started_s = time.monotonic()
+        pauses = backoff(TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S, deadline)
         while isinstance(result := self._attempt(operation), Missing) and not deadline.expired():
-            pause_s = max(TORCH_STORE_FIRST_PAUSE_S, (time.monotonic() - started_s) / 10)
-            time.sleep(min(pause_s, TORCH_STORE_LONGEST_PAUSE_S, deadline.remaining_s()))
+            time.sleep(next(pauses))
         return result
 
     def _attempt(self, operation: StoreOperation[object]) -> object:

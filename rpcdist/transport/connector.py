@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 from typing import NamedTuple
 
 import grpc.aio
 
+from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import LOCAL_HANDSHAKE_LIMIT_S
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LOCAL_HANDSHAKE_LIMIT_S
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channel
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GrpcClientChannel
@@ -88,7 +88,7 @@ class Connector:
         wanted = _Wanted(address, role, expected, handler)
         deadline = Deadline.after(timeout_s)
         may_be_local = handler is not None  # else it makes unary calls only, and gRPC's connection is there for these
-        attempt = 0
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             if may_be_local and (local := connect_local(address)) is not None:
                 link = await self._connect_locally(local, wanted, min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S))
@@ -103,8 +103,7 @@ class Connector:
             except ConnectFailed as exc:
                 if not retry:
                     raise
-                attempt += 1
-                pause_s = random.uniform(0, min(0.02 * 2**attempt, 0.5))  # many workers wait for one coordinator
+                pause_s = next(pauses)
                 if pause_s >= deadline.remaining_s():
                     raise ConnectFailed(address, exc.reason, timeout_s) from exc
                 await asyncio.sleep(pause_s)

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import random
 import threading
 import time
 from collections.abc import Sequence
@@ -24,11 +23,18 @@ from enum import Enum
 from typing import Protocol
 
 from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlOutbox
 from rpcdist.rpc._peers.network import SendObserver
-from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, REFUSED_GRACE_S
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    LAST_ATTEMPT_SHARE,
+    MIN_ATTEMPT_S,
+    REFUSED_GRACE_S,
+)
 from rpcdist.transport import Link, Node, Session, SessionHandler
 from rpcdist.transport.session import OutgoingBuffer
 
@@ -173,6 +179,7 @@ class Peer:
         started = time.monotonic()
         limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT_SHARE * self._timeout_s)
         attempt = 0
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             try:
                 link = await self._node.connect(
@@ -200,8 +207,7 @@ class Peer:
                 self._up(link)
                 return
             attempt += 1
-            # Jitter, so that the survivors of a failure do not all knock at the same moment.
-            await asyncio.sleep(random.uniform(0, min(0.05 * 2**attempt, 0.5)))
+            await asyncio.sleep(next(pauses))
 
     def _up(self, link: Link) -> None:
         with self._lock:

@@ -23,8 +23,9 @@ from typing import Final
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
-from rpcdist.time_limits import BACKLOG_PAUSE_S
+from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
 from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
 
@@ -112,12 +113,13 @@ async def connect_tcp(connection: socket.socket, host: str, port: int) -> None:
 
 async def connect_unix(connection: socket.socket, name: str) -> None:
     """Connects to an abstract name; cancelling leaves the socket to its owner. Raises `OSError`."""
+    pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
     while True:
         try:
             connection.connect("\0" + name)
             return
         except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
-            await asyncio.sleep(BACKLOG_PAUSE_S)
+            await asyncio.sleep(next(pauses))
 
 
 async def prove_client(connection: socket.socket, side: ClientHandshake, purpose: str) -> None:
