@@ -40,7 +40,7 @@ from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import encode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.failures import text_of, traceback_of
 
 if TYPE_CHECKING:

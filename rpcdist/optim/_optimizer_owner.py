@@ -20,7 +20,7 @@ from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 
 __all__ = ["LocalOptimizer"]

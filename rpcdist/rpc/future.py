@@ -40,7 +40,7 @@ import torch.futures
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._calling.future_failure import Failure, raise_failure
 from rpcdist.rpc._calling.interrupt import acquire
-from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._executors.blocking import blocking
 
 __all__ = ["Future"]
 

@@ -18,8 +18,10 @@ import pytest
 import torch
 
 from rpcdist.errors import NotInitialized, PoolExhausted
-from rpcdist.rpc._executors.pool_monitor import Load, threads_to_start
-from rpcdist.rpc._executors.worker_pool import WorkerPool, blocking
+from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._executors.pool_load import Load, LoadHistory, PoolSample, threads_to_start
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.time_limits import POOL_STALL_S
 
 LIMIT_S = 30.0
 
@@ -54,6 +56,29 @@ def load(
 )
 def test_when_another_thread_is_started(seen: Load, expected: int) -> None:
     assert threads_to_start(seen) == expected
+
+
+def test_bursts_double_while_the_threads_only_wait_and_begin_anew_when_a_job_ends() -> None:
+    cpu_s = 0.0
+    history = LoadHistory(lambda: cpu_s, num_cores=2, max_threads=1000, stall_limit_s=30.0, now=0.0)
+    now, started = 0.0, []
+    for _ in range(4):
+        now += 2 * POOL_STALL_S
+        started.append(history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=False)))
+    assert started == [2, 4, 8, 16]
+    cpu_s += 1.0  # they compute
+    now += 2 * POOL_STALL_S
+    assert history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=False)) == 1
+    now += 2 * POOL_STALL_S
+    assert history.num_to_start(PoolSample(now, 100, 0.0, 5, 5, has_progress=True)) == 0
+    assert history.last_progress == now
+
+
+def test_a_pool_is_exhausted_at_its_cap_when_no_job_has_ended_for_the_limit() -> None:
+    history = LoadHistory(None, num_cores=2, max_threads=4, stall_limit_s=30.0, now=0.0)
+    assert not history.is_exhausted(PoolSample(29.9, 1, 0.0, 4, 4, has_progress=False))
+    assert not history.is_exhausted(PoolSample(30.0, 1, 0.0, 3, 3, has_progress=False))
+    assert history.is_exhausted(PoolSample(30.0, 1, 0.0, 4, 4, has_progress=False))
 
 
 def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: WorkerPool) -> None:

@@ -18,8 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors import torch_state
+from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
 from rpcdist.rpc._executors.torch_state import StateSlot
-from rpcdist.rpc._executors.user_loop import StatefulCoroutine, UserLoop
+from rpcdist.rpc._executors.user_loop import UserLoop
 
 
 class FunctionMode(TorchFunctionMode):

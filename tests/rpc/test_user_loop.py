@@ -268,7 +268,7 @@ def test_ten_thousand_waiting_handlers_cost_no_thread(loop: UserLoop) -> None:
             all_done.set()
 
     before = threading.active_count()
-    calls = loop.submit_many([(handler, on_done, Deadline.after(60), None)] * 10_000)
+    calls = [loop.submit(handler, on_done, Deadline.after(60)) for _ in range(10_000)]
     assert run(loop, five) == 5
     assert len(calls) == len(loop) == 10_000
     assert threading.active_count() <= before
@@ -292,8 +292,6 @@ def test_close_cancels_what_is_left(kind: LoopKind) -> None:
             outcome.get()
     with pytest.raises(NotInitialized):
         loop.submit(five, Outcome())
-    with pytest.raises(NotInitialized):
-        loop.submit_many([])
 
 
 @pytest.mark.parametrize("kind", KINDS)

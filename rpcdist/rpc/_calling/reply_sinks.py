@@ -11,7 +11,7 @@ from rpcdist.errors import Cancelled
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import Job, PendingCall
 from rpcdist.rpc._calling.interrupt import acquire
-from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.arrived import ArrivedValue
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future

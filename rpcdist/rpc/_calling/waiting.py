@@ -19,7 +19,7 @@ import torch.futures
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._calling.interrupt import acquire
-from rpcdist.rpc._executors.worker_pool import blocking
+from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc.future import Future
 
 __all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]

@@ -1,125 +1,118 @@
-"""When the worker pool needs another thread: a pure decision, and the samples that it is made from."""
+"""The thread that watches a worker pool while jobs wait in its queue, and sleeps otherwise."""
 
 from __future__ import annotations
 
-import logging
+import threading
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from _thread import LockType
+from collections.abc import Callable
+from typing import Final, Protocol
 
-from rpcdist.errors import PoolExhausted
-from rpcdist.time_limits import POOL_CORE_DELAY_S, POOL_STALL_S
+from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
+from rpcdist.rpc._executors.worker_thread import new_baton
+from rpcdist.time_limits import POOL_TICK_S
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._executors.worker_pool import WorkerPool
+__all__ = ["MonitoredPool", "PoolMonitor"]
 
-__all__ = ["Load", "Sampler", "threads_to_start"]
-
-logger = logging.getLogger(__name__)
-
-MAX_BURST: Final = 64
-HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
+LINGER_TICKS: Final = 20  # it goes on sampling for so many ticks after the queue was empty: waking it costs more
 
 
-@dataclass(frozen=True, slots=True)
-class Load:
-    """What the monitor saw.
+class MonitoredPool(Protocol):
+    """What the monitor sees of the pool, and does to it."""
+
+    def sample(self) -> PoolSample | None:
+        """What the pool looks like now; None if no job waits."""
+
+    def start_one(self) -> bool:
+        """Sets one more thread to work; False if there can be none."""
+
+    def report_exhaustion(self) -> None:
+        """Logs that the pool is exhausted."""
+
+    def give_up_jobs(self) -> None:
+        """Hands the jobs back that have waited for too long in an exhausted pool."""
+
+    def needs_monitor(self) -> bool:
+        """Whether the monitor must stay awake: jobs wait, or the pool is closing."""
+
+    def is_drained(self) -> bool:
+        """Whether the pool is closing, and no job waits any more: the monitor ends."""
+
+
+class PoolMonitor:
+    """See the module. Any thread may wake it; the first wake starts its thread.
 
     Attributes:
-        queued: jobs that wait for a thread.
-        oldest_s: how long the oldest has waited.
-        running: threads that run a job and have not said that they wait.
-        stalled_s: seconds since a job ended or the monitor started a thread.
-        burst: threads to start at a stall.
-        num_cores: threads that may run before the stall rule counts.
+        sleeping: how to wake it, as the only entry, while it sleeps; empty while it samples. Whoever takes the entry
+            out wakes it, so one wakes it and no lock is needed. Callers may look at it before they call `wake`.
     """
 
-    queued: int
-    oldest_s: float
-    running: int
-    stalled_s: float
-    burst: int
-    num_cores: int
+    def __init__(self, pool: MonitoredPool, history: LoadHistory, name: str) -> None:
+        self.sleeping: list[Callable[[], object]] = [self._start]
+        self._pool = pool
+        self._history = history
+        self._thread = threading.Thread(target=self._watch, name=name, daemon=True)
+        self._is_started = False
+        self._reported_stall = -1.0  # `last_progress` of the stall that was logged: one line for each
 
-
-def threads_to_start(load: Load) -> int:
-    """How many idle or new threads to set to work now (rule 3)."""
-    if load.queued == 0:
-        return 0
-    if load.running == 0:
-        return 1
-    if load.running < load.num_cores and load.oldest_s >= POOL_CORE_DELAY_S:
-        return 1
-    if load.stalled_s >= POOL_STALL_S and load.oldest_s >= POOL_CORE_DELAY_S:
-        return min(load.burst, load.queued)
-    return 0
-
-
-class Sampler:
-    """The monitor's memory between two samples."""
-
-    def __init__(self, pool: WorkerPool) -> None:
-        self.pool = pool
-        self.restart()
-
-    def restart(self) -> None:
-        now = time.monotonic()
-        self.last_progress = now  # a job ended
-        self.last_move = now  # a job ended, or we started a thread
-        self.burst = 1
-        self.cpu_s = self._cpu_s()
-        self.is_exhaustion_logged = False
-
-    def _cpu_s(self) -> float:
-        return sum(worker.cpu_s() for worker in list(self.pool._workers))
-
-    def num_to_start(self) -> int:
-        pool, now = self.pool, time.monotonic()
-        if pool._progress:
-            pool._progress = False
-            self.last_progress = self.last_move = now
-            self.burst = 1
-            self.is_exhaustion_logged = False
-        elif now - self.last_move >= POOL_STALL_S:
-            self._choose_burst(now - self.last_move)
-        stats = pool.stats()
+    def wake(self) -> None:
+        """Has it look at the pool soon; does nothing while it is awake."""
         try:
-            oldest_s = now - pool._queue[0][2]
+            wake = self.sleeping.pop()
         except IndexError:
-            return 0
-        load = Load(stats.queued, oldest_s, stats.running, now - self.last_move, self.burst, pool._num_cores)
-        wanted = threads_to_start(load)
-        if wanted:
-            self.last_move = now
-        return wanted
-
-    def _choose_burst(self, elapsed_s: float) -> None:
-        """Doubles the burst while the threads only wait. Busy ones get one at a time: each brings an OpenMP team."""
-        cpu_s = self._cpu_s()
-        is_waiting = 0 <= cpu_s - self.cpu_s < 0.2 * elapsed_s
-        self.burst = min(2 * self.burst, MAX_BURST) if is_waiting and HAS_THREAD_CLOCK else 1
-        self.cpu_s = cpu_s
-
-    def check_exhausted(self) -> None:
-        pool, limit_s = self.pool, self.pool._stall_limit_s
-        if len(pool._workers) < pool.max_threads or time.monotonic() - self.last_progress < limit_s:
             return
-        if not self.is_exhaustion_logged:
-            self.is_exhaustion_logged = True
-            logger.error("%s\n%s", self._error(), pool._stacks())
-        while pool._on_exhausted is not None and pool._queue and time.monotonic() - pool._queue[0][2] >= limit_s:
-            try:
-                function, arguments, _ = pool._queue.popleft()
-            except IndexError:
-                return
-            try:
-                pool._on_exhausted(self._error(), function, arguments)
-            except Exception:
-                logger.exception("the exhaustion hook of the worker pool failed")
+        wake()
 
-    def _error(self) -> PoolExhausted:
-        return PoolExhausted(
-            f"all {self.pool.max_threads} worker threads wait, none has finished for {self.pool._stall_limit_s:g} s, "
-            f"and {len(self.pool._queue)} calls are queued. Raise the option max_worker_threads, or make the handlers "
-            "`async def`, which need no thread while they wait."
-        )
+    def _start(self) -> None:
+        try:
+            self._thread.start()
+        except RuntimeError:  # the system's limit of threads; the next job tries again
+            self.sleeping.append(self._start)
+        else:
+            self._is_started = True  # not before: `join` must not find a thread that has not begun
+
+    def join(self, timeout_s: float) -> None:
+        if self._is_started and self._thread is not threading.current_thread():
+            self._thread.join(timeout_s)
+
+    def _watch(self) -> None:
+        baton = new_baton()
+        empty_ticks = 0
+        while not self._pool.is_drained():
+            sample = self._pool.sample()
+            if sample is not None:
+                empty_ticks = 0
+                self._act_on(sample)
+            else:
+                empty_ticks += 1
+                if empty_ticks > LINGER_TICKS:
+                    self._sleep(baton)
+                    empty_ticks = 0
+            time.sleep(POOL_TICK_S)  # a sampling clock; nobody waits for this thread
+
+    def _act_on(self, sample: PoolSample) -> None:
+        for _ in range(self._history.num_to_start(sample)):
+            if not self._pool.start_one():
+                break
+        if self._history.is_exhausted(sample):
+            if self._reported_stall != self._history.last_progress:
+                self._reported_stall = self._history.last_progress
+                self._pool.report_exhaustion()
+            self._pool.give_up_jobs()
+
+    def _sleep(self, baton: LockType) -> None:
+        wake = baton.release
+        self.sleeping.append(wake)
+        # Whoever submits appends its job first and looks at `sleeping` then. Here it is the other way round, so one of
+        # the two sees what the other did.
+        if not (self._pool.needs_monitor() and self._withdraw(wake)):
+            baton.acquire()
+        self._history.restart(time.monotonic())
+
+    def _withdraw(self, wake: Callable[[], object]) -> bool:
+        """Takes the entry back; False if another thread has it by now, and is about to call it."""
+        try:
+            self.sleeping.remove(wake)
+        except ValueError:
+            return False
+        return True

@@ -1,7 +1,7 @@
 """The loop on which `async def` functions of the user run: one thread for any number of waiting handlers.
 
 Rules:
- 1. Every step of every coroutine runs with its own torch state (`_torch_state`), those of tasks that user code starts
+ 1. Every step of every coroutine runs with its own torch state (torch_state.py), those of tasks that user code starts
     included; between steps the thread has torch's initial state.
  2. `on_done` is called exactly once for each submission, when the coroutine has ended, also if it never began, on this
     loop's thread. (For what refuses to end, `close` calls it; then it may be another thread.)
@@ -17,250 +17,26 @@ import sys
 import threading
 import traceback
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import Context
-from types import TracebackType
-from typing import Any, Final, Literal, TypeVar, overload
+from typing import Any, Final, Literal, TypeVar
 
-from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import Cancelled, ConfigError, DeadlineExceeded, ForkedProcess, NotInitialized
-from rpcdist.rpc._executors.torch_state import StateSlot, adopt_num_threads
+from rpcdist.deadline import NEVER, Deadline
+from rpcdist.errors import Cancelled, ConfigError, ForkedProcess, NotInitialized
+from rpcdist.rpc._executors.stateful_coroutine import StatefulCoroutine
+from rpcdist.rpc._executors.torch_state import adopt_num_threads
+from rpcdist.rpc._executors.user_call import OnDone, Start, UserCall
 from rpcdist.time_limits import GENERATORS_LIMIT_S, LOOP_CLOSE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
-__all__ = ["Request", "StatefulCoroutine", "UserCall", "UserLoop"]
+__all__ = ["LoopKind", "UserLoop"]
 
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-Start = Callable[[], Awaitable[object]]
-OnDone = Callable[[object, BaseException | None], object]  # the result, or None and the error
 LoopKind = Literal["auto", "uvloop", "asyncio"]
 
 CANCEL_ROUNDS: Final = 3  # `close` asks so often; a coroutine may catch a cancellation by mistake
-
-
-class StatefulCoroutine(Coroutine[Any, Any, T]):
-    """A coroutine that takes its torch state with it: every step swaps it in and out.
-
-    Args:
-        coroutine: what to drive.
-        slot: where the state is kept between steps. Give several the same to let them share one state, e.g. those that
-            draw the items of one async generator.
-    """
-
-    __slots__ = ("__weakref__", "_coroutine", "slot")
-
-    def __init__(self, coroutine: Coroutine[Any, Any, T], slot: StateSlot | None = None) -> None:
-        self._coroutine = coroutine
-        self.slot = slot if slot is not None else StateSlot()
-
-    @classmethod
-    def of(cls, awaitable: Awaitable[T], slot: StateSlot | None = None) -> StatefulCoroutine[T]:
-        """The same for any awaitable, such as what `anext(generator)` returns."""
-        return cls(awaitable if isinstance(awaitable, Coroutine) else _await(awaitable), slot)
-
-    def send(self, value: Any, /) -> Any:
-        slot = self.slot
-        if slot.is_empty:  # nothing to install, which is nearly always so
-            try:
-                return self._coroutine.send(value)
-            finally:
-                slot.swap_out()
-        return slot.call(self._coroutine.send, value)
-
-    @overload
-    def throw(
-        self, kind: type[BaseException], error: object = None, traceback: TracebackType | None = None, /
-    ) -> Any: ...
-    @overload
-    def throw(self, error: BaseException, none: None = None, traceback: TracebackType | None = None, /) -> Any: ...
-    def throw(self, *arguments: Any) -> Any:
-        return self.slot.call(self._coroutine.throw, *arguments)
-
-    def close(self) -> None:
-        self.slot.call(self._coroutine.close)  # its `with` blocks are left in the state that they know
-
-    def __await__(self) -> Generator[Any, Any, T]:
-        step, argument = self.send, None
-        try:
-            while True:
-                awaited = step(argument)
-                try:
-                    step, argument = self.send, (yield awaited)
-                except GeneratorExit:
-                    self.close()
-                    raise
-                except BaseException as error:
-                    step, argument = self.throw, error
-        except StopIteration as stop:
-            result: T = stop.value
-            return result
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._coroutine, name)  # cr_frame, cr_await, ...: for stack dumps and for repr of tasks
-
-    def __repr__(self) -> str:
-        return repr(self._coroutine)
-
-
-async def _await(awaitable: Awaitable[T]) -> T:
-    return await awaitable
-
-
-class UserCall(Coroutine[Any, Any, None]):
-    """One submission: its handle for the submitter, and the coroutine of its task."""
-
-    __slots__ = (
-        "__weakref__",
-        "_coroutine",
-        "_end_reason",
-        "_is_over",
-        "_loop",
-        "_on_done",
-        "_start",
-        "_task",
-        "_timer",
-        "context",
-        "deadline",
-        "name",
-    )
-
-    def __init__(
-        self,
-        loop: UserLoop,
-        start: Start,
-        on_done: OnDone,
-        deadline: Deadline,
-        context: Context | None,
-        name: str | None,
-    ) -> None:
-        self._loop = loop
-        self._start: Start | None = start
-        self._on_done: OnDone | None = on_done
-        self.deadline = deadline
-        self.context = context
-        self.name = name or getattr(start, "__qualname__", None) or type(start).__qualname__
-        self._coroutine: StatefulCoroutine[object] | None = None
-        self._end_reason: BaseException | None = None  # why it was cancelled
-        self._task: asyncio.Task[None] | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._is_over = False
-
-    def cancel(self) -> None:
-        """Cancels the coroutine soon, unless it has ended; any thread, any number of times."""
-        self._loop._post(self._cancel)
-
-    def done(self) -> bool:
-        """Whether `on_done` was called."""
-        return self._is_over
-
-    def __repr__(self) -> str:
-        state = "ended" if self._is_over else "waiting to start" if self._task is None else "running"
-        return f"<UserCall {self.name} {state}, {self.deadline!r}>"
-
-    # -- everything below: on the loop's thread ------------------------------------------------------------------------
-
-    def _begin(self) -> None:
-        loop = self._loop.loop
-        if self._is_over:
-            return
-        if self.deadline.is_finite:
-            left_s = self.deadline.remaining_s()
-            if left_s <= 0:
-                self._end(None, DeadlineExceeded(f"the deadline was over before {self.name} ran"))
-                return
-            self._timer = loop.call_later(left_s, self._expire)
-        context = Context() if self.context is None else self.context.copy()
-        context.run(current_deadline.set, self.deadline)
-        # Not through the task factory: this object swaps the state itself.
-        self._task = asyncio.Task(self, loop=loop, name=self.name, context=context)
-
-    def _expire(self) -> None:
-        self._cancel(DeadlineExceeded(f"{self.name} ran longer than its caller waits, and was cancelled"))
-
-    def _cancel(self, reason: BaseException | None = None) -> None:
-        if self._is_over:
-            return
-        if self._end_reason is None:
-            self._end_reason = reason or Cancelled(f"{self.name} was cancelled")
-        if self._task is None:
-            self._end(None, self._end_reason)
-        else:
-            self._task.cancel()
-
-    def _end(self, result: object, error: BaseException | None) -> None:
-        if self._is_over:
-            return
-        self._is_over = True
-        if self._timer is not None:
-            self._timer.cancel()
-        if isinstance(error, asyncio.CancelledError):
-            error = self._end_reason or Cancelled(f"{self.name} ended with asyncio.CancelledError of its own making")
-        on_done = self._on_done
-        self._on_done = self._start = self._coroutine = self._timer = None
-        self._loop._calls.discard(self)
-        try:
-            if on_done is not None:
-                on_done(result, error)
-        except BaseException:
-            logger.exception("the completion of %s failed", self.name)
-
-    def send(self, value: Any, /) -> Any:
-        try:
-            if self._coroutine is None:
-                if self._start is None:
-                    raise StopIteration
-                self._coroutine = StatefulCoroutine(_run(self._start))
-            return self._coroutine.send(value)
-        except BaseException as outcome:
-            self._conclude(outcome)
-        raise StopIteration
-
-    @overload
-    def throw(
-        self, kind: type[BaseException], error: object = None, traceback: TracebackType | None = None, /
-    ) -> Any: ...
-    @overload
-    def throw(self, error: BaseException, none: None = None, traceback: TracebackType | None = None, /) -> Any: ...
-    def throw(self, *arguments: Any) -> Any:
-        try:
-            if self._coroutine is None:  # cancelled before its first step
-                raise arguments[0]
-            return self._coroutine.throw(*arguments)
-        except BaseException as outcome:
-            self._conclude(outcome)
-        raise StopIteration
-
-    def _conclude(self, outcome: BaseException) -> None:
-        if isinstance(outcome, StopIteration):
-            self._end(outcome.value, None)
-            return
-        if outcome.__traceback__ is not None:
-            outcome.__traceback__ = outcome.__traceback__.tb_next  # this module's frames explain nothing
-        self._end(None, outcome)
-
-    def close(self) -> None:
-        if self._coroutine is not None:
-            self._coroutine.close()
-
-    def __await__(self) -> Generator[Any, Any, None]:
-        raise TypeError("a UserCall is driven by its own task")
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("cr_") and self._coroutine is not None:
-            return getattr(self._coroutine, name)
-        raise AttributeError(name)
-
-
-Request = tuple[Start, OnDone, Deadline, Context | None]
-
-
-async def _run(start: Start) -> object:
-    awaitable = start()
-    if not isinstance(awaitable, Awaitable):
-        raise TypeError(f"{start!r} returned {type(awaitable).__name__}, which cannot be awaited")
-    return await awaitable
 
 
 class UserLoop:
@@ -325,22 +101,17 @@ class UserLoop:
             raise self._refusal()
         call = UserCall(self, start, on_done, deadline, context, name)
         self._calls.add(call)
-        self._post(call._begin)
+        self.post(call.begin)
         return call
 
-    def submit_many(self, requests: Iterable[Request]) -> list[UserCall]:
-        """Submits `(start, on_done, deadline, context)` tuples with one wake-up of the loop."""
-        if self._refusal is not None:
-            raise self._refusal()
-        calls = [UserCall(self, *request, None) for request in requests]
-        self._calls.update(calls)
-        self._inbox.extend([call._begin for call in calls])
-        self._schedule()
-        return calls
-
-    def _post(self, action: Callable[[], object]) -> None:
+    def post(self, action: Callable[[], object]) -> None:
+        """Runs `action` on the loop soon; any thread, never waits."""
         self._inbox.append(action)
         self._schedule()
+
+    def forget(self, call: UserCall) -> None:
+        """See `UserCallHost`."""
+        self._calls.discard(call)
 
     def _schedule(self) -> None:
         # The loop clears the flag before it reads the inbox, so what was appended before the flag was seen set is read.
@@ -411,7 +182,7 @@ class UserLoop:
 
     def _read_leftovers(self) -> None:
         for call in list(self._calls):
-            call._end(None, Cancelled(f"the loop was closed before {call.name} ended"))
+            call.end(None, Cancelled(f"the loop was closed before {call.name} ended"))
 
     async def _shut_down(self, deadline: Deadline, stubborn: list[str]) -> None:
         me = asyncio.current_task()
@@ -419,14 +190,14 @@ class UserLoop:
         tasks = asyncio.all_tasks() - {me}
         for left in range(CANCEL_ROUNDS, 0, -1):
             for call in list(self._calls):
-                call._cancel(Cancelled(f"{call.name} was cancelled because its worker shuts down"))
+                call.end_soon(Cancelled(f"{call.name} was cancelled because its worker shuts down"))
             for task in tasks:
                 task.cancel()
             if tasks:
                 _, tasks = await asyncio.wait(tasks, timeout=deadline.remaining_s() / left)
         stubborn.extend(f"{task.get_name()} at {_where(task)}" for task in tasks)
         for call in list(self._calls):
-            call._end(None, Cancelled(f"{call.name} did not end when it was cancelled"))
+            call.end(None, Cancelled(f"{call.name} did not end when it was cancelled"))
         self._stopping = True
         self.loop.stop()
 

@@ -24,32 +24,27 @@ import sys
 import threading
 import time
 import traceback
-from _thread import LockType, allocate_lock
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextvars import Context
-from typing import Final, NamedTuple
+from functools import partial
+from typing import NamedTuple
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
-from rpcdist.rpc._executors.pool_monitor import Sampler
-from rpcdist.time_limits import (
-    LOOP_CLOSE_LIMIT_S,
-    POOL_EXHAUSTED_LIMIT_S,
-    POOL_IDLE_LIMIT_S,
-    POOL_TICK_S,
-    THREAD_GRACE_S,
-)
+from rpcdist.rpc._executors import blocking
+from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
+from rpcdist.rpc._executors.pool_monitor import PoolMonitor
+from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
+from rpcdist.time_limits import LOOP_CLOSE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_IDLE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
-__all__ = ["PoolStats", "WorkerPool", "blocking"]
+__all__ = ["PoolStats", "WorkerPool"]
 
 logger = logging.getLogger(__name__)
 
 Function = Callable[..., object]
 Job = tuple[Function, tuple[object, ...], float]  # what to call, and when it was submitted (monotonic seconds)
-
-LINGER_TICKS: Final = 20  # the monitor goes on sampling for so many ticks after the queue was empty
 
 
 class PoolStats(NamedTuple):
@@ -58,58 +53,6 @@ class PoolStats(NamedTuple):
     running: int
     blocked: int
     queued: int
-
-
-class _Worker:
-    """One thread of the pool; its baton is a lock that is free for a moment when the thread shall wake up."""
-
-    __slots__ = ("arguments", "baton", "blocked", "clock", "ended", "job", "pool", "thread")
-
-    def __init__(self, pool: WorkerPool, number: int) -> None:
-        self.pool = pool
-        self.baton = _new_baton()
-        self.ended = _new_baton()
-        self.clock: int | None = None
-        self.job: Function | None = None
-        self.arguments: tuple[object, ...] = ()
-        self.blocked = 0
-        self.thread = threading.Thread(target=pool._work, args=(self,), name=f"{pool.name}-{number}", daemon=True)
-
-    def cpu_s(self) -> float:
-        """Processor time that the thread has used, in seconds; 0 where the system does not tell."""
-        if self.clock is None:
-            return 0.0
-        try:
-            return time.clock_gettime(self.clock)
-        except OSError:  # the thread has ended
-            return 0.0
-
-
-class _Local(threading.local):
-    worker: _Worker | None = None
-
-
-_local = _Local()
-
-
-def _new_baton() -> LockType:
-    baton = allocate_lock()
-    baton.acquire()
-    return baton
-
-
-@contextlib.contextmanager
-def blocking() -> Iterator[None]:
-    """While it lasts, this thread does not count as running, so that another may take its place at once (rule 2)."""
-    worker = _local.worker
-    if worker is None:
-        yield
-        return
-    worker.pool._enter_blocking(worker)
-    try:
-        yield
-    finally:
-        worker.pool._leave_blocking(worker)
 
 
 def _log_error(error: BaseException, function: Function) -> None:
@@ -164,16 +107,16 @@ class WorkerPool:
         self._describe = describe
 
         self._queue: deque[Job] = deque()
-        self._workers: set[_Worker] = set()
-        self._idle: list[_Worker] = []
-        self._blocked: set[_Worker] = set()
+        self._workers: set[WorkerThread] = set()
+        self._idle: list[WorkerThread] = []
+        self._blocked: set[WorkerThread] = set()
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
         self._refusal: Callable[[], Exception] | None = None
         self._stopping = False
-        self._monitor: threading.Thread | None = None
-        self._monitor_started = allocate_lock()  # taken once
-        self._monitor_parked: list[LockType] = []
+        cpu_s = self._cpu_s if HAS_THREAD_CLOCK else None
+        history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
+        self._monitor = PoolMonitor(self, history, f"{name}-monitor")
         self._is_start_failure_logged = False
         fork.register(self)
         atexit.register(self.close)
@@ -192,9 +135,9 @@ class WorkerPool:
         self._queue.append((function, arguments, time.monotonic()))
         # One that is about to park looks at the queue again, so a running thread is enough.
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
-            self._start_one()
-        elif self._monitor_parked or self._monitor is None:
-            self._wake_monitor()
+            self.start_one()
+        elif self._monitor.sleeping:
+            self._monitor.wake()
 
     def submit_many(self, jobs: Iterable[tuple[Function, tuple[object, ...]]]) -> None:
         """Submits `(function, arguments)` pairs, in order, with one wake-up for all of them."""
@@ -205,9 +148,9 @@ class WorkerPool:
         if not self._queue:
             return
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
-            self._start_one()
-        elif self._monitor_parked or self._monitor is None:
-            self._wake_monitor()
+            self.start_one()
+        elif self._monitor.sleeping:
+            self._monitor.wake()
 
     def stats(self) -> PoolStats:
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
@@ -235,7 +178,7 @@ class WorkerPool:
         deadline = Deadline.after(timeout_s)
         while self._idle:
             self._wake_idle()
-        self._wake_monitor()
+        self._monitor.wake()
         me = threading.current_thread()
         while workers := [worker for worker in list(self._workers) if worker.thread is not me]:
             if deadline.expired():
@@ -249,12 +192,12 @@ class WorkerPool:
                 "the worker pool was closed after %.1f s, but %d jobs did not end and %d never ran:\n%s",
                 timeout_s, len(left), len(never_ran), self._stacks(),
             )  # fmt: skip
-        if self._monitor is not None and self._monitor is not me:
-            # It ends within a tick, now that the queue is empty.
-            self._monitor.join(deadline.remaining_s() + THREAD_GRACE_S)
+        self._monitor.join(
+            deadline.remaining_s() + THREAD_GRACE_S
+        )  # it ends within a tick, now that the queue is empty
         return left + never_ran
 
-    def _join(self, worker: _Worker, deadline: Deadline) -> None:
+    def _join(self, worker: WorkerThread, deadline: Deadline) -> None:
         """Waits for the end of a thread, which another thread may just be starting: that cannot be joined yet."""
         if worker.ended.acquire(timeout=min(deadline.remaining_s(), threading.TIMEOUT_MAX)):
             worker.ended.release()
@@ -271,16 +214,17 @@ class WorkerPool:
         worker.baton.release()
         return True
 
-    def _start_one(self) -> bool:
+    def start_one(self) -> bool:
+        """Sets one more thread to work: an idle one, or a new one; False at the cap, or where the system refuses."""
         return self._wake_idle() or self._spawn()
 
     def _spawn(self) -> bool:
-        worker = _Worker(self, next(self._numbers))
+        worker = WorkerThread(self._work, f"{self.name}-{next(self._numbers)}")
         self._workers.add(worker)
         if len(self._workers) > self.max_threads:
             self._workers.discard(worker)
             worker.ended.release()
-            self._wake_monitor()
+            self._monitor.wake()
             return False
         try:
             worker.thread.start()
@@ -294,13 +238,13 @@ class WorkerPool:
                     "lower the option max_worker_threads",
                     len(self._workers),
                 )
-            self._wake_monitor()
+            self._monitor.wake()
             return False
         return True
 
-    def _work(self, worker: _Worker) -> None:
-        _local.worker = worker
-        worker.clock = _thread_clock()
+    def _work(self, worker: WorkerThread) -> None:
+        worker.begin()
+        blocking.set_hooks(partial(self._enter_blocking, worker), partial(self._leave_blocking, worker))
         self._prepare()
         queue, cleanup = self._queue, self._cleanup
         while True:
@@ -312,8 +256,8 @@ class WorkerPool:
                 return
             worker.arguments = arguments
             worker.job = function
-            if queue and (self._monitor_parked or self._monitor is None):
-                self._wake_monitor()  # more than one job came for the one thread that was woken
+            if queue and self._monitor.sleeping:
+                self._monitor.wake()  # more than one job came for the one thread that was woken
             try:
                 Context().run(function, *arguments)
             except BaseException as error:
@@ -331,7 +275,7 @@ class WorkerPool:
         except BaseException:
             logger.exception("the error hook of the worker pool failed on %r", error)
 
-    def _park(self, worker: _Worker) -> bool:
+    def _park(self, worker: WorkerThread) -> bool:
         """Waits for work; False means that this thread shall end."""
         self._idle.append(worker)
         if (self._queue or self._stopping) and self._unpark(worker):
@@ -341,7 +285,7 @@ class WorkerPool:
                 return not self._retire(worker)
         return bool(self._queue) or not self._stopping or not self._retire(worker)
 
-    def _unpark(self, worker: _Worker) -> bool:
+    def _unpark(self, worker: WorkerThread) -> bool:
         """Takes the worker out of the idle list, or returns False when another thread did and passes the baton."""
         try:
             self._idle.remove(worker)
@@ -349,7 +293,7 @@ class WorkerPool:
             return False
         return True
 
-    def _retire(self, worker: _Worker) -> bool:
+    def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
         if self._queue:  # it came while this thread still counted as running (rule 5)
             self._workers.add(worker)
@@ -357,63 +301,63 @@ class WorkerPool:
         worker.ended.release()
         return True
 
-    def _enter_blocking(self, worker: _Worker) -> None:
+    def _enter_blocking(self, worker: WorkerThread) -> None:
         worker.blocked += 1
         self._blocked.add(worker)
         if self._queue and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
-            self._start_one()
+            self.start_one()
 
-    def _leave_blocking(self, worker: _Worker) -> None:
+    def _leave_blocking(self, worker: WorkerThread) -> None:
         worker.blocked -= 1
         if worker.blocked == 0:
             self._blocked.discard(worker)
 
-    # -- the monitor ---------------------------------------------------------------------------------------------------
+    # -- for the monitor -----------------------------------------------------------------------------------------------
 
-    def _wake_monitor(self) -> None:
+    def sample(self) -> PoolSample | None:
+        """See `MonitoredPool`."""
+        stats = self.stats()
         try:
-            baton = self._monitor_parked.pop()
+            oldest_at = self._queue[0][2]
         except IndexError:
-            if self._monitor is None and self._monitor_started.acquire(False):
-                monitor = threading.Thread(target=self._watch, name=f"{self.name}-monitor", daemon=True)
-                monitor.start()
-                self._monitor = monitor  # not before: `close` joins it
-        else:
-            baton.release()
+            return None
+        has_progress, self._progress = self._progress, False
+        return PoolSample(time.monotonic(), stats.queued, oldest_at, stats.running, stats.threads, has_progress)
 
-    def _watch(self) -> None:
-        baton = _new_baton()
-        sampler = Sampler(self)
-        empty_ticks = 0
-        while True:
-            if self._queue:
-                empty_ticks = 0
-                for _ in range(sampler.num_to_start()):
-                    if not self._start_one():
-                        break
-                sampler.check_exhausted()
-            elif self._stopping and not self._workers:
-                return
-            else:
-                empty_ticks += 1
-                if empty_ticks > LINGER_TICKS:
-                    self._monitor_parked.append(baton)
-                    if not self._queue and not self._stopping:
-                        baton.acquire()
-                    elif not self._unpark_monitor(baton):
-                        baton.acquire()
-                    empty_ticks = 0
-                    sampler.restart()
-            if self._refusal is ForkedProcess or (self._stopping and not self._queue):
-                return
-            time.sleep(POOL_TICK_S)  # a sampling clock; nobody waits for this thread
+    def needs_monitor(self) -> bool:
+        """See `MonitoredPool`."""
+        return bool(self._queue) or self._stopping
 
-    def _unpark_monitor(self, baton: LockType) -> bool:
-        try:
-            self._monitor_parked.remove(baton)
-        except ValueError:
-            return False
-        return True
+    def is_drained(self) -> bool:
+        """See `MonitoredPool`."""
+        return self._stopping and not self._queue
+
+    def _cpu_s(self) -> float:
+        return sum(worker.cpu_s() for worker in list(self._workers))
+
+    def report_exhaustion(self) -> None:
+        """See `MonitoredPool`."""
+        logger.error("%s\n%s", self._exhaustion(), self._stacks())
+
+    def give_up_jobs(self) -> None:
+        """Hands `on_exhausted` the jobs that have waited for `stall_limit_s`; without it they go on waiting."""
+        hook = self._on_exhausted
+        while hook is not None and self._queue and time.monotonic() - self._queue[0][2] >= self._stall_limit_s:
+            try:
+                function, arguments, _ = self._queue.popleft()
+            except IndexError:  # a thread was faster
+                return
+            try:
+                hook(self._exhaustion(), function, arguments)
+            except Exception:
+                logger.exception("the exhaustion hook of the worker pool failed")
+
+    def _exhaustion(self) -> PoolExhausted:
+        return PoolExhausted(
+            f"all {self.max_threads} worker threads wait, none has finished for {self._stall_limit_s:g} s, and "
+            f"{len(self._queue)} calls are queued. Raise the option max_worker_threads, or make the handlers "
+            "`async def`, which need no thread while they wait."
+        )
 
     def _drop_queue(self) -> list[Job]:
         dropped: list[Job] = []
@@ -428,14 +372,14 @@ class WorkerPool:
         for worker in list(self._workers):
             frame = frames.get(worker.thread.ident or 0)
             job, arguments = worker.job, worker.arguments
-            if frame is not None and job is not None and worker is not _local.worker:
+            if frame is not None and job is not None and worker.thread is not threading.current_thread():
                 stack = "".join(traceback.format_stack(frame, 12))
                 parts.append(f"{worker.thread.name} in {self._describe(job, arguments)}:\n{stack}")
         return "\n".join(parts)
 
     def after_fork_in_child(self) -> None:
         """The threads stayed in the parent; what is queued here runs there."""
-        _local.worker = None
+        blocking.forget_hooks()
         self._refusal = ForkedProcess
         self._stopping = True
         self._workers, self._idle, self._blocked = set(), [], set()
@@ -447,8 +391,3 @@ def _usable_cores() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
-
-
-def _thread_clock() -> int | None:
-    # Asked for by the thread itself: the identifier of a thread that has ended may crash the process.
-    return time.pthread_getcpuclockid(threading.get_ident()) if hasattr(time, "pthread_getcpuclockid") else None

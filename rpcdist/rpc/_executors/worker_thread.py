@@ -1,0 +1,61 @@
+"""One thread of the worker pool, and the lock that it parks on."""
+
+from __future__ import annotations
+
+import threading
+import time
+from _thread import LockType, allocate_lock
+from collections.abc import Callable
+from typing import Final
+
+__all__ = ["HAS_THREAD_CLOCK", "WorkerThread", "new_baton"]
+
+HAS_THREAD_CLOCK: Final = hasattr(time, "pthread_getcpuclockid")
+
+
+def new_baton() -> LockType:
+    """A lock that is held from the beginning: a thread parks by acquiring it, and whoever releases it wakes the thread.
+
+    One per thread: a condition that all share would wake several for one job, and each wake-up would contend for it.
+    """
+    baton = allocate_lock()
+    baton.acquire()
+    return baton
+
+
+class WorkerThread:
+    """What the pool knows of one of its threads.
+
+    Attributes:
+        thread: the thread; `work` is what it runs, and gets this object.
+        baton: the thread parks on it.
+        ended: held until the thread has left the pool.
+        job: what it runs now, or None.
+        arguments: of the job.
+        blocked: how many `blocking` blocks it is in.
+    """
+
+    __slots__ = ("_clock", "arguments", "baton", "blocked", "ended", "job", "thread")
+
+    def __init__(self, work: Callable[[WorkerThread], object], name: str) -> None:
+        self.baton = new_baton()
+        self.ended = new_baton()
+        self.job: Callable[..., object] | None = None
+        self.arguments: tuple[object, ...] = ()
+        self.blocked = 0
+        self._clock: int | None = None
+        self.thread = threading.Thread(target=work, args=(self,), name=name, daemon=True)
+
+    def begin(self) -> None:
+        """The thread calls it first, itself: asking for the clock of a thread that has ended may crash the process."""
+        if HAS_THREAD_CLOCK:
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+
+    def cpu_s(self) -> float:
+        """Processor time that the thread has used, in seconds; 0 where the system does not tell."""
+        if self._clock is None:
+            return 0.0
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended
+            return 0.0
