@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from values_helpers import round_trip, wire
+from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, decode, encode, pickled, register_reducer
+from rpcdist.rpc._values import INLINE_LIMIT, decode, pickled, register_reducer
 
 PICKLE = value_pb2.Value.PICKLE
 
@@ -212,7 +212,8 @@ def test_code_by_value() -> None:
 
 SCRIPT = """
     import multiprocessing, sys
-    from rpcdist.rpc._values import decode, encode
+    from rpcdist._proto import value_pb2
+    from rpcdist.rpc._values import decode, encode_into
     from rpcdist.rpc._values.function_names import encode_function
 
     class Own:
@@ -221,12 +222,15 @@ SCRIPT = """
     def own():
         return 42
 
+    def encoded(obj, **options):
+        value = value_pb2.Value()
+        encode_into(value, obj, **options)
+        return value.SerializeToString()
+
     def child(connection):
-        connection.send((encode([Own(), own]).value.SerializeToString(), encode_function(own),
-                         encode(own, by_value=True).value.SerializeToString()))
+        connection.send((encoded([Own(), own]), encode_function(own), encoded(own, by_value=True)))
 
     if __name__ == "__main__":
-        from rpcdist._proto import value_pb2
         context = multiprocessing.get_context("spawn")
         here, there = context.Pipe()
         process = context.Process(target=child, args=(there,))

@@ -12,11 +12,11 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from values_helpers import Box, Boxes, round_trip, wire
+from values_helpers import Box, Boxes, encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, ReceiveBuffer, decode, encode, encode_into, large_sizes
+from rpcdist.rpc._values import INLINE_LIMIT, ReceiveBuffer, decode, encode_into, large_sizes
 from rpcdist.rpc._values.plain import EMPTY_CALL, MAX_DEPTH, MAX_ITEMS, read_plain
 
 PLAIN = value_pb2.Value.PLAIN

@@ -14,11 +14,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
-from values_helpers import round_trip, wire
+from values_helpers import encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
 from rpcdist.rpc._values.dtypes import DTYPES
 from rpcdist.rpc._values.tensors import KEPT_HOLES_BYTES
 

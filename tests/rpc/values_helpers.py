@@ -2,12 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from rpcdist._proto import value_pb2
-from rpcdist.rpc._values import Encoded, decode, encode
+from rpcdist.rpc._values import Externals, LargeBuffer, decode, encode_into
 
-__all__ = ["Box", "Boxes", "round_trip", "wire"]
+__all__ = ["Box", "Boxes", "Encoded", "encode", "round_trip", "wire"]
+
+
+class Encoded(NamedTuple):
+    """A value on its way out, and the buffers that are not in it."""
+
+    value: value_pb2.Value
+    large: list[LargeBuffer]
+
+
+def encode(obj: object, externals: Externals | None = None, **options: Any) -> Encoded:
+    """`encode_into` a new message."""
+    value = value_pb2.Value()
+    return Encoded(value, encode_into(value, obj, externals, **options))
 
 
 class Box:

@@ -1,7 +1,7 @@
 """Python values on the wire; docs/values.md describes the format and its promises."""
 
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, large_sizes
-from rpcdist.rpc._values.codec import Encoded, OnTensors, decode, encode, encode_into
+from rpcdist.rpc._values.codec import OnTensors, decode, encode_into
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
 from rpcdist.rpc._values.tensors import MapDevice
@@ -9,7 +9,6 @@ from rpcdist.rpc._values.tensors import MapDevice
 __all__ = [
     "INLINE_LIMIT",
     "NOT_ON_CALLEE",
-    "Encoded",
     "Externals",
     "LargeBuffer",
     "MapDevice",
@@ -17,7 +16,6 @@ __all__ = [
     "ReceiveBuffer",
     "Reducer",
     "decode",
-    "encode",
     "encode_into",
     "large_sizes",
     "register_reducer",

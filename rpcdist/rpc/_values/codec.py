@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Final
 
 import torch
@@ -18,41 +17,13 @@ from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 
-__all__ = ["Encoded", "OnTensors", "decode", "encode", "encode_into"]
+__all__ = ["OnTensors", "decode", "encode_into"]
 
 OnTensors = Callable[[list[torch.Tensor]], object]
 """Is given the tensor table of a value; the order is the same at both ends."""
 
 PLAIN_ITEMS: Final = 48
 """Values of more parts are pickled: the plain writer is Python, and slower from here on."""
-
-
-@dataclass(slots=True)
-class Encoded:
-    """A value on its way out.
-
-    Attributes:
-        value: the message.
-        large: the buffers that are not in it, in the order in which the message announces them.
-    """
-
-    value: value_pb2.Value
-    large: list[LargeBuffer]
-
-
-def encode(
-    obj: object,
-    externals: Externals | None = None,
-    *,
-    by_value: bool = False,
-    plain_only: bool = False,
-    map_device: MapDevice | None = None,
-) -> Encoded:
-    """`encode_into` a new message."""
-    value = value_pb2.Value()
-    return Encoded(
-        value, encode_into(value, obj, externals, by_value=by_value, plain_only=plain_only, map_device=map_device)
-    )
 
 
 def encode_into(

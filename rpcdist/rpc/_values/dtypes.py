@@ -1,8 +1,7 @@
 """The numbers under which torch dtypes travel.
 
-The numbers are part of the wire format: new dtypes get new numbers, and none is ever used twice. Types that the running
-    torch
-does not have are left out, and a tensor of such a type is refused when it arrives.
+The numbers are part of the wire format: new dtypes get new numbers, and none is ever used twice. Types that the
+running torch does not have are left out, and a tensor of such a type is refused when it arrives.
 """
 
 from __future__ import annotations

@@ -210,7 +210,9 @@ def _goes_by_value(name: str) -> bool:
     return module_name == "__main__" or any(f"{module_name}.".startswith(f"{parent}.") for parent in registered)
 
 
-class _Unpickler(pickle.Unpickler):
+class _FunctionUnpickler(pickle.Unpickler):
+    """Finds what belongs to the sender's script in this process's script, which a spawned process calls otherwise."""
+
     def find_class(self, module: str, name: str) -> Any:
         return super().find_class("__main__" if module == "__mp_main__" else module, name)
 
@@ -224,7 +226,7 @@ def _dump(func: Callable[..., Any], by_value: bool) -> bytes:
 
 def _load(data: bytes) -> Callable[..., Any]:
     try:
-        func = _Unpickler(io.BytesIO(data)).load()
+        func = _FunctionUnpickler(io.BytesIO(data)).load()
     except Exception as exc:
         advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
         reason = f"{type(exc).__name__}: {exc}.{advice}"

@@ -99,7 +99,7 @@ def write_pickle(obj: object, source: Externals | None, by_value: bool) -> Pickl
         send_main_by_value()
         pickler = _ByValuePickler(file, parts, source)
     else:
-        pickler = _Pickler(file, parts, source)
+        pickler = _ValuePickler(file, parts, source)
     try:
         pickler.dump(obj)
     except (AttributeError, TypeError, pickle.PicklingError) as exc:
@@ -130,7 +130,7 @@ def read_pickle(
     """
     out_of_band = (buffer.view if isinstance(buffer, ReceiveBuffer) else bytearray(buffer) for buffer in buffers)
     try:
-        return _Unpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
+        return _ValueUnpickler(io.BytesIO(body), tensors, out_of_band, externals).load()
     except (Exception, SystemExit, GeneratorExit) as exc:
         advice = f" {NOT_ON_CALLEE}" if isinstance(exc, AttributeError | ImportError) else ""
         raise SerializationError(
@@ -182,7 +182,7 @@ class _Reduction:
         return NotImplemented
 
 
-class _Pickler(pickle.Pickler):
+class _ValuePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
         super().__init__(file, 5, buffer_callback=parts.add_buffer)
         self.reducer_override = _Reduction(parts, source)  # type: ignore[method-assign]
@@ -207,7 +207,9 @@ def send_main_by_value() -> None:
                 cloudpickle.register_pickle_by_value(main)
 
 
-class _Unpickler(pickle.Unpickler):
+class _ValueUnpickler(pickle.Unpickler):
+    """Puts the tensors and remote references of the value where its pickle refers to them."""
+
     def __init__(
         self, file: io.BytesIO, tensors: list[torch.Tensor], buffers: Any, externals: Externals | None
     ) -> None:

@@ -6,9 +6,8 @@ the codec would send. docs/values.md has the format. Lists, dicts and bytearrays
 so cycles work.
 
 Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises
-    `SerializationError`; it
-never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never builds more than `MAX_ITEMS`
-objects.
+`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never
+builds more than `MAX_ITEMS` objects.
 """
 
 from __future__ import annotations

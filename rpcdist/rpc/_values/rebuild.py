@@ -1,9 +1,8 @@
 """Tensors of a value on their way in: every header is checked before any memory is touched.
 
 A received tensor is an ordinary one: not a view of another, with resizable memory, writable in place under grad mode.
-    Tensors
-that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were received; small
-ones are copied once, out of the message.
+Tensors that shared a buffer share a storage, as they did at the sender. Large buffers are used where they were
+received; small ones are copied once, out of the message.
 """
 
 from __future__ import annotations
