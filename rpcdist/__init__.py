@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rpcdist import deadline as deadline
     from rpcdist import errors as errors
     from rpcdist import ids as ids
+    from rpcdist import launch as launch
     from rpcdist import nn as nn
     from rpcdist import optim as optim
     from rpcdist import parallel as parallel
@@ -32,6 +33,7 @@ __all__ = [
     "deadline",
     "errors",
     "ids",
+    "launch",
     "nn",
     "optim",
     "parallel",

@@ -18,6 +18,7 @@
     ├── UnknownWorker
     ├── DeadlineExceeded (TimeoutError)
     ├── Cancelled
+    ├── ProcessFailed                       a process that `rpcdist.launch` started failed
     ├── SerializationError (TypeError)      a value cannot be sent, or cannot be rebuilt
     ├── RemoteError                         the other side failed, and its exception could not be rebuilt here
     │   └── FunctionNotFound (AttributeError)   the callee has no such function
@@ -69,6 +70,7 @@ __all__ = [
     "NotInitialized",
     "OwnerLost",
     "PoolExhausted",
+    "ProcessFailed",
     "ProtocolViolation",
     "QueueEmptyError",
     "RRefError",
@@ -221,6 +223,27 @@ class DeadlineExceeded(RpcdistError, TimeoutError):
 
 class Cancelled(RpcdistError):
     """The call was cancelled by the caller."""
+
+
+class ProcessFailed(RpcdistError):
+    """A process that `rpcdist.launch` started failed, before all others that did.
+
+    Attributes:
+        rank: of the process.
+        what: what happened to it, e.g. "raised ValueError" or "was killed by SIGKILL".
+        traceback: the traceback of its exception; empty if it ended without one.
+        exit_code: of a process that ended without an exception, or the negative number of the signal that killed it.
+    """
+
+    def __init__(self, rank: int, what: str, traceback: str = "", exit_code: int | None = None) -> None:
+        super().__init__(rank, what, traceback, exit_code)
+        self.rank = rank
+        self.what = what
+        self.traceback = traceback
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} {self.what}" + (f"\n\n{self.traceback.rstrip()}" if self.traceback else "")
 
 
 class SerializationError(RpcdistError, TypeError):

@@ -53,6 +53,10 @@ __all__ = [
     "LAST_ATTEMPT_SHARE",
     "LAST_REPLIES_LIMIT_S",
     "LATE_JOINERS_LIMIT_S",
+    "LAUNCH_CAUSE_LIMIT_S",
+    "LAUNCH_EXIT_LIMIT_S",
+    "LAUNCH_KILL_LIMIT_S",
+    "LAUNCH_TERMINATE_LIMIT_S",
     "LEASE_IN_PEER_TIMEOUTS",
     "LEAVE_CONNECT_LIMIT_S",
     "LINK_CLOSE_LIMIT_S",
@@ -135,6 +139,8 @@ DDP_NOTICE_POLL_S: Final = 2.0
 """A rank that waits for a gradient bucket looks this often for notices of ranks that have failed."""
 POOL_EXHAUSTED_LIMIT_S: Final = 30.0
 """A worker pool at its cap of threads in which no job ends for this long fails the waiting jobs (`PoolExhausted`)."""
+LAUNCH_CAUSE_LIMIT_S: Final = 1.0
+"""`launch` gives the other ranks this time to report a better reason when a rank fails because it lost another one."""
 
 # ------------------------------------------------------------ Waiting for an answer
 
@@ -245,6 +251,12 @@ STORE_STOP_LIMIT_S: Final = 5.0
 """The end of the store's service."""
 STORE_LINGER_S: Final = 0.1
 """The store's service stays this long after its last reply, so that the reply leaves before the process ends."""
+LAUNCH_EXIT_LIMIT_S: Final = 60.0
+"""A process of `launch` whose function has returned, measured by its parent; then the job fails."""
+LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
+"""Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
+LAUNCH_KILL_LIMIT_S: Final = 5.0
+"""A process of `launch` that was killed, measured by its parent, which then leaves it alone."""
 
 # ------------------------------------------------------------ Retrying
 

@@ -3,86 +3,17 @@
 from __future__ import annotations
 
 import importlib
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from socket import socket
-from typing import IO
 
-import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-# A machine with more work than cores is slower by about this factor; the limits grow with it.
-SLOWDOWN = max(1.0, os.getloadavg()[0] / (os.cpu_count() or 1))
-LIMIT_S = min(100.0, 40.0 * SLOWDOWN)  # of a whole run, most of which is importing torch in every process
-STOP_LIMIT_S = 3.0 * SLOWDOWN  # between Ctrl-C and the end
-
-
-def environment() -> dict[str, str]:
-    """Ours, without what a launcher may have left there."""
-    launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-    return {name: value for name, value in os.environ.items() if name not in launcher}
-
-
-def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """Runs a command to its end, in a session of its own; kills the session when that takes too long."""
-    with start(*command, cwd=cwd) as process:
-        out, errors = process.communicate(timeout=LIMIT_S)
-        assert_no_process_left(process.pid)
-    return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, errors)
-
-
-@contextmanager
-def start(*command: str | Path, cwd: Path | None = None) -> Iterator[subprocess.Popen[str]]:
-    process = subprocess.Popen(
-        list(map(str, command)),
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-        env=environment(),
-        cwd=cwd,
-    )
-    try:
-        yield process
-    finally:
-        for member in session_members(process.pid):
-            member.kill()
-        process.communicate()
-
-
-def session_members(session: int) -> list[psutil.Process]:
-    """The living processes of a session: children stay in it also when their parent is gone."""
-    members = []
-    for process in psutil.process_iter():
-        try:
-            if os.getsid(process.pid) == session and process.status() != psutil.STATUS_ZOMBIE:
-                members.append(process)
-        except (ProcessLookupError, psutil.NoSuchProcess):
-            continue
-    return members
-
-
-def assert_no_process_left(session: int, limit_s: float = STOP_LIMIT_S) -> None:
-    _, alive = psutil.wait_procs(session_members(session), timeout=limit_s)
-    assert not alive, f"still running: {alive}"
-
-
-def read_until(stream: IO[str], text: str) -> str:
-    """Lines up to the first that contains `text`."""
-    lines = []
-    for line in stream:
-        lines.append(line)
-        if text in line:
-            return "".join(lines)
-    raise AssertionError(f"the output ended without {text!r}:\n{''.join(lines)}")
 
 
 def free_port() -> int:

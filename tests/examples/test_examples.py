@@ -14,21 +14,9 @@ from pathlib import Path
 from socket import socket
 
 import pytest
-from example_runs import (
-    EXAMPLES,
-    LIMIT_S,
-    ROOT,
-    STOP_LIMIT_S,
-    assert_no_process_left,
-    free_port,
-    last_line,
-    read_until,
-    run,
-    session_members,
-    start,
-    torchrun,
-)
+from example_runs import EXAMPLES, ROOT, free_port, last_line, torchrun
 from example_runs import explanation_of as explanation_of
+from program_sessions import LIMIT_S, STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
 SHORT = ("--epochs", "8")

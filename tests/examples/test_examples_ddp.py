@@ -9,13 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from example_runs import (
-    EXAMPLES,
-    last_line,
-    run,
-    torchrun,
-)
+from example_runs import EXAMPLES, last_line, torchrun
 from example_runs import explanation_of as explanation_of
+from program_sessions import run
 
 DDP = EXAMPLES / "ddp.py"
 COLLECTIVES = EXAMPLES / "collectives.py"

@@ -11,18 +11,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_runs import (
-    EXAMPLES,
-    STOP_LIMIT_S,
-    assert_no_process_left,
-    last_line,
-    read_until,
-    run,
-    session_members,
-    start,
-    torchrun,
-)
+from example_runs import EXAMPLES, last_line, torchrun
 from example_runs import explanation_of as explanation_of
+from program_sessions import STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
 PNG = b"\x89PNG"
 

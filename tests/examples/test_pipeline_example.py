@@ -8,13 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from example_runs import (
-    EXAMPLES,
-    ROOT,
-    run,
-    torchrun,
-)
+from example_runs import EXAMPLES, ROOT, torchrun
 from example_runs import explanation_of as explanation_of
+from program_sessions import run
 
 PIPELINE = EXAMPLES / "pipeline_parallel.py"
 SHORT = ("--steps", "40", "--width", "32", "--length", "32", "--batch-size", "16")

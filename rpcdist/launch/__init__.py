@@ -1,0 +1,18 @@
+"""Starting the processes of a job on this machine, one per rank.
+
+    def train(rank: int) -> float:
+        init_process_group()  # finds the other ranks without arguments
+        ...
+
+    if __name__ == "__main__":
+        losses = launch(train, num_workers=4)
+
+The same program also runs under torchrun, which then starts the processes instead.
+"""
+
+from __future__ import annotations
+
+from rpcdist.launch._launch import launch
+from rpcdist.launch._placement import Placement, placement_from_environment
+
+__all__ = ["Placement", "launch", "placement_from_environment"]

@@ -1,0 +1,107 @@
+"""What a started process runs: it prepares itself as `multiprocessing` does, calls the function, and reports.
+
+The parent starts `python -c BOOTSTRAP` with a `Task` at its standard input. Nothing of the user's program is imported
+before the process is tied to its parent, so a parent that is killed at any time leaves no process behind.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import pickle
+import signal
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from multiprocessing import spawn
+from typing import Any, Final
+
+from rpcdist.launch._reports import Report, Returned, frame, report_of_exception
+
+__all__ = ["BOOTSTRAP", "Task", "is_importing_main", "main"]
+
+# The path comes first: this package may be importable only because the parent's program extended `sys.path`.
+BOOTSTRAP: Final = (
+    "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
+    "from rpcdist.launch._rank_main import main; main()"
+)
+
+_PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """What a process gets from its parent."""
+
+    rank: int
+    parent_pid: int
+    report_fd: int
+    preparation: dict[str, Any]  # of `multiprocessing.spawn`: the main module, the path, the working directory
+    call: bytes  # the pickled function and its arguments after the rank
+
+
+def main() -> None:
+    """Runs the task at standard input; exits with code 1 when it fails."""
+    task: Task = pickle.load(sys.stdin.buffer)
+    _end_with_parent(task.parent_pid)
+    _close_standard_input()
+    _close_in_forked_children(task.report_fd)
+    report = _run(task)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # whatever the function made of them
+            stream.flush()  # before the report: a failure makes the parent end this process
+    _write(task.report_fd, frame(report))  # and not closed: it ends with the process
+    if not isinstance(report, Returned):
+        sys.exit(1)
+
+
+def is_importing_main() -> bool:
+    """Whether this process is only importing the main module of its parent, to find the function."""
+    return getattr(multiprocessing.current_process(), "_inheriting", False)
+
+
+def _run(task: Task) -> Report:
+    try:
+        return Returned(_call(task))
+    except BaseException as error:
+        return report_of_exception(error)
+
+
+def _call(task: Task) -> bytes:
+    process = multiprocessing.current_process()
+    process._inheriting = True  # type: ignore[attr-defined]  # multiprocessing then refuses to start processes
+    try:
+        spawn.prepare(task.preparation)
+    finally:
+        del process._inheriting  # type: ignore[attr-defined]
+    function, args = pickle.loads(task.call)
+    return pickle.dumps(function(task.rank, *args))
+
+
+def _end_with_parent(parent_pid: int) -> None:
+    """Has the kernel kill this process when its parent ends, however that happens."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent_pid:  # it ended before
+        os._exit(1)
+
+
+def _close_standard_input() -> None:
+    """As in a process of `multiprocessing`: the terminal belongs to the parent, and its task has been read."""
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    sys.stdin = open(0, closefd=False)
+
+
+def _close_in_forked_children(report_fd: int) -> None:
+    """Keeps the pipe to this process: a child (of a `DataLoader`, say) that held it would hide the end of the rank."""
+    os.set_inheritable(report_fd, False)
+    os.register_at_fork(after_in_child=lambda: os.close(report_fd))
+
+
+def _write(fd: int, data: bytes) -> None:
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]

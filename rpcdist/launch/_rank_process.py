@@ -1,0 +1,111 @@
+"""One started process: its command and environment, its reports, and how it is ended."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import subprocess
+import tempfile
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import spawn
+from typing import Any
+
+from rpcdist.launch._rank_main import BOOTSTRAP, Task
+from rpcdist.launch._reports import Inbox, Report
+
+__all__ = ["RankProcess", "start_rank"]
+
+_READ_BYTES = 1 << 20
+
+
+class RankProcess:
+    """The process of one rank, as its parent sees it.
+
+    Args:
+        rank: its rank.
+        popen: the process, the leader of a process group of its own.
+        reports: the end of its pipe that is read; owned by this object.
+    """
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], reports: int) -> None:
+        self.rank = rank
+        self._popen = popen
+        self._reports = reports
+        self._inbox = Inbox()
+        self.has_ended = False
+
+    def fileno(self) -> int:
+        """Readable when the rank has written, or ended."""
+        return self._reports
+
+    def read(self) -> Report | None:
+        """What has arrived, called when it is readable: the report if that is complete; sets `has_ended` at the end."""
+        data = os.read(self._reports, _READ_BYTES)
+        self.has_ended = not data
+        return self._inbox.feed(data) if data else None
+
+    def terminate(self) -> None:
+        """Asks it to end: SIGTERM, which ends a process that installed no handler."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGTERM)
+
+    def kill_group(self) -> None:
+        """Ends it and its children. The process must not have been reaped, or the id could be another's."""
+        with suppress(ProcessLookupError, PermissionError):  # the second: on macOS, for a group of dead processes
+            os.killpg(self._popen.pid, signal.SIGKILL)
+
+    def reap(self, limit_s: float) -> int | None:
+        """Its return code as in `subprocess`; None if it has not ended within `limit_s` seconds."""
+        try:
+            return self._popen.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def close(self) -> None:
+        """Closes the pipe."""
+        os.close(self._reports)
+
+
+def start_rank(rank: int, call: bytes, environment: Mapping[str, str]) -> RankProcess:
+    """Starts a process that calls a function.
+
+    Args:
+        rank: the first argument of the function.
+        call: the pickled function and its other arguments.
+        environment: all of the process's environment variables.
+    """
+    reports, report_fd = os.pipe()
+    try:
+        task = Task(rank, os.getpid(), report_fd, _preparation(rank), call)
+        # A file rather than a pipe: writing to a pipe would wait for the process to read.
+        with tempfile.TemporaryFile() as file:
+            file.write(pickle.dumps(task.preparation["sys_path"]) + pickle.dumps(task))
+            file.seek(0)
+            popen = subprocess.Popen(
+                _command(),
+                stdin=file,
+                env=dict(environment),
+                pass_fds=(report_fd,),
+                process_group=0,  # so that Ctrl-C in a terminal reaches only the parent, which ends all
+            )
+    except BaseException:
+        os.close(reports)
+        raise
+    finally:
+        os.close(report_fd)
+    return RankProcess(rank, popen, reports)
+
+
+def _command() -> list[str]:
+    """Python with the options of this interpreter, as `multiprocessing` would start it, but with our program."""
+    *python, _program, _mark = spawn.get_command_line()
+    return [*python, BOOTSTRAP]
+
+
+def _preparation(rank: int) -> dict[str, Any]:
+    """What `multiprocessing` gives a process that it spawns: above all how to import the main module."""
+    preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
+    preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
+    return preparation

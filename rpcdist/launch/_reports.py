@@ -1,0 +1,89 @@
+"""What a rank reports to the process that started it, and how a report travels through a pipe.
+
+A rank writes one report, when its function has ended: a length of 8 bytes and a pickled `Report`. Then its process
+ends, which the other side sees as the end of the pipe. Pure: no pipe is touched here.
+"""
+
+from __future__ import annotations
+
+import pickle
+import struct
+import time
+import traceback
+from dataclasses import dataclass
+from typing import Final
+
+from rpcdist.errors import GroupAborted
+
+__all__ = ["Exited", "Inbox", "Raised", "Report", "Returned", "frame", "report_of_exception"]
+
+_LENGTH: Final = struct.Struct("<Q")
+
+# What the loss of another rank looks like. A rank that fails with one of these is rarely the one that failed first.
+_CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """The function returned; `result` is pickled."""
+
+    result: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Exited:
+    """The function called `sys.exit` with a code other than 0. `moment` is read from `time.monotonic`."""
+
+    code: int | str
+    moment: float
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """The function raised an exception. `moment` is read from `time.monotonic`, which ranks of one machine share."""
+
+    type_name: str
+    traceback: str
+    may_be_consequence: bool
+    moment: float
+
+
+Report = Returned | Exited | Raised
+
+
+def report_of_exception(error: BaseException) -> Report:
+    """The report of a function that was left by `error`."""
+    now = time.monotonic()
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return Returned(pickle.dumps(None))
+        return Exited(error.code if isinstance(error.code, int) else str(error.code), now)
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
+        frames = frames.tb_next  # the user's function comes after our own frames
+    text = "".join(traceback.format_exception(type(error), error, frames))
+    return Raised(type(error).__qualname__, text, isinstance(error, _CONSEQUENCES), now)
+
+
+def frame(report: Report) -> bytes:
+    """The bytes of a report on a pipe."""
+    content = pickle.dumps(report)
+    return _LENGTH.pack(len(content)) + content
+
+
+class Inbox:
+    """Collects the bytes of one rank until its report is complete."""
+
+    def __init__(self) -> None:
+        self._received = bytearray()
+
+    def feed(self, data: bytes) -> Report | None:
+        """The report, if `data` completes it."""
+        self._received += data
+        if len(self._received) < _LENGTH.size:
+            return None
+        (length,) = _LENGTH.unpack_from(self._received)
+        if len(self._received) < _LENGTH.size + length:
+            return None
+        report: Report = pickle.loads(memoryview(self._received)[_LENGTH.size :])
+        return report

@@ -1,0 +1,93 @@
+"""Runs the processes of a job: starts them, listens to their reports, and ends them all whatever happens."""
+
+from __future__ import annotations
+
+import selectors
+import signal
+import time
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from rpcdist.deadline import Deadline
+from rpcdist.launch._progress import Outcome, Progress
+from rpcdist.launch._rank_process import RankProcess, start_rank
+from rpcdist.launch._signals import StopSignals
+from rpcdist.time_limits import (
+    LAUNCH_CAUSE_LIMIT_S,
+    LAUNCH_EXIT_LIMIT_S,
+    LAUNCH_KILL_LIMIT_S,
+    LAUNCH_TERMINATE_LIMIT_S,
+)
+
+__all__ = ["run_job"]
+
+_LONGEST_WAIT_S: Final = 3600.0  # of one call of `select`, whose argument has a limit of its own
+
+
+def run_job(
+    call: bytes, world_size: int, variables: Mapping[str, str], deadline: Deadline, stop: StopSignals
+) -> Outcome | signal.Signals:
+    """Starts the ranks and waits for the outcome; when this returns or raises, all processes have ended."""
+    progress = Progress(world_size, deadline.at, LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S)
+    processes: list[RankProcess] = []
+    try:
+        for rank in range(world_size):
+            environment = {**variables, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            processes.append(start_rank(rank, call, environment))
+        return _wait(processes, progress, stop)
+    finally:
+        _end(processes)
+
+
+def _wait(processes: Sequence[RankProcess], progress: Progress, stop: StopSignals) -> Outcome | signal.Signals:
+    with selectors.DefaultSelector() as selector:
+        selector.register(stop, selectors.EVENT_READ)
+        for process in processes:
+            selector.register(process, selectors.EVENT_READ, process)
+        looked_at = time.monotonic()
+        while not (outcome := stop.received or progress.outcome(time.monotonic())):
+            wait_s = progress.next_deadline() - time.monotonic()
+            ready = selector.select(max(0.0, min(wait_s, _LONGEST_WAIT_S)))
+            alive_at, looked_at = looked_at, time.monotonic()
+            for key, _ in ready:
+                if key.fileobj is not stop and not _read(key.data, progress, alive_at, looked_at):
+                    selector.unregister(key.fileobj)
+        return outcome
+
+
+def _read(process: RankProcess, progress: Progress, alive_at: float, now: float) -> bool:
+    """Takes in what a rank has written; returns False when that was the end of its pipe."""
+    report = process.read()
+    if report is not None:
+        progress.reported(process.rank, report, now)
+    if not process.has_ended:
+        return True
+    if not progress.has_reported(process.rank):
+        process.kill_group()  # before it is reaped
+    progress.ended(process.rank, process.reap(LAUNCH_KILL_LIMIT_S), alive_at, now)
+    return False
+
+
+def _end(processes: Sequence[RankProcess]) -> None:
+    """Ends the processes that still run: asks, waits, kills; then reaps all."""
+    running = [process for process in processes if not process.has_ended]
+    for process in running:
+        process.terminate()
+    _wait_for_ends(running, Deadline.after(LAUNCH_TERMINATE_LIMIT_S))
+    for process in running:
+        process.kill_group()
+    for process in processes:
+        process.reap(LAUNCH_KILL_LIMIT_S)
+        process.close()
+
+
+def _wait_for_ends(processes: Sequence[RankProcess], deadline: Deadline) -> None:
+    with selectors.DefaultSelector() as selector:
+        for process in processes:
+            selector.register(process, selectors.EVENT_READ, process)
+        while selector.get_map() and not deadline.expired():
+            for key, _ in selector.select(deadline.remaining_s()):
+                rank_process: RankProcess = key.data
+                rank_process.read()
+                if rank_process.has_ended:
+                    selector.unregister(rank_process)

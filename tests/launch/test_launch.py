@@ -1,0 +1,227 @@
+"""`rpcdist.launch` with real processes: what it hands each, how failures are named, and that nobody is left."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import launch_functions as functions
+import psutil
+import pytest
+from program_sessions import (
+    LIMIT_S,
+    STOP_LIMIT_S,
+    assert_no_process_left,
+    read_until,
+    run,
+    session_members,
+    start,
+)
+
+from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed, SerializationError
+from rpcdist.launch import _supervisor, launch
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {folder!r})
+{imports}
+from launch_functions import *
+from rpcdist.launch import launch
+
+def fail(rank):
+    print("what it printed before")
+    raise ValueError(f"no by {{rank}}")
+
+if __name__ == "__main__":
+    {statement}
+"""
+
+
+def program(tmp_path: Path, statement: str, imports: str = "") -> tuple[str, Path]:
+    """The command of a program that calls `launch`."""
+    script = tmp_path / "program.py"
+    folder = str(Path(__file__).parent)
+    script.write_text(PROGRAM.format(folder=folder, statement=statement, imports=imports))
+    return sys.executable, script
+
+
+@pytest.mark.multiproc
+def test_each_rank_gets_its_place_and_returns_its_result(no_launcher: None) -> None:
+    results = launch(functions.describe, ("word",), num_workers=3, env={"EXTRA": "more"})
+    assert [(rank, word, variables, extra) for rank, _, word, variables, extra in results] == [
+        (rank, "word", f"{rank} {rank} 3 127.0.0.1", "more") for rank in range(3)
+    ]
+    assert len({os.getpid(), *(pid for _, pid, *_ in results)}) == 4
+    assert "EXTRA" not in os.environ
+
+
+@pytest.mark.multiproc
+def test_a_large_result_and_the_port_for_rank_0(no_launcher: None) -> None:
+    assert launch(functions.make, (5_000_000,), num_workers=2) == [bytes([rank]) * 5_000_000 for rank in range(2)]
+    assert launch(functions.listen_at_the_master_port, num_workers=2) == ["hello", ""]
+
+
+@pytest.mark.multiproc
+def test_the_traceback_of_the_rank_that_failed(tmp_path: Path) -> None:
+    """Only one is shown, without frames of ours inside it; what the rank printed is not lost."""
+    script = program(tmp_path, "launch(fail, num_workers=2)")
+    result = run(*script)
+    assert result.returncode == 1
+    assert "what it printed before" in result.stdout
+    assert result.stderr.count("Traceback") == 2  # this process's, then the rank's
+    expected = (
+        r"rpcdist\.errors\.ProcessFailed: rank (\d) raised ValueError\n\nTraceback \(most recent call last\):\n"
+        r'  File ".*/program\.py", line \d+, in fail\n    raise ValueError\(f"no by \{rank\}"\)\nValueError: no by \1\n'
+    )
+    assert re.search(expected + r"\Z", result.stderr), result.stderr
+
+
+@pytest.mark.multiproc
+def test_the_cause_is_named_rather_than_its_consequence(no_launcher: None) -> None:
+    with pytest.raises(ProcessFailed, match="rank 1 raised KeyError") as caught:
+        launch(functions.fail_after_its_peer, num_workers=2)
+    assert caught.value.rank == 1
+    assert caught.value.traceback.endswith("KeyError: 'the cause'\n")
+
+
+@pytest.mark.multiproc
+def test_a_process_that_ends_without_a_word_is_named(no_launcher: None) -> None:
+    with pytest.raises(ProcessFailed, match=r"^rank 1 was killed by SIGKILL before its function returned$") as caught:
+        launch(functions.be_killed, num_workers=2)
+    assert caught.value.exit_code == -signal.SIGKILL
+    with pytest.raises(ProcessFailed, match=r"^rank 1 ended with exit code 3 before its function returned$") as caught:
+        launch(functions.exit_at_once, num_workers=2)
+    assert caught.value.exit_code == 3
+
+
+@pytest.mark.multiproc
+def test_children_of_a_rank_neither_hide_its_end_nor_outlive_it(tmp_path: Path, no_launcher: None) -> None:
+    path = tmp_path / "children"
+    with pytest.raises(ProcessFailed, match="rank 1 ended with exit code 4"):
+        launch(functions.grandchild_then_exit, (str(path),), num_workers=2, join_timeout_s=60)
+    children = [int(pid) for pid in path.read_text().split()]
+    assert len(children) == 2
+    psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=STOP_LIMIT_S)
+    assert not any(psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE for pid in children)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(("code", "expected"), [("too low", "too low"), (7, 7)])
+def test_sys_exit_of_a_rank_is_the_exit_of_the_program(code: object, expected: object, no_launcher: None) -> None:
+    with pytest.raises(SystemExit) as caught:
+        launch(functions.exit_with, (code,), num_workers=2)
+    assert caught.value.code == expected
+
+
+@pytest.mark.multiproc
+def test_results_and_exceptions_that_cannot_be_pickled(no_launcher: None) -> None:
+    assert launch(functions.exit_with, (0,), num_workers=2) == [None, None]
+    with pytest.raises(ProcessFailed, match=r"rank 0 raised TypeError(.|\n)*cannot pickle '_thread.lock'"):
+        launch(functions.return_unpicklable, num_workers=1)
+    with pytest.raises(ProcessFailed, match=r"rank 0 raised raise_unpicklable\.<locals>\.Local"):
+        launch(functions.raise_unpicklable, num_workers=1)
+
+
+@pytest.mark.multiproc
+def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
+    monkeypatch.setattr(_supervisor, "LAUNCH_TERMINATE_LIMIT_S", 0.2)
+    with pytest.raises(DeadlineExceeded, match=r"after 1\.5 s these of 2 ranks had not ended: 0, 1"):
+        launch(functions.hang_deaf, num_workers=2, join_timeout_s=1.5)
+    monkeypatch.setattr(_supervisor, "LAUNCH_EXIT_LIMIT_S", 0.2)
+    with pytest.raises(ProcessFailed, match="rank 0 returned, but its process did not end"):
+        launch(functions.hang_in_a_thread, num_workers=1)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("signum", "whole_group", "code", "said"),
+    [
+        (signal.SIGINT, True, 130, "\ninterrupted\n"),
+        (signal.SIGINT, False, 130, "\ninterrupted\n"),
+        (signal.SIGTERM, False, 143, "terminated\n"),
+    ],
+    ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM"],
+)
+def test_a_signal_ends_everything(signum: int, whole_group: bool, code: int, said: str, tmp_path: Path) -> None:
+    with start(*program(tmp_path, "launch(wait_for_ever, num_workers=2)")) as process:
+        assert process.stdout is not None
+        read_until(process.stdout, "runs")
+        (os.killpg if whole_group else os.kill)(process.pid, signum)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert not session_members(process.pid)
+    assert (process.returncode, errors) == (code, said)
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("while_they_start", [True, False])
+def test_nobody_outlives_a_parent_that_is_killed(while_they_start: bool, tmp_path: Path) -> None:
+    imports = "if __name__ != '__main__': __import__('threading').Event().wait(60)" if while_they_start else ""
+    with start(*program(tmp_path, "launch(wait_for_ever, num_workers=2)", imports)) as process:
+        assert process.stdout is not None
+        if while_they_start:
+            deadline = time.monotonic() + LIMIT_S
+            while len(session_members(process.pid)) < 3:  # no output tells
+                assert time.monotonic() < deadline
+        else:
+            read_until(process.stdout, "runs")
+        process.kill()
+        assert_no_process_left(process.pid, STOP_LIMIT_S)
+
+
+@pytest.mark.multiproc
+def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
+    script = tmp_path / "unguarded.py"
+    script.write_text("from rpcdist.launch import launch\nlaunch(print, num_workers=2)\n")
+    result = run(sys.executable, script)
+    assert result.returncode == 1
+    assert result.stderr.count("Traceback") == 2
+    assert 'put the call under `if __name__ == "__main__":`' in result.stderr.splitlines()[-1]
+
+
+# ---------------------------------------------------------------- without processes
+
+
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "host")):
+        monkeypatch.setenv(name, value)
+    assert launch(functions.describe, ("word",), num_workers=2) == [(1, os.getpid(), "word", "1 1 2 host", None)]
+    with pytest.raises(ConfigError, match="num_workers=3, but the launcher started WORLD_SIZE=2"):
+        launch(functions.describe, ("word",), num_workers=3)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_workers": 0}, "num_workers must be at least 1, not 0"),
+        ({"num_workers": 2, "join_timeout_s": 0}, "join_timeout_s must be above 0, not 0; None means no limit"),
+        ({"num_workers": 2, "env": {"RANK": "0"}}, "env must not have RANK: `launch` sets it"),
+        ({"num_workers": 2, "master_port": 70000}, "master_port 70000: must be between 0 and 65535"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str, no_launcher: None) -> None:
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        launch(functions.wait_for_ever, **arguments)
+
+
+def test_a_port_in_use_is_an_error(no_launcher: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(ConfigError, match=f"master_port {port}: Address already in use"):
+            launch(functions.wait_for_ever, num_workers=1, master_port=port)
+
+
+def test_a_function_that_cannot_be_sent_is_an_error(no_launcher: None) -> None:
+    with pytest.raises(SerializationError, match="Define the function at the top of a module"):
+        launch(lambda rank: None, num_workers=1)
