@@ -8,15 +8,19 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Generator, Iterator
 
 import hypothesis
 import pytest
 import pytest_asyncio
-from group_pool import group_pool as group_pool
 from leak_guard import GRACE_S, LeakGuard, loop_errors
 from rpc_cluster import cluster as cluster  # fixtures, for every test
 from rpc_cluster import running_cluster as running_cluster
+from worker_fixtures import add_outputs
+from worker_fixtures import fork_server as fork_server
+from worker_fixtures import module_pool as module_pool
+from worker_fixtures import rank_pool as rank_pool
+from worker_fixtures import worker_pool as worker_pool
 
 hypothesis.settings.register_profile("developer", deadline=None)
 hypothesis.settings.register_profile("automatic", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -35,6 +39,16 @@ if sys.platform != "win32":
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Every asynchronous test runs once on each kind of loop that the package may run on."""
     return LOOP_FACTORIES
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A test that fails shows what its workers have written."""
+    report = yield
+    add_outputs(item, report)
+    return report
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,23 +10,16 @@ import autograd_functions as functions
 import pytest
 import rpc_victim_functions as victim_functions
 import torch
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, until
+from peer_timeouts import CALM_S, UNIT_S
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
 PROMPT_S = 4 * UNIT_S
 rpc_sync: Any = rpc.rpc_sync
-
-
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
 
 
 # ---------------------------------------------------------------- what victims run
@@ -68,7 +60,7 @@ def backward_after_death(to: str, ready: str, dead: str) -> tuple[str, str]:
     with autograd.context() as context_id:
         loss = rpc_sync(to, functions.double, (x,)).sum()
         Path(ready).touch()
-        until(Path(dead).exists, "the other worker is dead")
+        eventually(Path(dead).exists, "the other worker is dead")
         with pytest.raises(RuntimeError) as caught:
             autograd.backward(context_id, [loss])
     return type(caught.value).__name__, str(caught.value)
@@ -82,38 +74,38 @@ def is_clean() -> bool:
 
 
 @pytest.mark.parametrize("through", [["b"], ["c", "b"]], ids=["direct", "behind another"])
-def test_a_worker_killed_in_the_middle(victims: Victims, tmp_path: Path, through: list[str]) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+def test_a_worker_killed_in_the_middle(worker_pool: WorkerPool, tmp_path: Path, through: list[str]) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     running = tmp_path / "running"
     pending = world["a"].begin(train, through, str(running))
-    until(running.exists, "the backward has reached the worker")
+    eventually(running.exists, "the backward has reached the worker")
     killed = time.monotonic()
     world["b"].kill()
     kind, text, at = pending.result()
     assert kind == "BackwardError" and "'b'" in text and "lost" in text
     assert at - killed < PROMPT_S
-    until(lambda: world["a"].run(is_clean) and world["c"].run(is_clean), "the context is released")
+    eventually(lambda: world["a"].run(is_clean) and world["c"].run(is_clean), "the context is released")
 
 
-def test_a_worker_killed_before_the_backward(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_a_worker_killed_before_the_backward(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     ready, dead = tmp_path / "ready", tmp_path / "dead"
     pending = world["a"].begin(backward_after_death, "b", str(ready), str(dead))
-    until(ready.exists, "the forward is done")
+    eventually(ready.exists, "the forward is done")
     world["b"].kill()
     dead.touch()
     kind, text = pending.result()
     assert kind == "BackwardError" and "'b'" in text
-    until(lambda: world["a"].run(is_clean), "the context is released")
+    eventually(lambda: world["a"].run(is_clean), "the context is released")
 
 
-def test_contexts_of_a_dead_worker_end(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+def test_contexts_of_a_dead_worker_end(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=UNIT_S)
     running = tmp_path / "running"
     world["b"].run(rpc_sync, "a", functions.identity, (1,))
     world["a"].begin(hold_context, "b", str(running))
-    until(running.exists, "the context is open")
+    eventually(running.exists, "the context is open")
     world["b"].run(rpc_sync, "a", functions.identity, (1,))  # b is connected to a, and sees it die
     assert not world["b"].run(is_clean)
     world["a"].kill()
-    until(lambda: world["b"].run(is_clean), "the context is released")
+    eventually(lambda: world["b"].run(is_clean), "the context is released")

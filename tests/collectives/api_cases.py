@@ -1,4 +1,4 @@
-"""Random calls of the functions of `rpcdist.collectives` by the ranks of `group_pool`, compared with plain torch.
+"""Random calls of the functions of `rpcdist.collectives` by the ranks of `rank_pool`, compared with plain torch.
 
 A `Case` says what all ranks call; every rank makes the tensors of all ranks from it, and so knows the right results.
 """

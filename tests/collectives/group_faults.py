@@ -1,4 +1,4 @@
-"""What the ranks of `group_pool` are asked to do by the tests that kill or stop one of them, in any function."""
+"""What the ranks of `rank_pool` are asked to do by the tests that kill or stop one of them, in any function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `group_pool` are asked to do by the tests of the `tcp` backend."""
+"""What the ranks of `rank_pool` are asked to do by the tests of the `tcp` backend."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from group_ranks import state
 from transport_in_memory import reference, wide
 
 from rpcdist.collectives import FileStore
@@ -21,6 +20,9 @@ from rpcdist.collectives.tcp import TcpBackend, TcpOptions
 
 LIMIT_S = 30.0
 CLOSE_LIMIT_S = 5.0
+
+state: dict[str, TcpBackend] = {}
+"""What functions keep from one call to the next."""
 
 
 def open_group(rank: int, size: int, path: str, shared: object = True, timeout_s: float = LIMIT_S) -> str:
@@ -46,8 +48,7 @@ def close_group(rank: int, size: int) -> None:
 
 
 def backend() -> TcpBackend:
-    found: TcpBackend = state["backend"]
-    return found
+    return state["backend"]
 
 
 # ---------------------------------------------------------------- right results

@@ -9,7 +9,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-from store_processes import Script, free_port
+
+from rpcdist.testing import Program, free_port
 
 pytestmark = pytest.mark.multiproc
 
@@ -91,8 +92,8 @@ def test_by_environment_and_beside_rpc() -> None:
     variables: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2"}
     code = program(BY_ENVIRONMENT)
     with (
-        Script(code, 0, environment={**variables, "RANK": "0", "OMP_NUM_THREADS": "1"}) as first,
-        Script(code, 1, environment={**variables, "RANK": "1", "OMP_NUM_THREADS": "1"}) as second,
+        Program(code, 0, environment={**variables, "RANK": "0", "OMP_NUM_THREADS": "1"}) as first,
+        Program(code, 1, environment={**variables, "RANK": "1", "OMP_NUM_THREADS": "1"}) as second,
     ):
         for expected in ("again and again", "with rpc"):
             assert first.line() == expected and second.line() == expected

@@ -7,11 +7,11 @@ import os
 import api_cases
 import pytest
 from api_cases import DTYPES, FUNCTIONS, LAYOUTS, SHAPES, Case, possible
-from group_pool import GroupPool
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from rpcdist.collectives import ReduceOp
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 
@@ -39,7 +39,7 @@ def cases(draw: st.DrawFn, size: int) -> Case:
     )
 
 
-def run(pool: GroupPool, size: int, shared_memory: bool, num_examples: int) -> None:
+def run(pool: RankPool, size: int, shared_memory: bool, num_examples: int) -> None:
     """An example is a few calls, one after the other; after one that fails, the group is made anew."""
 
     @settings(
@@ -64,12 +64,12 @@ def run(pool: GroupPool, size: int, shared_memory: bool, num_examples: int) -> N
 
 
 @pytest.mark.parametrize(("size", "shared_memory"), WORLDS, ids=NAMES)
-def test_calls_equal_plain_torch(group_pool: GroupPool, size: int, shared_memory: bool) -> None:
-    run(group_pool, size, shared_memory, FEW)
+def test_calls_equal_plain_torch(rank_pool: RankPool, size: int, shared_memory: bool) -> None:
+    run(rank_pool, size, shared_memory, FEW)
 
 
 @pytest.mark.skipif(not FULL, reason="runs with RPCDIST_TEST_FULL=1")
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("size", "shared_memory"), WORLDS, ids=NAMES)
-def test_many_calls_equal_plain_torch(group_pool: GroupPool, size: int, shared_memory: bool) -> None:
-    run(group_pool, size, shared_memory, MANY)
+def test_many_calls_equal_plain_torch(rank_pool: RankPool, size: int, shared_memory: bool) -> None:
+    run(rank_pool, size, shared_memory, MANY)

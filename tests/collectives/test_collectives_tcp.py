@@ -10,9 +10,9 @@ from typing import Any
 
 import group_functions as ranks
 import pytest
-from group_pool import GroupPool
 
 from rpcdist.collectives._operations.operation import Kind
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 
@@ -23,18 +23,18 @@ OPERATIONS = 600 if FULL else 60
 
 
 @pytest.fixture
-def group(group_pool: GroupPool) -> Iterator[Any]:
+def group(rank_pool: RankPool) -> Iterator[Any]:
     """`group(size, shared)` makes a group on the pool's processes."""
     opened: list[int] = []
 
     def open_group(size: int, shared: object = SHARED, timeout_s: float = ranks.LIMIT_S) -> list[str]:
         opened.append(size)
-        made: list[str] = group_pool.run(size, ranks.open_group, group_pool.new_file(), shared, timeout_s)
+        made: list[str] = rank_pool.run(size, ranks.open_group, rank_pool.new_file(), shared, timeout_s)
         return made
 
     yield open_group
     for size in opened:
-        group_pool.run(size, ranks.close_group)
+        rank_pool.run(size, ranks.close_group)
 
 
 @pytest.mark.parametrize(
@@ -51,25 +51,25 @@ def group(group_pool: GroupPool) -> Iterator[Any]:
     ],
 )
 def test_random_operations_equal_the_reference(
-    group_pool: GroupPool, group: Any, size: int, shared: object, medium: str
+    rank_pool: RankPool, group: Any, size: int, shared: object, medium: str
 ) -> None:
     assert f"of {size}, {medium}" in group(size, shared)[0]
     for asynchronous in (False, True):
         seed = size * 10 + asynchronous
-        reduced = group_pool.run(size, ranks.check_operations, seed, OPERATIONS, asynchronous, limit_s=100)
+        reduced = rank_pool.run(size, ranks.check_operations, seed, OPERATIONS, asynchronous, limit_s=100)
         assert len(set(reduced)) == 1
         assert reduced[0] > 0
 
 
-def test_eight_ranks(group_pool: GroupPool, group: Any) -> None:
+def test_eight_ranks(rank_pool: RankPool, group: Any) -> None:
     group(8)
-    group_pool.run(8, ranks.check_operations, 8, 15, False)
+    rank_pool.run(8, ranks.check_operations, 8, 15, False)
 
 
 @pytest.mark.parametrize("shared", MEDIA)
-def test_a_sum_has_the_same_bits_on_all_ranks(group_pool: GroupPool, group: Any, shared: bool) -> None:
+def test_a_sum_has_the_same_bits_on_all_ranks(rank_pool: RankPool, group: Any, shared: bool) -> None:
     group(4, shared)
-    found = group_pool.run(4, ranks.same_bits)
+    found = rank_pool.run(4, ranks.same_bits)
     assert len(set(found)) == 1
 
 
@@ -84,32 +84,29 @@ def test_a_sum_has_the_same_bits_on_all_ranks(group_pool: GroupPool, group: Any,
     ],
 )
 def test_a_killed_rank_is_named_on_every_other_within_2_s(
-    group_pool: GroupPool, group: Any, shared: object, victim: int, how: str
+    rank_pool: RankPool, group: Any, shared: object, victim: int, how: str
 ) -> None:
     group(3, shared)
-    group_pool.start(3, ranks.until_it_fails, 3, victim, how)
-    limit = time.monotonic() + 30
-    assert group_pool.ranks[victim].wait(30) == -signal.SIGKILL
+    pending = rank_pool.begin(3, ranks.until_it_fails, 3, victim, how)
+    assert rank_pool[victim].wait(30) == -signal.SIGKILL
     killed_at = time.time()
     for rank in {0, 1, 2} - {victim}:
-        kind, text, failed_at = group_pool.ranks[rank].answer(limit)
+        kind, text, failed_at = pending[rank].result(30)
         assert kind == "RankLost", text
         assert f"rank {victim} was lost" in text or f"with rank {victim} broke" in text
         assert "all_reduce #" in text
         assert failed_at - killed_at < 2
-    group_pool.ranks[victim].answer(limit)
     for rank in {0, 1, 2} - {victim}:
-        group_pool.ranks[rank].ask(("group_functions", "close_group", rank, 3, ()))
-        group_pool.ranks[rank].answer(limit)
+        rank_pool[rank].run(ranks.close_group, rank, 3)
 
 
 @pytest.mark.parametrize("case", ["operation", "dtype", "size", "reduction", "root", "order", "all_to_all"])
 @pytest.mark.parametrize("shared", MEDIA)
 def test_a_mismatch_is_reported_on_all_ranks_with_both_views(
-    group_pool: GroupPool, group: Any, shared: bool, case: str
+    rank_pool: RankPool, group: Any, shared: bool, case: str
 ) -> None:
     group(3, shared)
-    outcomes = group_pool.run(3, ranks.attempt, "mismatched", case)
+    outcomes = rank_pool.run(3, ranks.attempt, "mismatched", case)
     assert [kind for kind, _ in outcomes] == ["CollectiveMismatch"] * 3, outcomes
     for _, text in outcomes:
         assert "rank 2" in text
@@ -118,29 +115,29 @@ def test_a_mismatch_is_reported_on_all_ranks_with_both_views(
 
 @pytest.mark.parametrize("absent", [0, 2])
 @pytest.mark.parametrize("shared", MEDIA)
-def test_a_timeout_names_who_did_not_arrive(group_pool: GroupPool, group: Any, shared: bool, absent: int) -> None:
+def test_a_timeout_names_who_did_not_arrive(rank_pool: RankPool, group: Any, shared: bool, absent: int) -> None:
     group(3, shared)
-    outcomes = group_pool.run(3, ranks.attempt, "missing", absent)
+    outcomes = rank_pool.run(3, ranks.attempt, "missing", absent)
     assert [kind for kind, _ in outcomes] == ["CollectiveTimeout"] * 3, outcomes
     for _, text in outcomes:
         assert f"rank {absent} did not arrive" in text
 
 
 @pytest.mark.parametrize("shared", MEDIA)
-def test_an_abort_ends_the_group_everywhere(group_pool: GroupPool, group: Any, shared: bool) -> None:
+def test_an_abort_ends_the_group_everywhere(rank_pool: RankPool, group: Any, shared: bool) -> None:
     group(3, shared)
-    outcomes = group_pool.run(3, ranks.attempt, "abort_on_one", 1)
+    outcomes = rank_pool.run(3, ranks.attempt, "abort_on_one", 1)
     assert [kind for kind, _ in outcomes] == ["GroupAborted"] * 3, outcomes
     assert all("rank 1 aborted the group: for the test" in text for _, text in outcomes)
     group(3, shared)  # and the same processes make a new one
-    group_pool.run(3, ranks.check_operations, 1, 5, False)
+    rank_pool.run(3, ranks.check_operations, 1, 5, False)
 
 
 @pytest.mark.parametrize("leaver", [0, 1])
 @pytest.mark.parametrize("shared", MEDIA)
-def test_a_rank_that_leaves_early_is_named(group_pool: GroupPool, group: Any, shared: bool, leaver: int) -> None:
+def test_a_rank_that_leaves_early_is_named(rank_pool: RankPool, group: Any, shared: bool, leaver: int) -> None:
     group(3, shared)
-    outcomes = group_pool.run(3, ranks.attempt, "leave_early", leaver)
+    outcomes = rank_pool.run(3, ranks.attempt, "leave_early", leaver)
     assert outcomes[leaver] == ("nothing", "")
     for rank in {0, 1, 2} - {leaver}:
         assert outcomes[rank][0] == "RankLost", outcomes
@@ -148,9 +145,9 @@ def test_a_rank_that_leaves_early_is_named(group_pool: GroupPool, group: Any, sh
 
 
 @pytest.mark.parametrize("shared", MEDIA)
-def test_a_late_rank_is_waited_for_in_every_operation(group_pool: GroupPool, group: Any, shared: bool) -> None:
+def test_a_late_rank_is_waited_for_in_every_operation(rank_pool: RankPool, group: Any, shared: bool) -> None:
     group(3, shared)
-    took = group_pool.run(3, ranks.come_late, 0)  # the root: nobody can be done without it
+    took = rank_pool.run(3, ranks.come_late, 0)  # the root: nobody can be done without it
     for kind in ranks.EVERY_KIND:
         if kind not in (Kind.REDUCE, Kind.GATHER) or shared == SOCKETS:
             assert min(took[1][kind.name], took[2][kind.name]) > 0.05, kind
@@ -158,33 +155,30 @@ def test_a_late_rank_is_waited_for_in_every_operation(group_pool: GroupPool, gro
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in ranks.EVERY_KIND])
-def test_every_operation_ends_when_a_rank_dies_in_it(group_pool: GroupPool, group: Any, name: str) -> None:
+def test_every_operation_ends_when_a_rank_dies_in_it(rank_pool: RankPool, group: Any, name: str) -> None:
     for shared in (SHARED, SOCKETS) if FULL else (bool(Kind[name] % 2),):
         group(3, shared)
-        group_pool.start(3, ranks.die_in, name, 1)
-        limit = time.monotonic() + 30
-        assert group_pool.ranks[1].wait(30) == -signal.SIGKILL
+        pending = rank_pool.begin(3, ranks.die_in, name, 1)
+        assert rank_pool[1].wait(30) == -signal.SIGKILL
         killed_at = time.time()
         for rank in (0, 2):
-            error, text, failed_at = group_pool.ranks[rank].answer(limit)
+            error, text, failed_at = pending[rank].result(30)
             assert error == "RankLost", text
             assert name.lower() in text
             assert "rank 1 was lost" in text or "with rank 1 broke" in text
             assert failed_at - killed_at < 2
-        group_pool.ranks[1].answer(limit)
         for rank in (0, 2):
-            group_pool.ranks[rank].ask(("group_functions", "close_group", rank, 3, ()))
-            group_pool.ranks[rank].answer(limit)
+            rank_pool[rank].run(ranks.close_group, rank, 3)
 
 
-def test_nothing_is_left_of_a_group(group_pool: GroupPool, group: Any) -> None:
+def test_nothing_is_left_of_a_group(rank_pool: RankPool, group: Any) -> None:
     group(3)
-    group_pool.run(3, ranks.check_operations, 5, 10, True)
-    group_pool.run(3, ranks.close_group)
-    before = group_pool.run(3, ranks.open_things)
+    rank_pool.run(3, ranks.check_operations, 5, 10, True)
+    rank_pool.run(3, ranks.close_group)
+    before = rank_pool.run(3, ranks.open_things)
     for shared in (SHARED, SOCKETS):
         group(3, shared)
-        group_pool.run(3, ranks.check_operations, 5, 20, True)
-        group_pool.run(3, ranks.close_group)
-    assert group_pool.run(3, ranks.open_things) == before
+        rank_pool.run(3, ranks.check_operations, 5, 20, True)
+        rank_pool.run(3, ranks.close_group)
+    assert rank_pool.run(3, ranks.open_things) == before
     assert before[0]["memory"] == before[0]["threads"] == 0

@@ -14,10 +14,10 @@ import pytest
 import torch
 from point_pairs import BIG, LIMIT_S, in_threads, irecv, isend, number, recv, send
 from socket_hubs import hubs, open_hub
-from store_processes import Script
 
 from rpcdist.collectives._transports.p2p import Mailboxes
 from rpcdist.errors import ForkedProcess, RankLost
+from rpcdist.testing import Program
 
 
 @contextmanager
@@ -126,7 +126,7 @@ PEER = """
 @pytest.mark.multiproc
 @pytest.mark.skipif(sys.platform != "linux", reason="SIGKILL and fork as on Linux")
 def test_a_killed_process_is_noticed_at_once_although_its_forked_child_lives() -> None:
-    with open_hub() as hub, Script(PEER, hub.address) as peer:
+    with open_hub() as hub, Program(PEER, hub.address) as peer:
         with closing(Mailboxes("test", 0, range(2), hub, "uid", [hub.address, peer.line()])) as member:
             got = torch.zeros(3)
             recv(member, got, 1)

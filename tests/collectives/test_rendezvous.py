@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch.distributed
-from store_processes import Script, free_port
 
 from rpcdist import collectives
 from rpcdist.collectives import (
@@ -27,6 +26,7 @@ from rpcdist.collectives import (
 )
 from rpcdist.collectives.rendezvous import open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
+from rpcdist.testing import Program, free_port
 
 VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE", "TORCHELASTIC_USE_AGENT_STORE")
 
@@ -240,7 +240,7 @@ def test_torchrun(tmp_path: Path) -> None:
     )
     code = "from torch.distributed.run import main; main()"
     arguments = ("--standalone", "--nproc-per-node=2", program, tmp_path)
-    with Script(code, *arguments, environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": None}) as script:
+    with Program(code, *arguments, environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": None}) as script:
         assert script.end(100) == 0, script.output
     for rank in range(2):
         assert (tmp_path / str(rank)).read_text() == "TorchStoreAdapter [b'0', b'1'] of 2"
@@ -271,11 +271,11 @@ def test_three_processes(tmp_path: Path, scheme: str) -> None:
     port = free_port()
     url = {"env": "env://", "tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}[scheme]
 
-    def member(rank: int) -> Script:
+    def member(rank: int) -> Program:
         if scheme != "env":
-            return Script(MEMBER, url, rank, 3)
+            return Program(MEMBER, url, rank, 3)
         values = ("127.0.0.1", str(port), str(rank), "3")
-        return Script(MEMBER, url, environment=dict(zip(VARIABLES, values, strict=False)))
+        return Program(MEMBER, url, environment=dict(zip(VARIABLES, values, strict=False)))
 
     with member(2) as two, member(1) as one, member(0) as zero:
         assert [script.line() for script in (zero, one, two)] == ["0 3 012", "1 3 012", "2 3 012"]
@@ -285,6 +285,6 @@ def test_three_processes(tmp_path: Path, scheme: str) -> None:
 
 def test_import_is_cheap() -> None:
     code = "import sys, rpcdist.collectives; print([name for name in ('grpc', 'torch') if name in sys.modules])"
-    with Script(code) as script:
+    with Program(code) as script:
         assert script.line() == "[]"
         assert script.end() == 0

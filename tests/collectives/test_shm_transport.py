@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from shared_cases import Case
-from shared_pool import SharedPool
+from shm_group import ShmGroup
 
 from rpcdist.collectives._operations.operation import DTYPES, Kind, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._transports.shm import unsupported_here
+from rpcdist.testing import RankPool
 
 pytestmark = [
     pytest.mark.multiproc,
@@ -25,10 +24,9 @@ REDUCTIONS = (Kind.ALL_REDUCE, Kind.REDUCE, Kind.REDUCE_SCATTER)
 ROOTED = (Kind.BROADCAST, Kind.GATHER, Kind.SCATTER, Kind.REDUCE)
 
 
-@pytest.fixture(scope="module")
-def pool() -> Iterator[SharedPool]:
-    with SharedPool() as pool:
-        yield pool
+@pytest.fixture
+def group(rank_pool: RankPool) -> ShmGroup:
+    return ShmGroup(rank_pool)
 
 
 def roots(kind: Kind, size: int) -> list[int]:
@@ -69,42 +67,42 @@ def lengths(size: int) -> list[int]:
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_results_equal_plain_arithmetic(pool: SharedPool, size: int) -> None:
-    pool.group(size, BUFFER)
-    assert pool.call(size, "cases", table(size)) == [[]] * size
+def test_results_equal_plain_arithmetic(group: ShmGroup, size: int) -> None:
+    group.open(size, BUFFER)
+    assert group.call(size, "cases", table(size)) == [[]] * size
 
 
-def test_eight_ranks(pool: SharedPool) -> None:
+def test_eight_ranks(group: ShmGroup) -> None:
     cases = [Case(Kind.BARRIER, torch.uint8, 0)]
     for kind in (*MOVES, *REDUCTIONS):
         op = ReduceOp.AVG if kind in REDUCTIONS else None
         cases += [Case(kind, torch.float32, count, op, root) for count in (0, 3, 5000) for root in roots(kind, 8)]
-    pool.group(8, BUFFER)
-    assert pool.call(8, "cases", cases) == [[]] * 8
+    group.open(8, BUFFER)
+    assert group.call(8, "cases", cases) == [[]] * 8
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_buffers_of_the_usual_size(pool: SharedPool, size: int) -> None:
+def test_buffers_of_the_usual_size(group: ShmGroup, size: int) -> None:
     counts = (20_000, 131_072, 700_001)
-    pool.group(size, 512 << 10)
+    group.open(size, 512 << 10)
     cases = [Case(Kind.ALL_REDUCE, torch.float32, count, ReduceOp.SUM) for count in counts]
     cases += [Case(kind, torch.float32, 300_001) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
-    assert pool.call(size, "cases", cases) == [[]] * size
+    assert group.call(size, "cases", cases) == [[]] * size
 
 
 @pytest.mark.parametrize("kind", [Kind.ALL_REDUCE, Kind.REDUCE_SCATTER, Kind.ALL_GATHER])
 @pytest.mark.parametrize("count", [9, 2500])
-def test_modes_of_tensors(pool: SharedPool, kind: Kind, count: int) -> None:
+def test_modes_of_tensors(group: ShmGroup, kind: Kind, count: int) -> None:
     """Tensors that need gradients, inference tensors, tensors of several dimensions."""
-    pool.group(3, BUFFER)
+    group.open(3, BUFFER)
     case = Case(kind, torch.float32, count, ReduceOp.SUM if kind in REDUCTIONS else None)
-    assert pool.call(3, "modes", case) == [[]] * 3
+    assert group.call(3, "modes", case) == [[]] * 3
 
 
 @pytest.mark.parametrize("size", [2, 4])
-def test_ranks_in_a_hurry_do_not_overwrite_what_slow_ones_read(pool: SharedPool, size: int) -> None:
-    pool.group(size, BUFFER)
-    digests = pool.call(size, "hammer", 600, 20 + size)
+def test_ranks_in_a_hurry_do_not_overwrite_what_slow_ones_read(group: ShmGroup, size: int) -> None:
+    group.open(size, BUFFER)
+    digests = group.call(size, "hammer", 600, 20 + size)
     assert len(set(digests)) == 1
 
 
@@ -130,74 +128,73 @@ SUM = Case(Kind.ALL_REDUCE, torch.float32, 8, ReduceOp.SUM)
     ],
     ids=["size", "kind", "order"],
 )
-def test_a_mismatch_is_found_on_all_ranks(pool: SharedPool, other: Case, sequence: int, views: tuple[str, str]) -> None:
-    pool.group(3, BUFFER)
+def test_a_mismatch_is_found_on_all_ranks(group: ShmGroup, other: Case, sequence: int, views: tuple[str, str]) -> None:
+    group.open(3, BUFFER)
     for rank, case in enumerate((SUM, other, SUM)):
-        pool.start(rank, "outcome", case, sequence if rank == 1 else 5, 20.0, 0, 0.0)
+        group.start(rank, "outcome", case, sequence if rank == 1 else 5, 20.0, 0, 0.0)
     for rank in range(3):
-        name, found = pool.result(rank)
+        name, found = group.result(rank)
         assert name == "mismatch" and set(found.values()) == set(views)  # the third rank may have come too late
         assert all(view == views[rank % 2] for rank, view in found.items())
 
 
-def test_a_mismatch_is_found_without_the_ranks_that_are_missing(pool: SharedPool) -> None:
-    pool.group(3, BUFFER)
+def test_a_mismatch_is_found_without_the_ranks_that_are_missing(group: ShmGroup) -> None:
+    group.open(3, BUFFER)
     other = Case(Kind.BROADCAST, torch.float32, 8, root=0)
-    pool.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
-    pool.start(1, "outcome", other, 1, 20.0, 0, 0.0)
+    group.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
+    group.start(1, "outcome", other, 1, 20.0, 0, 0.0)
     for rank in range(2):
-        name, views = pool.result(rank)
+        name, views = group.result(rank)
         assert (name, sorted(views)) == ("mismatch", [0, 1])
-    pool.start(2, "outcome", SUM, 1, 20.0, 0, 0.0)  # comes late, and learns of it as well
-    assert pool.result(2)[0] == "mismatch"
+    group.start(2, "outcome", SUM, 1, 20.0, 0, 0.0)  # comes late, and learns of it as well
+    assert group.result(2)[0] == "mismatch"
 
 
 @pytest.mark.parametrize(
     ("kind", "words"),
     [(Kind.ALL_TO_ALL, "bytes to rank"), (Kind.REDUCE_SCATTER, "chunks of")],
 )
-def test_chunks_that_do_not_fit_are_found_on_all_ranks(pool: SharedPool, kind: Kind, words: str) -> None:
+def test_chunks_that_do_not_fit_are_found_on_all_ranks(group: ShmGroup, kind: Kind, words: str) -> None:
     """The fingerprints are equal: only the tables differ."""
     op = ReduceOp.SUM if kind in REDUCTIONS else None
-    pool.group(2, BUFFER)
+    group.open(2, BUFFER)
     for rank, count in enumerate((4, 5)):
         case = Case(kind, torch.float32, count, op, uneven=kind is Kind.ALL_TO_ALL)
-        pool.start(rank, "outcome", case, 1, 20.0, 0, 0.0)
-    results = [pool.result(rank) for rank in range(2)]
+        group.start(rank, "outcome", case, 1, 20.0, 0, 0.0)
+    results = [group.result(rank) for rank in range(2)]
     assert results[0] == results[1] and results[0][0] == "mismatch"
     if kind is Kind.ALL_TO_ALL:
         assert any(words in view for view in results[0][1].values())
 
 
-def test_a_timeout_names_the_ranks_that_did_not_come(pool: SharedPool) -> None:
-    pool.group(4, BUFFER)
+def test_a_timeout_names_the_ranks_that_did_not_come(group: ShmGroup) -> None:
+    group.open(4, BUFFER)
     for rank in (0, 2):
-        pool.start(rank, "outcome", SUM, 1, 0.3, 0, 0.0)
-    assert [pool.result(rank) for rank in (0, 2)] == [("timeout", [1, 3])] * 2
+        group.start(rank, "outcome", SUM, 1, 0.3, 0, 0.0)
+    assert [group.result(rank) for rank in (0, 2)] == [("timeout", [1, 3])] * 2
 
 
-def test_a_late_rank_is_waited_for(pool: SharedPool) -> None:
-    pool.group(2, BUFFER)
-    pool.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
-    pool.start(1, "outcome", SUM, 1, 20.0, 0, 0.3)
-    assert [pool.result(rank) for rank in range(2)] == [("done", "")] * 2
+def test_a_late_rank_is_waited_for(group: ShmGroup) -> None:
+    group.open(2, BUFFER)
+    group.start(0, "outcome", SUM, 1, 20.0, 0, 0.0)
+    group.start(1, "outcome", SUM, 1, 20.0, 0, 0.3)
+    assert [group.result(rank) for rank in range(2)] == [("done", "")] * 2
 
 
-def test_a_killed_peer_ends_the_wait_through_the_control(pool: SharedPool) -> None:
-    pool.group(3, BUFFER)
-    pool.start(1, "pid")
-    victim = pool.result(1)
-    pool.start(0, "outcome", SUM, 1, 20.0, victim, 0.0)
-    pool.start(2, "outcome", SUM, 1, 20.0, victim, 0.0)
-    pool.kill(1)
-    for rank in (0, 1):  # the last worker has moved up
-        name, waited_s = pool.result(rank)
+def test_a_killed_peer_ends_the_wait_through_the_control(group: ShmGroup) -> None:
+    group.open(3, BUFFER)
+    victim = group.pid(1)
+    group.start(0, "outcome", SUM, 1, 20.0, victim, 0.0)
+    group.start(2, "outcome", SUM, 1, 20.0, victim, 0.0)
+    group.kill(1)
+    for rank in (0, 2):
+        name, waited_s = group.result(rank)
         assert name == "stopped" and waited_s < 5.0
 
 
-def test_a_closed_transport_gives_its_memory_back(pool: SharedPool) -> None:
-    pool.group(2, BUFFER)
-    assert pool.call(2, "cases", [SUM, Case(Kind.REDUCE_SCATTER, torch.float32, 8, ReduceOp.SUM)]) == [[]] * 2
-    assert pool.call(2, "mappings") == [1, 1]
-    pool.call(2, "leave")
-    assert pool.call(2, "mappings") == [0, 0]
+def test_a_closed_transport_gives_its_memory_back(group: ShmGroup) -> None:
+    group.open(2, BUFFER)
+    assert group.call(2, "cases", [SUM, Case(Kind.REDUCE_SCATTER, torch.float32, 8, ReduceOp.SUM)]) == [[]] * 2
+    assert group.call(2, "mappings") == [1, 1]
+    group.call(2, "leave")
+    assert group.call(2, "mappings") == [0, 0]

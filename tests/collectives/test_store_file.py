@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-from store_processes import Script
 
 from rpcdist.collectives import DistStoreError, FileStore, StoreTimeout
 from rpcdist.collectives._stores import file_log, file_store
 from rpcdist.collectives._stores.contents import Change, Code
 from rpcdist.collectives._stores.file_log import ChangeLog
 from rpcdist.deadline import Deadline
+from rpcdist.testing import Program
 
 SOON = Deadline.after(60)
 
@@ -208,7 +208,7 @@ def test_a_store_that_is_open_at_exit_is_closed(tmp_path: Path) -> None:
         store = FileStore(sys.argv[1], 1)
         store.set("a", "1")
     """
-    with Script(code, tmp_path / "store") as script:
+    with Program(code, tmp_path / "store") as script:
         assert script.end() == 0, script.output
     assert not (tmp_path / "store").exists()
 
@@ -232,7 +232,7 @@ def test_a_writer_killed_in_the_middle_of_a_write(tmp_path: Path, written: str) 
         store.multi_set(["half", "other"], ["x" * 1000, "y"])
     """
     path = tmp_path / "store"
-    with Script(code, path) as script:
+    with Program(code, path) as script:
         assert script.end() == -signal.SIGKILL, script.output
     with FileStore(path) as store:
         assert store.list_keys() == ["whole"]
@@ -258,9 +258,9 @@ def test_processes_count_together(tmp_path: Path) -> None:
     path = tmp_path / "store"
     with (
         FileStore(path) as store,
-        Script(COUNTER, path, "a", 200) as a,
-        Script(COUNTER, path, "b", 200) as b,
-        Script(COUNTER, path, "c", 200) as c,
+        Program(COUNTER, path, "a", 200) as a,
+        Program(COUNTER, path, "b", 200) as b,
+        Program(COUNTER, path, "c", 200) as c,
     ):
         assert {script.line() for script in (a, b, c)} == {"ready"}
         store.set("go", "")
@@ -275,7 +275,7 @@ def test_writers_killed_at_any_moment_lose_nothing_of_others(tmp_path: Path) -> 
         store.set("go", "")
         names = [f"victim{number}" for number in range(4)]
         for name in names:
-            with Script(COUNTER, path, name, 10**9) as victim:
+            with Program(COUNTER, path, name, 10**9) as victim:
                 victim.line()
                 while store.add(name, 0) < 20:
                     pass
@@ -295,7 +295,7 @@ def test_a_value_of_another_process_ends_a_wait(tmp_path: Path) -> None:
         print(store.get("question").decode())
         store.queue_push("answers", "42")
     """
-    with FileStore(path, timeout=30) as store, Script(code, path) as script:
+    with FileStore(path, timeout=30) as store, Program(code, path) as script:
         store.set("question", "why?")
         assert script.line() == "why?"
         assert store.queue_pop("answers") == b"42"

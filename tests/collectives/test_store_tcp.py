@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from store_processes import Script, free_port, until
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
 from rpcdist.collectives._stores.table_server import TABLE_SERVER
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
+from rpcdist.testing import Program, eventually, free_port
 from rpcdist.transport import acquire_node
 
 HOST = "127.0.0.1"
@@ -138,7 +138,7 @@ def test_closing_the_master_ends_the_waits_of_clients() -> None:
     with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
         with ThreadPoolExecutor(1) as pool:
             get = pool.submit(client.get, "never")
-            until(lambda: num_waiters() == 1, "the client waits")
+            eventually(lambda: num_waiters() == 1, "the client waits")
             master.close()
             with pytest.raises(DistNetworkError, match="the store was closed by the process that serves it"):
                 get.result(LIMIT_S)
@@ -177,7 +177,7 @@ def test_many_waits_at_once() -> None:
     with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
         with ThreadPoolExecutor(20) as pool:
             calls = [pool.submit(client.get, f"k{number}") for number in range(20)]
-            until(lambda: num_waiters() == 20, "all wait")
+            eventually(lambda: num_waiters() == 20, "all wait")
             master.multi_set([f"k{number}" for number in range(20)], [str(number) for number in range(20)])
             assert [int(call.result(LIMIT_S)) for call in calls] == list(range(20))
         assert num_waiters() == 0
@@ -212,9 +212,9 @@ def test_processes_count_together() -> None:
     )
     with (
         TCPStore(HOST, 0, is_master=True) as master,
-        Script(code, master.port) as a,
-        Script(code, master.port) as b,
-        Script(code, master.port) as c,
+        Program(code, master.port) as a,
+        Program(code, master.port) as b,
+        Program(code, master.port) as c,
     ):
         assert [script.line() for script in (a, b, c)] == ["True"] * 3
         assert [script.end() for script in (a, b, c)] == [0] * 3
@@ -232,17 +232,17 @@ def test_a_client_that_is_killed_leaves_no_waiter() -> None:
     store.get("never")
     """
     )
-    with TCPStore(HOST, 0, is_master=True, timeout=LIMIT_S) as master, Script(code, master.port) as client:
-        until(lambda: num_waiters() == 3, "the client waits")
+    with TCPStore(HOST, 0, is_master=True, timeout=LIMIT_S) as master, Program(code, master.port) as client:
+        eventually(lambda: num_waiters() == 3, "the client waits")
         client.signal(signal.SIGKILL)
-        until(lambda: num_waiters() == 0, "the waiters are gone")
+        eventually(lambda: num_waiters() == 0, "the waiters are gone")
         master.queue_push("q", "1")
         assert master.queue_len("q") == 1
 
 
 @pytest.mark.multiproc
 def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None:
-    with Script(SERVE, 0) as server:
+    with Program(SERVE, 0) as server:
         port = int(server.line())
         with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
             client.set("k", "v")
@@ -254,7 +254,7 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None
                 get.result(LIMIT_S)
             assert time.monotonic() - started < 5
             server.end()
-            with Script(SERVE, port) as successor:
+            with Program(SERVE, port) as successor:
                 assert int(successor.line()) == port
                 assert client.num_keys() == 0
                 client.set("end", "")
@@ -271,7 +271,7 @@ def test_the_reply_to_the_last_client_leaves_before_the_server_ends(closing: str
         store.get("last")
         {closing}
     """
-    with Script(code) as server, TCPStore(HOST, int(server.line()), timeout=LIMIT_S) as client:
+    with Program(code) as server, TCPStore(HOST, int(server.line()), timeout=LIMIT_S) as client:
         client.set("last", "")
         assert server.end() == 0, server.output
 
@@ -288,7 +288,7 @@ def test_another_token() -> None:
             print("refused:", error)
     """
     with TCPStore(HOST, 0, is_master=True) as master:
-        with Script(code, master.port, environment={"RPCDIST_TOKEN": "some-other-token-of-good-length"}) as script:
+        with Program(code, master.port, environment={"RPCDIST_TOKEN": "some-other-token-of-good-length"}) as script:
             line = script.line()
             assert line.startswith("refused:") and "RPCDIST_TOKEN" in line
             assert script.end() == 0
@@ -338,10 +338,10 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         except KeyboardInterrupt:
             print("interrupted")
     """
-    with TCPStore(HOST, 0, is_master=True) as master, Script(code, tmp_path / "store", master.port) as script:
+    with TCPStore(HOST, 0, is_master=True) as master, Program(code, tmp_path / "store", master.port) as script:
         assert script.line() == "ready"
         if kind == "client":
-            until(lambda: num_waiters() == 1, "the client waits")
+            eventually(lambda: num_waiters() == 1, "the client waits")
         else:
             time.sleep(0.2)
         started = time.monotonic()
@@ -350,7 +350,7 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         assert time.monotonic() - started < 3
         assert script.end() == 0, script.output
         if kind == "client":
-            until(lambda: num_waiters() == 0, "the waiter is gone")
+            eventually(lambda: num_waiters() == 0, "the waiter is gone")
 
 
 @pytest.mark.multiproc
@@ -375,7 +375,7 @@ def test_a_forked_child_gets_an_error_and_does_not_hang() -> None:
         other.close()
         store.close()
     """
-    with Script(code) as script:
+    with Program(code) as script:
         assert [script.line() for _ in range(3)] == ["ForkedProcess", "0", "v"], script.output
         assert script.end() == 0
 

@@ -9,11 +9,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch_backend_ranks
-from group_pool import GroupPool
 
 from rpcdist.collectives.torch_backend import TorchWork, register
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveTimeout
+from rpcdist.testing import RankPool
 
 
 @pytest.mark.multiproc
@@ -21,8 +21,8 @@ from rpcdist.errors import CollectiveTimeout
     "name",
     ["collectives", "objects_and_messages", "subgroups", "functional", "mismatch", "again", "ddp", "ddp_hook", "fsdp"],
 )
-def test_torch_runs_on_our_groups(group_pool: GroupPool, name: str) -> None:
-    group_pool.run(2, torch_backend_ranks.run, name, group_pool.new_file())
+def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
+    rank_pool.run(2, torch_backend_ranks.run, name, rank_pool.new_file())
 
 
 def test_a_world_of_one_in_this_process(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of `group_pool` run in the tests of `torch_backend`: functions of torch alone, on groups of ours.
+"""What the ranks of `rank_pool` run in the tests of `torch_backend`: functions of torch alone, on groups of ours.
 
 Each function takes the rank and the number of ranks, runs with torch's default group made, and asserts.
 """
@@ -38,7 +38,7 @@ def default_group(rank: int, size: int, path: str) -> Iterator[None]:
 
 
 def run(rank: int, size: int, name: str, path: str) -> None:
-    """Runs a function of this module; for `group_pool`."""
+    """Runs a function of this module; for `rank_pool`."""
     function: Callable[[int, int], None] = globals()[name]
     with default_group(rank, size, path):
         function(rank, size)

@@ -12,9 +12,8 @@ import pytest
 import rpc_functions
 import torch
 from docs_programs import run_page
-from leak_guard import LeakGuard
+from peer_timeouts import CALM_S, UNIT_S
 from rpc_cluster import Cluster
-from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, until
 from torch import Tensor
 from torch.optim import lr_scheduler
 
@@ -23,6 +22,7 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.optim._optimizer_owner import call_local_optimizer
+from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -434,19 +434,17 @@ def test_a_context_that_is_over(cluster: Cluster) -> None:
             use(context_id)
 
 
-def test_an_owner_that_dies_in_a_step(leak_guard: LeakGuard) -> None:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        world = victims.world("a", "b", peer_timeout=CALM_S)
-        running = victims.folder / "running"
-        pending = world["a"].begin(functions.train_until_death, "b", str(running))
-        until(running.exists, "the step has begun")
-        killed = time.monotonic()
-        world["b"].kill()
-        kind, text, notes, at = pending.result()
-        assert kind == "OwnerLost" and "'b'" in text
-        assert notes == ["step of a distributed StuckSGD failed on worker 'b'; it was done on: no worker"]
-        assert at - killed < 4 * UNIT_S
+def test_an_owner_that_dies_in_a_step(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
+    running = worker_pool.folder / "running"
+    pending = world["a"].begin(functions.train_until_death, "b", str(running))
+    eventually(running.exists, "the step has begun")
+    killed = time.monotonic()
+    world["b"].kill()
+    kind, text, notes, at = pending.result()
+    assert kind == "OwnerLost" and "'b'" in text
+    assert notes == ["step of a distributed StuckSGD failed on worker 'b'; it was done on: no worker"]
+    assert at - killed < 4 * UNIT_S
 
 
 def test_waiting_for_another_step_has_a_limit(cluster: Cluster) -> None:

@@ -1,4 +1,4 @@
-"""What the ranks of `group_pool` are asked to do by the tests of what goes wrong in data parallel training."""
+"""What the ranks of `rank_pool` are asked to do by the tests of what goes wrong in data parallel training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the processes of `group_pool` are asked to do by the tests of data parallel training over RPC."""
+"""What the processes of `rank_pool` are asked to do by the tests of data parallel training over RPC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of `group_pool` are asked to do by the tests of uneven inputs."""
+"""What the ranks of `rank_pool` are asked to do by the tests of uneven inputs."""
 
 from __future__ import annotations
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import ddp_ranks
 import pytest
-from group_pool import GroupPool
+
+from rpcdist.testing import RankPool
 
 
 @pytest.mark.multiproc
-def test_the_page_runs(group_pool: GroupPool) -> None:
-    group_pool.run(2, ddp_ranks.run_guide, group_pool.new_file())
+def test_the_page_runs(rank_pool: RankPool) -> None:
+    rank_pool.run(2, ddp_ranks.run_guide, rank_pool.new_file())

@@ -6,32 +6,32 @@ import time
 
 import ddp_failure_ranks
 import pytest
-from group_pool import GroupPool, RankDied
 
 from rpcdist.errors import ConfigError
 from rpcdist.parallel import DistributedDataParallel
+from rpcdist.testing import RankPool, WorkerEnded
 
 pytestmark = pytest.mark.multiproc
 FINISHED = "UnusedParameters: Expected to have finished reduction in the prior iteration"
 
 
-def test_unused_on_all_ranks_is_named(group_pool: GroupPool) -> None:
-    for rank, error in enumerate(group_pool.run(2, ddp_failure_ranks.forget_a_branch, group_pool.new_file(), [0, 1])):
+def test_unused_on_all_ranks_is_named(rank_pool: RankPool) -> None:
+    for rank, error in enumerate(rank_pool.run(2, ddp_failure_ranks.forget_a_branch, rank_pool.new_file(), [0, 1])):
         assert error.startswith("UnusedParameters: Expected to have finished reduction in the prior iteration")
         assert f"on rank {rank}, these parameters received no gradient: right.weight, right.bias." in error
 
 
-def test_unused_on_one_rank_is_named_everywhere(group_pool: GroupPool) -> None:
+def test_unused_on_one_rank_is_named_everywhere(rank_pool: RankPool) -> None:
     begin = time.monotonic()
-    first, second = group_pool.run(2, ddp_failure_ranks.forget_a_branch, group_pool.new_file(), [1])
+    first, second = rank_pool.run(2, ddp_failure_ranks.forget_a_branch, rank_pool.new_file(), [1])
     assert "on rank 1, these parameters received no gradient: right.weight, right.bias." in second
     assert "rank 1" in first
     assert "right.weight, right.bias" in first
     assert time.monotonic() - begin < 20
 
 
-def test_rank_that_leaves_early_is_named(group_pool: GroupPool) -> None:
-    first, second = group_pool.run(2, ddp_failure_ranks.leave_early, group_pool.new_file())
+def test_rank_that_leaves_early_is_named(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, ddp_failure_ranks.leave_early, rank_pool.new_file())
     assert second == "left"
     assert first.startswith("RankLost: all_reduce")
     assert "rank 1 left the group" in first
@@ -52,15 +52,15 @@ def test_rank_that_leaves_early_is_named(group_pool: GroupPool) -> None:
         ("options", "the bucket cap is BucketCaps(num_bytes=1048576"),
     ],
 )
-def test_different_models_are_refused(group_pool: GroupPool, what: str, text: str) -> None:
-    for error in group_pool.run(2, ddp_failure_ranks.wrap_different, group_pool.new_file(), what):
+def test_different_models_are_refused(rank_pool: RankPool, what: str, text: str) -> None:
+    for error in rank_pool.run(2, ddp_failure_ranks.wrap_different, rank_pool.new_file(), what):
         assert error.startswith("ModelsDiffer: ")
         assert text in error
 
 
 @pytest.mark.parametrize(("mode", "only_first", "num"), [("probes", False, 1), ("all", True, 1), ("never", False, 0)])
-def test_nan_on_one_rank_is_named(group_pool: GroupPool, mode: str, only_first: bool, num: int) -> None:
-    for warnings in group_pool.run(2, ddp_failure_ranks.poison, group_pool.new_file(), mode, only_first):
+def test_nan_on_one_rank_is_named(rank_pool: RankPool, mode: str, only_first: bool, num: int) -> None:
+    for warnings in rank_pool.run(2, ddp_failure_ranks.poison, rank_pool.new_file(), mode, only_first):
         assert len(warnings) == num
         if num:
             assert "iteration 2" in warnings[0]
@@ -69,10 +69,10 @@ def test_nan_on_one_rank_is_named(group_pool: GroupPool, mode: str, only_first: 
             assert "rank 0 contributed" not in warnings[0]
 
 
-def test_rank_that_never_comes_is_named(group_pool: GroupPool) -> None:
+def test_rank_that_never_comes_is_named(rank_pool: RankPool) -> None:
     """A bucket whose gradient does not arrive: the limit of the group ends the wait."""
     begin = time.monotonic()
-    first, second = group_pool.run(2, ddp_failure_ranks.stall, group_pool.new_file())
+    first, second = rank_pool.run(2, ddp_failure_ranks.stall, rank_pool.new_file())
     assert second == "waited"
     assert first.startswith("CollectiveTimeout: all_reduce")
     assert "rank 1" in first
@@ -80,32 +80,33 @@ def test_rank_that_never_comes_is_named(group_pool: GroupPool) -> None:
     assert time.monotonic() - begin < 20
 
 
-def test_killed_rank_is_named(group_pool: GroupPool) -> None:
-    group_pool.start(2, ddp_failure_ranks.fail_in_backward, group_pool.new_file(), True)
-    first, second = group_pool.finish(2)
-    assert isinstance(second, RankDied)
+def test_killed_rank_is_named(rank_pool: RankPool) -> None:
+    pending = rank_pool.begin(2, ddp_failure_ranks.fail_in_backward, rank_pool.new_file(), True)
+    first, second = rank_pool.outcomes(pending)
+    assert isinstance(first, str)
+    assert isinstance(second, WorkerEnded)
     assert first.startswith("RankLost: all_reduce")
     assert "rank 1" in first
     assert "with the gradients of" in first
 
 
-def test_failed_backward_pass_is_named_everywhere(group_pool: GroupPool) -> None:
-    first, second = group_pool.run(2, ddp_failure_ranks.fail_in_backward, group_pool.new_file(), False)
+def test_failed_backward_pass_is_named_everywhere(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, ddp_failure_ranks.fail_in_backward, rank_pool.new_file(), False)
     assert second.startswith(FINISHED)
     assert "In iteration 2, on rank 1, these parameters received no gradient: 0.weight" in second
     assert "rank 1 has gone on without gradients of 0.weight" in first
 
 
-def test_loss_of_something_else_is_explained(group_pool: GroupPool) -> None:
-    for rank, (error, later) in enumerate(group_pool.run(2, ddp_failure_ranks.never_reach, group_pool.new_file())):
+def test_loss_of_something_else_is_explained(rank_pool: RankPool) -> None:
+    for rank, (error, later) in enumerate(rank_pool.run(2, ddp_failure_ranks.never_reach, rank_pool.new_file())):
         assert error.startswith(FINISHED)
         assert f"on rank {rank}, these parameters received no gradient: 2.weight, 2.bias, 4.weight" in error
         assert "computed from other tensors than those that the module's forward returned" in error
         assert later == "nothing happened"
 
 
-def test_second_gradient_in_a_pass_is_named(group_pool: GroupPool) -> None:
-    for rank, error in enumerate(group_pool.run(2, ddp_failure_ranks.use_twice, group_pool.new_file())):
+def test_second_gradient_in_a_pass_is_named(rank_pool: RankPool) -> None:
+    for rank, error in enumerate(rank_pool.run(2, ddp_failure_ranks.use_twice, rank_pool.new_file())):
         assert error.startswith("DataParallelError: Expected to mark a variable ready only once: parameter 'second.")
         assert f"on rank {rank}" in error
         assert "use_reentrant=False" in error
@@ -121,8 +122,8 @@ HOOK_ERRORS = {
 }
 
 
-def test_hooks_that_fail(group_pool: GroupPool) -> None:
-    for found in group_pool.run(2, ddp_failure_ranks.break_hooks, group_pool.new_file()):
+def test_hooks_that_fail(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, ddp_failure_ranks.break_hooks, rank_pool.new_file()):
         assert found == HOOK_ERRORS
 
 
@@ -141,8 +142,8 @@ ARGUMENT_ERRORS = {
 }
 
 
-def test_arguments_that_make_no_sense(group_pool: GroupPool) -> None:
-    (found,) = group_pool.run(1, ddp_failure_ranks.wrap_badly, group_pool.new_file())
+def test_arguments_that_make_no_sense(rank_pool: RankPool) -> None:
+    (found,) = rank_pool.run(1, ddp_failure_ranks.wrap_badly, rank_pool.new_file())
     assert found.keys() == ARGUMENT_ERRORS.keys()
     for name, text in ARGUMENT_ERRORS.items():
         assert found[name].startswith("ConfigError: ")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ddp_models
 import ddp_ranks
 import pytest
-from group_pool import GroupPool
+
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 ROUNDING = 1e-12
@@ -13,15 +14,15 @@ ROUNDING = 1e-12
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("name", list(ddp_models.CASES))
-def test_equal_to_the_single_process(group_pool: GroupPool, name: str, size: int) -> None:
-    worst = group_pool.run(size, ddp_ranks.compare_with_single, group_pool.new_file(), name, {})
+def test_equal_to_the_single_process(rank_pool: RankPool, name: str, size: int) -> None:
+    worst = rank_pool.run(size, ddp_ranks.compare_with_single, rank_pool.new_file(), name, {})
     assert max(worst) < ROUNDING
 
 
 @pytest.mark.parametrize("size", [1, 2, 3])
-def test_batch_normalisation_trains_on_parts(group_pool: GroupPool, size: int) -> None:
+def test_batch_normalisation_trains_on_parts(rank_pool: RankPool, size: int) -> None:
     """Each rank normalises by the statistics of its part, and the running ones are rank 0's, as in torch."""
-    assert max(group_pool.run(size, ddp_ranks.compare_with_parts, group_pool.new_file(), "cnn")) < ROUNDING
+    assert max(rank_pool.run(size, ddp_ranks.compare_with_parts, rank_pool.new_file(), "cnn")) < ROUNDING
 
 
 OPTIONS = {
@@ -37,7 +38,7 @@ OPTIONS = {
 
 @pytest.mark.parametrize("name", ["wide", "shared", "sparse"])
 @pytest.mark.parametrize("options", list(OPTIONS))
-def test_options_change_nothing_about_the_numbers(group_pool: GroupPool, options: str, name: str) -> None:
-    path = group_pool.new_file()
-    worst = group_pool.run(2, ddp_ranks.compare_with_single, path, name, OPTIONS[options], 4)
+def test_options_change_nothing_about_the_numbers(rank_pool: RankPool, options: str, name: str) -> None:
+    path = rank_pool.new_file()
+    worst = rank_pool.run(2, ddp_ranks.compare_with_single, path, name, OPTIONS[options], 4)
     assert max(worst) < ROUNDING

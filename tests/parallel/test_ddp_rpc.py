@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ddp_rpc_ranks
 import pytest
-from group_pool import GroupPool
+
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 ROUNDING = 1e-6  # of float32
@@ -20,20 +21,20 @@ ROUNDING = 1e-6  # of float32
         {"static_graph": True},
     ],
 )
-def test_two_trainers_and_a_remote_embedding(group_pool: GroupPool, options: dict[str, object]) -> None:
-    worst = group_pool.run(3, ddp_rpc_ranks.train_over_rpc, group_pool.new_file(), options)
+def test_two_trainers_and_a_remote_embedding(rank_pool: RankPool, options: dict[str, object]) -> None:
+    worst = rank_pool.run(3, ddp_rpc_ranks.train_over_rpc, rank_pool.new_file(), options)
     assert max(worst) < ROUNDING
 
 
-def test_reductions_overlap_the_distributed_backward_pass(group_pool: GroupPool) -> None:
-    *trainers, _ = group_pool.run(3, ddp_rpc_ranks.overlap_over_rpc, group_pool.new_file())
+def test_reductions_overlap_the_distributed_backward_pass(rank_pool: RankPool) -> None:
+    *trainers, _ = rank_pool.run(3, ddp_rpc_ranks.overlap_over_rpc, rank_pool.new_file())
     for num_buckets, num_early in trainers:
         assert num_buckets == 7
         assert num_early >= 1
 
 
-def test_unused_parameters_in_a_context(group_pool: GroupPool) -> None:
-    *trainers, _ = group_pool.run(3, ddp_rpc_ranks.branches_over_rpc, group_pool.new_file())
+def test_unused_parameters_in_a_context(rank_pool: RankPool) -> None:
+    *trainers, _ = rank_pool.run(3, ddp_rpc_ranks.branches_over_rpc, rank_pool.new_file())
     every = ["left.bias", "left.weight", "out.bias", "out.weight", "right.bias", "right.weight"]
     for rank, (found, error) in enumerate(trainers):
         assert found == [every, every[:4], every]
@@ -41,5 +42,5 @@ def test_unused_parameters_in_a_context(group_pool: GroupPool) -> None:
         assert f"on rank {rank}, these parameters received no gradient: right.weight, right.bias" in error
 
 
-def test_parts_that_run_alone(group_pool: GroupPool) -> None:
-    assert max(group_pool.run(3, ddp_rpc_ranks.heads_over_rpc, group_pool.new_file())) < ROUNDING
+def test_parts_that_run_alone(rank_pool: RankPool) -> None:
+    assert max(rank_pool.run(3, ddp_rpc_ranks.heads_over_rpc, rank_pool.new_file())) < ROUNDING

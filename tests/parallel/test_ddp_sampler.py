@@ -7,10 +7,10 @@ from typing import Any
 import ddp_ranks
 import pytest
 import torch
-from group_pool import GroupPool
 
 from rpcdist.data import DistributedSampler
 from rpcdist.errors import ConfigError
+from rpcdist.testing import RankPool
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
@@ -28,8 +28,8 @@ def test_parts_are_those_of_torch(shuffle: bool, drop_last: bool) -> None:
 
 
 @pytest.mark.multiproc
-def test_the_default_group_says_which_part(group_pool: GroupPool) -> None:
-    parts = group_pool.run(3, ddp_ranks.sample, group_pool.new_file())
+def test_the_default_group_says_which_part(rank_pool: RankPool) -> None:
+    parts = rank_pool.run(3, ddp_ranks.sample, rank_pool.new_file())
     assert parts == [[0, 3], [1, 4], [2, 5]]
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ddp_ranks
 import pytest
-from group_pool import GroupPool
+
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 ROUNDING = 1e-5  # of float32
@@ -26,18 +27,18 @@ ROUNDING = 1e-5  # of float32
     ],
 )
 def test_same_numbers_and_buckets_as_torch(
-    group_pool: GroupPool, name: str, options: dict[str, object], backend: str
+    rank_pool: RankPool, name: str, options: dict[str, object], backend: str
 ) -> None:
     """torch's own class, on Gloo and on our groups, and ours."""
-    path = group_pool.new_file()
-    for worst, theirs, ours in group_pool.run(2, ddp_ranks.compare_with_torch, path, name, options, backend):
+    path = rank_pool.new_file()
+    for worst, theirs, ours in rank_pool.run(2, ddp_ranks.compare_with_torch, path, name, options, backend):
         assert worst < 1e-12
         assert ours == theirs
 
 
 @pytest.mark.parametrize("view", [False, True])
-def test_no_sync_accumulates(group_pool: GroupPool, view: bool) -> None:
-    worst = group_pool.run(3, ddp_ranks.accumulate, group_pool.new_file(), view)
+def test_no_sync_accumulates(rank_pool: RankPool, view: bool) -> None:
+    worst = rank_pool.run(3, ddp_ranks.accumulate, rank_pool.new_file(), view)
     assert max(max(each) for each in worst) < ROUNDING
 
 
@@ -45,10 +46,10 @@ LEFT, RIGHT, BOTH, NEITHER = (True, False), (False, True), (True, True), (False,
 
 
 @pytest.mark.parametrize("options", [{}, {"gradient_as_bucket_view": True}, {"bucket_cap_mb": 0.0001}])
-def test_unused_parameters_may_differ(group_pool: GroupPool, options: dict[str, object]) -> None:
+def test_unused_parameters_may_differ(rank_pool: RankPool, options: dict[str, object]) -> None:
     plans = [[LEFT, RIGHT], [LEFT, LEFT], [BOTH, NEITHER], [NEITHER, NEITHER], [RIGHT, BOTH]]
     every = {**options, "find_unused_parameters": True}
-    for worst, present in group_pool.run(2, ddp_ranks.use_branches, group_pool.new_file(), every, plans):
+    for worst, present in rank_pool.run(2, ddp_ranks.use_branches, rank_pool.new_file(), every, plans):
         assert worst < ROUNDING
         assert "right.bias" not in present[1]
         assert present[3] == ["out.weight", "out.bias"]
@@ -57,9 +58,9 @@ def test_unused_parameters_may_differ(group_pool: GroupPool, options: dict[str, 
 @pytest.mark.parametrize(
     "options", [{"static_graph": True}, {"find_unused_parameters": True, "skip_all_reduce_unused_params": True}]
 )
-def test_the_same_parameters_unused_everywhere(group_pool: GroupPool, options: dict[str, object]) -> None:
+def test_the_same_parameters_unused_everywhere(rank_pool: RankPool, options: dict[str, object]) -> None:
     plans = [[LEFT, LEFT]] * 4
-    for worst, present in group_pool.run(2, ddp_ranks.use_branches, group_pool.new_file(), options, plans):
+    for worst, present in rank_pool.run(2, ddp_ranks.use_branches, rank_pool.new_file(), options, plans):
         assert worst < ROUNDING
         assert all("right.bias" not in names for names in present)
 
@@ -76,12 +77,12 @@ def test_the_same_parameters_unused_everywhere(group_pool: GroupPool, options: d
         ("noop_hook", ROUNDING),
     ],
 )
-def test_communication_hooks(group_pool: GroupPool, hook: str, tolerance: float, view: bool) -> None:
-    assert max(group_pool.run(2, ddp_ranks.use_hook, group_pool.new_file(), hook, view)) < tolerance
+def test_communication_hooks(rank_pool: RankPool, hook: str, tolerance: float, view: bool) -> None:
+    assert max(rank_pool.run(2, ddp_ranks.use_hook, rank_pool.new_file(), hook, view)) < tolerance
 
 
-def test_reductions_overlap_the_backward_pass(group_pool: GroupPool) -> None:
-    for num_buckets, num_early, in_order in group_pool.run(2, ddp_ranks.overlap, group_pool.new_file()):
+def test_reductions_overlap_the_backward_pass(rank_pool: RankPool) -> None:
+    for num_buckets, num_early, in_order in rank_pool.run(2, ddp_ranks.overlap, rank_pool.new_file()):
         assert num_buckets == 8
         assert num_early >= 1
         assert in_order
@@ -91,20 +92,20 @@ def test_reductions_overlap_the_backward_pass(group_pool: GroupPool) -> None:
     ("reentrant", "options"),
     [(False, {}), (False, {"find_unused_parameters": True}), (True, {"static_graph": True})],
 )
-def test_checkpointing(group_pool: GroupPool, reentrant: bool, options: dict[str, object]) -> None:
-    assert max(group_pool.run(2, ddp_ranks.checkpoint, group_pool.new_file(), reentrant, options)) < ROUNDING
+def test_checkpointing(rank_pool: RankPool, reentrant: bool, options: dict[str, object]) -> None:
+    assert max(rank_pool.run(2, ddp_ranks.checkpoint, rank_pool.new_file(), reentrant, options)) < ROUNDING
 
 
-def test_saving_loading_and_wrapping_again(group_pool: GroupPool) -> None:
-    for found in group_pool.run(2, ddp_ranks.save_and_load, group_pool.new_file()):
+def test_saving_loading_and_wrapping_again(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, ddp_ranks.save_and_load, rank_pool.new_file()):
         assert found == [True, "<All keys matched successfully>", "<All keys matched successfully>", 0.0, 0.0, 1]
 
 
-def test_several_dtypes_and_autocast(group_pool: GroupPool) -> None:
+def test_several_dtypes_and_autocast(rank_pool: RankPool) -> None:
     dtypes = ["torch.bfloat16"] * 2 + ["torch.float32"] * 2
-    assert group_pool.run(2, ddp_ranks.autocast_and_mixed, group_pool.new_file()) == [dtypes, dtypes]
+    assert rank_pool.run(2, ddp_ranks.autocast_and_mixed, rank_pool.new_file()) == [dtypes, dtypes]
 
 
-def test_ignored_and_delayed_parameters(group_pool: GroupPool) -> None:
-    for rank, found in enumerate(group_pool.run(2, ddp_ranks.leave_to_ranks, group_pool.new_file())):
+def test_ignored_and_delayed_parameters(rank_pool: RankPool) -> None:
+    for rank, found in enumerate(rank_pool.run(2, ddp_ranks.leave_to_ranks, rank_pool.new_file())):
         assert found == [0.0, 4.0 * (1 + rank), float(rank)]

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ddp_uneven_ranks
 import pytest
-from group_pool import GroupPool
+
+from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 ROUNDING = 1e-12
@@ -27,37 +28,37 @@ ROUNDING = 1e-12
     ],
 )
 def test_uneven_inputs(
-    group_pool: GroupPool, name: str, size: int, options: dict[str, object], first: int, by_initial: bool
+    rank_pool: RankPool, name: str, size: int, options: dict[str, object], first: int, by_initial: bool
 ) -> None:
-    path = group_pool.new_file()
-    results = group_pool.run(size, ddp_uneven_ranks.uneven, path, by_initial, name, options, first)
+    path = rank_pool.new_file()
+    results = rank_pool.run(size, ddp_uneven_ranks.uneven, path, by_initial, name, options, first)
     assert max(worst for worst, _ in results) < ROUNDING
     assert all(sums == results[-1][1] for _, sums in results)  # all have the model of the last one
 
 
-def test_uneven_inputs_may_raise(group_pool: GroupPool) -> None:
-    first, second = group_pool.run(2, ddp_uneven_ranks.uneven_throw, group_pool.new_file())
+def test_uneven_inputs_may_raise(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, ddp_uneven_ranks.uneven_throw, rank_pool.new_file())
     assert first == "2 UnevenInputs: Rank 0 exhausted all inputs."
     assert second.startswith("2 UnevenInputs: Detected at least one rank that exhausted inputs.")
     assert "It was rank 0" in second
 
 
-def test_ranks_without_inputs_follow_hooks_and_no_sync(group_pool: GroupPool) -> None:
+def test_ranks_without_inputs_follow_hooks_and_no_sync(rank_pool: RankPool) -> None:
     for function in (ddp_uneven_ranks.uneven_with_hook, ddp_uneven_ranks.uneven_without_sync):
-        assert max(group_pool.run(3, function, group_pool.new_file())) == 0.0
+        assert max(rank_pool.run(3, function, rank_pool.new_file())) == 0.0
 
 
 @pytest.mark.parametrize("counter_first", [True, False])
-def test_join_of_several(group_pool: GroupPool, counter_first: bool) -> None:
-    results = group_pool.run(3, ddp_uneven_ranks.join_several, group_pool.new_file(), counter_first)
+def test_join_of_several(rank_pool: RankPool, counter_first: bool) -> None:
+    results = rank_pool.run(3, ddp_uneven_ranks.join_several, rank_pool.new_file(), counter_first)
     given = {"note": "for the hooks", "divide_by_initial_world_size": False}
     for rank, (total, is_last, kwargs, disabled) in enumerate(results):
         assert (total, is_last, disabled) == (1 + 2 + 3, rank == 2, 3)
         assert kwargs in (given, {})  # of the last `Join`
 
 
-def test_join_used_badly(group_pool: GroupPool) -> None:
-    first, second = group_pool.run(2, ddp_uneven_ranks.join_badly, group_pool.new_file())
+def test_join_used_badly(rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(2, ddp_uneven_ranks.join_badly, rank_pool.new_file())
     assert second == [
         "ConfigError: The join context manager requires at least one joinable",
         "ConfigError: Using join context manager with multiple process groups",

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 import pipeline_stages
 import pytest
 import torch
-from leak_guard import LeakGuard
+from peer_timeouts import CALM_S, UNIT_S
 from pipeline_stages import Block, Failing, Loss, Pass, Sleeping
 from rpc_cluster import Cluster
-from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid
 from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import Cancelled
 from rpcdist.parallel.pipeline import Pipeline, PipelineError, PipelineTimeout
+from rpcdist.testing import WorkerPool
 
 pytestmark = pytest.mark.multiproc
 
@@ -153,15 +153,8 @@ def wait_for_end_of_runners(cluster: Cluster) -> None:
         time.sleep(0.01)  # references are dropped in the background, and nothing tells us
 
 
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-def test_the_death_of_a_worker_ends_the_step(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+def test_the_death_of_a_worker_ends_the_step(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     kind, text, took_s = world["a"].run(pipeline_stages.step_of_doom, ["b", "c", "a"], 0)
     assert kind == "PipelineError" and "'b'" in text and "WorkerLost" in text
     assert took_s < PROMPT_S

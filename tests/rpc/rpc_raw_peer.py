@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 import rpc_victim_functions as functions
-from rpc_victims import World, until
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.ids import Identity
+from rpcdist.testing import RpcWorld, eventually
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake, SessionKeys
@@ -57,14 +57,14 @@ def free_port() -> int:
 
 
 @contextmanager
-def unharmed(world: World) -> Iterator[str]:
+def unharmed(world: RpcWorld) -> Iterator[str]:
     """Where worker a listens. It and its connection to worker b come out of the block as they went in."""
     before = world["a"].run(functions.connection_to, "b"), world["b"].run(functions.connection_to, "a")
     yield world["a"].run(functions.address)
     assert (world["a"].run(functions.connection_to, "b"), world["b"].run(functions.connection_to, "a")) == before
     assert world["b"].run(rpc.rpc_sync, "a", functions.pid) == world["a"].pid
-    until(lambda: world["a"].run(functions.num_unproven) == 0, "no handshake is open")
-    assert "Traceback" not in world["a"].log(), world["a"].log()
+    eventually(lambda: world["a"].run(functions.num_unproven) == 0, "no handshake is open")
+    assert "Traceback" not in world["a"].output(), world["a"].output()
 
 
 def connected(address: str) -> Any:

@@ -11,13 +11,13 @@ from pathlib import Path
 import adversary_functions as functions
 import pytest
 import rpc_victim_functions
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid
+from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, SerializationError
 from rpcdist.rpc._values.failures import exception_of, failure_of
+from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport.io_loop import IoLoop
 
 PROMPT_S = 5 * UNIT_S
@@ -51,23 +51,16 @@ def test_a_wait_for_a_loop_that_is_closed_meanwhile_says_so() -> None:
 
 
 @pytest.fixture(scope="module")
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-@pytest.fixture(scope="module")
-def world(victims: Victims) -> Iterator[World]:
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     """Workers that outlive what is tested here."""
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+    world = module_pool.world("a", "b", peer_timeout=CALM_S)
     yield world
     world.shutdown()
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_hostile_exception_reaches_the_caller(world: World, kind: str) -> None:
+def test_a_hostile_exception_reaches_the_caller(world: RpcWorld, kind: str) -> None:
     name, _ = world["a"].run(functions.call_hostile, "b", kind)
     expected = {"half a surrogate pair": "FileNotFoundError", "str exits": "StrExits"}
     assert name == expected.get(kind, "RemoteError")
@@ -75,34 +68,34 @@ def test_a_hostile_exception_reaches_the_caller(world: World, kind: str) -> None
 
 
 @pytest.mark.multiproc
-def test_a_result_cannot_end_the_callers_program(world: World) -> None:
+def test_a_result_cannot_end_the_callers_program(world: RpcWorld) -> None:
     error = world["a"].begin(rpc.rpc_sync, "b", functions.make_exit).error(SerializationError)
     assert "SystemExit" in str(error)
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize("kind", ["sys.exit", *KINDS])
-def test_a_hostile_hook_ends_the_backward_pass_everywhere(world: World, kind: str) -> None:
+def test_a_hostile_hook_ends_the_backward_pass_everywhere(world: RpcWorld, kind: str) -> None:
     text, took_s = world["a"].run(functions.backward_through, "b", kind)
     assert "'b'" in text and took_s < PROMPT_S
 
 
 @pytest.mark.multiproc
-def test_shutdown_on_a_loop_is_refused_before_anything_is_closed(world: World) -> None:
+def test_shutdown_on_a_loop_is_refused_before_anything_is_closed(world: RpcWorld) -> None:
     assert "asyncio.to_thread" in world["a"].run(functions.shut_down_on_a_loop)
     assert world["a"].run(rpc.rpc_sync, "b", rpc_victim_functions.add, (1, 2)) == 3
 
 
 @pytest.mark.multiproc
-def test_a_program_that_lives_on_a_loop(victims: Victims) -> None:
-    said, result = victims.start("alone").run(functions.live_on_a_loop, victims.url())
+def test_a_program_that_lives_on_a_loop(module_pool: WorkerPool) -> None:
+    said, result = module_pool.start("alone").run(functions.live_on_a_loop, module_pool.new_url())
     assert "asyncio.to_thread(rpc.init_rpc" in said and result == "3"
 
 
 @pytest.mark.multiproc
-def test_a_stream_does_not_unpickle_what_calls_may_not(victims: Victims, tmp_path: Path) -> None:
+def test_a_stream_does_not_unpickle_what_calls_may_not(module_pool: WorkerPool, tmp_path: Path) -> None:
     witness = tmp_path / "unpickled"
-    world = victims.new_world(2)
+    world = module_pool.new_world(2)
     joining = [world.begin_join("x", 0, allow_pickle=False), world.begin_join("y", 1)]
     for pending in joining:
         pending.result()
@@ -113,15 +106,15 @@ def test_a_stream_does_not_unpickle_what_calls_may_not(victims: Victims, tmp_pat
 
 
 @pytest.mark.multiproc
-def test_threads_that_shut_down_at_the_same_time_close_once(victims: Victims) -> None:
-    world = victims.world("m", "n", peer_timeout=CALM_S)
+def test_threads_that_shut_down_at_the_same_time_close_once(module_pool: WorkerPool) -> None:
+    world = module_pool.world("m", "n", peer_timeout=CALM_S)
     assert world["m"].run(functions.shut_down_from_many_threads) < PROMPT_S
-    assert "did not stop cleanly" not in world["m"].log()
+    assert "did not stop cleanly" not in world["m"].output()
     world.shutdown("n", graceful=False)
 
 
 @pytest.mark.multiproc
-def test_streams_that_failed_keep_nothing_alive(victims: Victims) -> None:
-    world = victims.world("p", "q", peer_timeout=CALM_S)
+def test_streams_that_failed_keep_nothing_alive(module_pool: WorkerPool) -> None:
+    world = module_pool.world("p", "q", peer_timeout=CALM_S)
     assert world["p"].run(functions.fail_streams_and_leave, "q") == 0
     world.shutdown("q", graceful=False)

@@ -9,32 +9,26 @@ import pytest
 import rpc_victim_bad_input as bad_input
 import rpc_victim_functions as functions
 import torch
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, Victims, World, forkserver_pid
+from peer_timeouts import CALM_S
 
 from rpcdist import rpc
 from rpcdist.errors import CallRefused, FunctionNotFound, RemoteError, SerializationError
+from rpcdist.testing import RpcWorld, WorkerPool
+from rpcdist.testing.rpc_world import join
 
 pytestmark = pytest.mark.multiproc
 
 
 @pytest.fixture(scope="module")
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-@pytest.fixture(scope="module")
-def world(victims: Victims, leak_guard: LeakGuard) -> Iterator[World]:
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     """These workers outlive each of the tests here: that is what they test."""
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+    world = module_pool.world("a", "b", peer_timeout=CALM_S)
     yield world
     world.shutdown()
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_lost(world: World) -> Iterator[None]:
+def nothing_is_lost(world: RpcWorld) -> Iterator[None]:
     """The same processes, the same connection, nothing in flight, no reference left."""
     before = world["a"].run(functions.connection_to, "b")
     yield
@@ -54,13 +48,13 @@ def text_of(error: BaseException) -> str:
 
 
 @pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
-def test_an_unpicklable_argument(world: World, how: str) -> None:
+def test_an_unpicklable_argument(world: RpcWorld, how: str) -> None:
     for value in bad_input.UNPICKLABLE:
         error = world["a"].begin(bad_input.send_unpicklable, how, "b", value).error(Exception)
         assert ADVICE in text_of(error), (value, error)
 
 
-def test_an_unpicklable_result(world: World) -> None:
+def test_an_unpicklable_result(world: RpcWorld) -> None:
     for value in bad_input.UNPICKLABLE:
         error = world["a"].begin(rpc.rpc_sync, "b", bad_input.make_unpicklable, (value,)).error(Exception)
         assert ADVICE in text_of(error) and "On worker 'b'" in text_of(error), (value, error)
@@ -69,12 +63,12 @@ def test_an_unpicklable_result(world: World) -> None:
         assert ADVICE in text_of(error), (value, error)
 
 
-def test_a_result_that_cannot_be_rebuilt(world: World) -> None:
+def test_a_result_that_cannot_be_rebuilt(world: RpcWorld) -> None:
     error = world["a"].begin(rpc.rpc_sync, "b", bad_input.make_unbuildable).error(SerializationError)
     assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
 
-def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
+def test_an_argument_that_cannot_be_rebuilt(world: RpcWorld) -> None:
     error = world["a"].begin(bad_input.send_unbuildable, "b").error(SerializationError)
     assert "cannot be unpickled here: ValueError: on purpose" in str(error)
 
@@ -89,7 +83,7 @@ def test_an_argument_that_cannot_be_rebuilt(world: World) -> None:
         ("str fails", "StrFails"),
     ],
 )
-def test_an_exception_that_cannot_travel(world: World, kind: str, says: str) -> None:
+def test_an_exception_that_cannot_travel(world: RpcWorld, kind: str, says: str) -> None:
     for call in (rpc.rpc_sync, bad_input.fetch_remote_with):
         error = world["a"].begin(call, "b", bad_input.raise_odd, (kind,)).error(Exception)
         if isinstance(error, RemoteError):
@@ -99,12 +93,12 @@ def test_an_exception_that_cannot_travel(world: World, kind: str, says: str) -> 
             assert type(error).__name__ == says
 
 
-def test_a_huge_exception_text_is_cut(world: World) -> None:
+def test_a_huge_exception_text_is_cut(world: RpcWorld) -> None:
     error = world["a"].begin(rpc.rpc_sync, "b", bad_input.raise_huge).error(Exception)
     assert len(str(error)) < 4_000_000
 
 
-def test_a_stream_item_that_cannot_be_sent(world: World) -> None:
+def test_a_stream_item_that_cannot_be_sent(world: RpcWorld) -> None:
     error = world["a"].begin(bad_input.read_stream, "b", bad_input.stream_unpicklable).error(Exception)
     assert ADVICE in text_of(error)
 
@@ -112,27 +106,27 @@ def test_a_stream_item_that_cannot_be_sent(world: World) -> None:
 # ---------------------------------------------------------------- functions
 
 
-def test_a_function_that_is_missing_at_the_callee(world: World) -> None:
+def test_a_function_that_is_missing_at_the_callee(world: RpcWorld) -> None:
     error = world["a"].begin(bad_input.call_a_function_that_only_exists_here, "b").error(FunctionNotFound)
     assert "only_here" in str(error) and "rpc_victim_bad_input" in str(error) and error.worker == "b"
     error = world["a"].begin(bad_input.call_a_module_that_only_exists_here, "b").error(FunctionNotFound)
     assert "module_only_here" in str(error) and error.worker == "b"
 
 
-def test_functions_that_have_no_name(world: World) -> None:
+def test_functions_that_have_no_name(world: RpcWorld) -> None:
     for kind in ("lambda", "nested"):
         error = world["a"].begin(bad_input.call_nameless, "b", kind).error(Exception)
         assert "sends a function by its name" in (text := text_of(error)) and "RpcOptions(by_value=True)" in text, text
 
 
-def test_what_is_no_function(world: World) -> None:
+def test_what_is_no_function(world: RpcWorld) -> None:
     for wrong in (None, 1, "f"):
         world["a"].begin(rpc.rpc_sync, "b", wrong).error(TypeError)
 
 
 @pytest.mark.parametrize("call", [rpc.rpc_sync, rpc.rpc_async, rpc.remote], ids=lambda call: call.__name__)
 @pytest.mark.parametrize("args", [5, "text", torch.ones(2), torch.ones(1)], ids=["int", "str", "tensor", "one number"])
-def test_arguments_that_are_no_sequence(world: World, call: Any, args: Any) -> None:
+def test_arguments_that_are_no_sequence(world: RpcWorld, call: Any, args: Any) -> None:
     error = world["a"].begin(call, "b", functions.make, args).error(TypeError)
     assert f"not one of type {type(args).__name__}; write args=(value,)" in str(error)
     error = world["a"].begin(call, "b", functions.make, (), [1]).error(TypeError)
@@ -140,7 +134,7 @@ def test_arguments_that_are_no_sequence(world: World, call: Any, args: Any) -> N
     assert world["a"].run(rpc.rpc_sync, "b", functions.make, [args]) is not None
 
 
-def test_wrong_arguments_of_a_function(world: World) -> None:
+def test_wrong_arguments_of_a_function(world: RpcWorld) -> None:
     error = world["a"].begin(rpc.rpc_sync, "b", functions.add, (1,)).error(TypeError)
     assert "missing 1 required positional argument" in str(error)
     error = world["a"].begin(rpc.rpc_sync, "b", torch.add, (torch.ones(2), torch.ones(3))).error(RuntimeError)
@@ -150,8 +144,10 @@ def test_wrong_arguments_of_a_function(world: World) -> None:
 # ---------------------------------------------------------------- policies
 
 
-def test_only_allowed_functions_may_be_called(victims: Victims) -> None:
-    world = victims.world("x", "y", allow_functions=["rpc_victim_functions:add", "torch:*", "rpc_victims:*"])
+def test_only_allowed_functions_may_be_called(module_pool: WorkerPool) -> None:
+    world = module_pool.world(
+        "x", "y", allow_functions=["rpc_victim_functions:add", "torch:*", "rpc_victim_bad_input:*"]
+    )
     assert world["x"].run(rpc.rpc_sync, "y", functions.add, (1, 2)) == 3
     assert world["x"].run(rpc.rpc_sync, "y", torch.add, (torch.ones(2), 1)).tolist() == [2.0, 2.0]
     for how, call in POLICY_BREAKERS.items():
@@ -195,7 +191,7 @@ def partial_call(to: str) -> Any:
 
 def through_an_import(to: str) -> Any:
     """A name below an allowed module that leads out of it."""
-    return bad_input.call_by_name(to, "rpc_victims:os.getpid")
+    return bad_input.call_by_name(to, "rpc_victim_bad_input:os.getpid")
 
 
 def through_a_package(to: str) -> Any:
@@ -203,7 +199,7 @@ def through_a_package(to: str) -> Any:
 
 
 def through_a_name_that_was_imported(to: str) -> Any:
-    return bad_input.call_by_name(to, "rpc_victims:TypeVar")
+    return bad_input.call_by_name(to, "rpc_victim_bad_input:Iterator")
 
 
 def through_a_method(to: str) -> Any:
@@ -225,9 +221,11 @@ POLICY_BREAKERS: dict[str, Callable[[str], Any]] = {
 }
 
 
-def test_without_pickle_only_plain_values_pass(victims: Victims, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_without_pickle_only_plain_values_pass(
+    module_pool: WorkerPool, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     witness = tmp_path_factory.mktemp("witness") / "unpickled"
-    world = victims.new_world(2, allow_pickle=False)
+    world = module_pool.new_world(2, allow_pickle=False)
     joining = [world.begin_join("x", 0, by_value=True), world.begin_join("y", 1)]
     for pending in joining:
         pending.result()
@@ -264,11 +262,9 @@ def test_without_pickle_only_plain_values_pass(victims: Victims, tmp_path_factor
         ({"host": "203.0.113.77"}, "203.0.113.77"),
     ],
 )
-def test_bad_options_are_named(victims: Victims, options: dict[str, Any], says: str) -> None:
-    from rpc_victims import join
-
-    process = victims.start("bad")
-    error = process.begin(join, "a", 0, 1, victims.url(), **options).error(Exception)
+def test_bad_options_are_named(module_pool: WorkerPool, options: dict[str, Any], says: str) -> None:
+    process = module_pool.start("bad")
+    error = process.begin(join, "a", 0, 1, module_pool.new_url(), **options).error(Exception)
     assert says in str(error) and isinstance(error, ValueError | RuntimeError)
-    process.run(join, "a", 0, 1, victims.url())
+    process.run(join, "a", 0, 1, module_pool.new_url())
     process.run(rpc.shutdown)

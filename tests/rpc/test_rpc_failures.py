@@ -8,18 +8,17 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import rpc_victim_forks as forks
 import rpc_victim_functions as functions
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, LIMIT_S, UNIT_S, Victims, forkserver_pid, until
+from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import OwnerLost, RemoteError, WorkerLost
+from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -39,27 +38,20 @@ CALLS = [
 CHANNELS = ("auto", "grpc")  # how an end is noticed is a matter of the channel; what comes of it is not: so by turns
 
 
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
 @pytest.mark.parametrize(
     ("how", "kind", "call", "channels"),
     [(*case, CHANNELS[number % 2]) for number, case in enumerate(CALLS)],
     ids=[f"{how}, {CHANNELS[number % 2]}" for number, (how, _, _) in enumerate(CALLS)],
 )
 def test_calls_to_a_killed_worker_fail_and_name_it(
-    victims: Victims, tmp_path: Path, how: str, kind: type[WorkerLost], call: str, channels: str
+    worker_pool: WorkerPool, tmp_path: Path, how: str, kind: type[WorkerLost], call: str, channels: str
 ) -> None:
-    victims.channels = channels
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     address = world["b"].run(functions.address)
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
-    until(running.exists, "the call runs")
+    eventually(running.exists, "the call runs")
     killed = time.monotonic()
     world["b"].kill()
     error = pending.error(WorkerLost)
@@ -76,16 +68,16 @@ def test_calls_to_a_killed_worker_fail_and_name_it(
 @pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with forked DataLoader workers"])
 def test_a_death_is_noticed_at_once_although_forked_children_live(
-    victims: Victims, tmp_path: Path, forked: bool, channels: str
+    worker_pool: WorkerPool, tmp_path: Path, forked: bool, channels: str
 ) -> None:
     """A long peer timeout: only the end of the connection tells, and forked children must not hold it open."""
-    victims.channels = channels
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(rpc.rpc_sync, "b", functions.pid)
     children = world["b"].run(forks.fork_data_loader_workers) if forked else []
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, "rpc_sync", "b", str(running))
-    until(running.exists, "the call runs")
+    eventually(running.exists, "the call runs")
     killed = time.monotonic()
     world["b"].kill()
     try:
@@ -100,13 +92,13 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
 
 @pytest.mark.parametrize(("how", "channels"), [("rpc_sync", "auto"), ("stream", "grpc"), ("to_here", "auto")])
 def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
-    victims: Victims, tmp_path: Path, how: str, channels: str
+    worker_pool: WorkerPool, tmp_path: Path, how: str, channels: str
 ) -> None:
-    victims.channels = channels
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("a", "b", "c", peer_timeout=UNIT_S)
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
-    until(running.exists, "the call runs")
+    eventually(running.exists, "the call runs")
     stopped = time.monotonic()
     world["b"].stop()
     error = pending.error(WorkerLost)
@@ -117,7 +109,7 @@ def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
     assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
     # When it comes back, calls reach it again.
     world["b"].resume()
-    until(lambda: _answers(world["a"].run(functions.outcome_of, rpc.rpc_sync, "b", functions.pid)), "b answers")
+    eventually(lambda: _answers(world["a"].run(functions.outcome_of, rpc.rpc_sync, "b", functions.pid)), "b answers")
 
 
 def _answers(outcome: object) -> bool:
@@ -125,9 +117,9 @@ def _answers(outcome: object) -> bool:
 
 
 @pytest.mark.parametrize(("how", "channels"), [("os._exit", "grpc"), ("abort", "auto"), ("SIGKILL", "auto")])
-def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: str, channels: str) -> None:
-    victims.channels = channels
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_a_handler_that_ends_its_process_fails_its_call(worker_pool: WorkerPool, how: str, channels: str) -> None:
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     started = time.monotonic()
     error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(WorkerLost)
     assert time.monotonic() - started < PROMPT_S
@@ -136,8 +128,8 @@ def test_a_handler_that_ends_its_process_fails_its_call(victims: Victims, how: s
 
 
 @pytest.mark.parametrize("how", ["sys.exit", "KeyboardInterrupt"])
-def test_a_handler_cannot_end_worker_or_caller_by_an_exception(victims: Victims, how: str) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_a_handler_cannot_end_worker_or_caller_by_an_exception(worker_pool: WorkerPool, how: str) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     error = world["a"].begin(rpc.rpc_sync, "b", functions.exit_at_once, (how,)).error(RemoteError)
     assert error.worker == "b"
     assert error.type_name == {"sys.exit": "SystemExit", "KeyboardInterrupt": "KeyboardInterrupt"}[how]
@@ -151,8 +143,8 @@ def test_a_handler_cannot_end_worker_or_caller_by_an_exception(victims: Victims,
 USES = ["rpc_sync", "rpc_async", "remote", "RRef", "to_here", "shutdown", "init_rpc"]
 
 
-def test_a_forked_child_cannot_use_rpc_and_harms_nobody(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_a_forked_child_cannot_use_rpc_and_harms_nobody(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     for use in USES:
         text, status = world["a"].run(forks.in_forked_child, use, "b")
         assert status == 5 and text.startswith("ForkedProcess: this process was forked"), (use, text, status)
@@ -167,13 +159,13 @@ WAITS = ["rpc_sync", "rpc_async", "wait_all", "collect_all", "rpc.wait_all", "wa
 WAITS += ["to_here", "stream", "all_gather"]
 
 
-def test_ctrl_c_ends_every_wait_of_the_main_thread(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_ctrl_c_ends_every_wait_of_the_main_thread(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     for number, how in enumerate(WAITS):
         running = tmp_path / f"running{number}"
         pending = world["a"].begin(functions.error_of, functions.call, how, "b", str(running))
         if how != "all_gather":
-            until(running.exists, "the call runs")
+            eventually(running.exists, "the call runs")
         time.sleep(0.1)  # nothing outside shows that it waits
         started = time.monotonic()
         os.kill(world["a"].pid, signal.SIGINT)
@@ -190,9 +182,9 @@ def test_ctrl_c_ends_every_wait_of_the_main_thread(victims: Victims, tmp_path: P
     world.shutdown("a", graceful=False)
 
 
-def test_ctrl_c_that_comes_just_before_the_sleep_ends_the_wait(victims: Victims, tmp_path: Path) -> None:
+def test_ctrl_c_that_comes_just_before_the_sleep_ends_the_wait(worker_pool: WorkerPool, tmp_path: Path) -> None:
     """[Note: lost Ctrl-C]"""
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     for number, how in enumerate(how for how in WAITS if how not in ("await", "all_gather")):
         path = str(tmp_path / f"running{number}")
         name, _, waited_s = world["a"].run(functions.error_of, functions.call_and_lose_ctrl_c, how, "b", path)

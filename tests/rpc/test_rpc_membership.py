@@ -7,7 +7,6 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from socket import socket
@@ -15,8 +14,7 @@ from socket import socket
 import pytest
 import rpc_victim_functions as functions
 import rpc_victim_references as references
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, LIMIT_S, UNIT_S, Victims, forkserver_pid, join
+from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import (
@@ -29,17 +27,12 @@ from rpcdist.errors import (
     UnknownWorker,
     WorldMismatch,
 )
+from rpcdist.testing import WorkerPool
+from rpcdist.testing.rpc_world import join
 
 pytestmark = pytest.mark.multiproc
 
 PROMPT_S = 3 * UNIT_S
-
-
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
 
 
 def free_port() -> int:
@@ -77,17 +70,17 @@ MISFITS: dict[str, tuple[list[Worker], type[RpcdistError], list[str]]] = {
 
 
 @pytest.mark.parametrize("case", MISFITS)
-def test_workers_that_do_not_fit_together_are_all_told_why(victims: Victims, case: str) -> None:
+def test_workers_that_do_not_fit_together_are_all_told_why(worker_pool: WorkerPool, case: str) -> None:
     workers, kind, says = MISFITS[case]
-    url = victims.url()
-    processes = [victims.start(name) for name, _, _ in workers]
+    url = worker_pool.new_url()
+    processes = [worker_pool.start(name) for name, _, _ in workers]
     joining = [process.begin(join, *worker, url) for process, worker in zip(processes, workers, strict=True)]
     for pending in joining:
         error = pending.error(RpcdistError)
         assert isinstance(error, kind)
         assert all(text in str(error) for text in says), str(error)
     # Nothing is left of it: the same processes form a world that fits.
-    url = victims.url()
+    url = worker_pool.new_url()
     joining = [process.begin(join, f"w{rank}", rank, len(processes), url) for rank, process in enumerate(processes)]
     for pending in joining:
         pending.result()
@@ -103,17 +96,17 @@ BAD_ARGUMENTS: list[tuple[Worker, type[Exception], str]] = [
 ]
 
 
-def test_bad_arguments_are_refused_at_once(victims: Victims) -> None:
-    process = victims.start("a")
+def test_bad_arguments_are_refused_at_once(worker_pool: WorkerPool) -> None:
+    process = worker_pool.start("a")
     for worker, kind, says in BAD_ARGUMENTS:
-        error = process.begin(join, *worker, victims.url()).error(kind, limit_s=10.0)
+        error = process.begin(join, *worker, worker_pool.new_url()).error(kind, limit_s=10.0)
         assert says in str(error)
-    process.run(join, "a", 0, 1, victims.url())  # and nothing is left of it
+    process.run(join, "a", 0, 1, worker_pool.new_url())  # and nothing is left of it
 
 
-def test_who_does_not_come_is_named(victims: Victims) -> None:
-    url = victims.url()
-    processes = {rank: victims.start(f"w{rank}") for rank in (0, 2)}
+def test_who_does_not_come_is_named(worker_pool: WorkerPool) -> None:
+    url = worker_pool.new_url()
+    processes = {rank: worker_pool.start(f"w{rank}") for rank in (0, 2)}
     started = time.monotonic()
     joining = [process.begin(join, process.name, rank, 4, url, rpc_timeout=1.5) for rank, process in processes.items()]
     for pending in joining:
@@ -123,33 +116,33 @@ def test_who_does_not_come_is_named(victims: Victims) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "env"])
-def test_a_coordinator_that_is_not_there_is_named_after_the_timeout(victims: Victims, scheme: str) -> None:
+def test_a_coordinator_that_is_not_there_is_named_after_the_timeout(worker_pool: WorkerPool, scheme: str) -> None:
     port = free_port()
     url = f"tcp://127.0.0.1:{port}" if scheme == "tcp" else "env://"
     environment: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    process = victims.start("b", environment)
+    process = worker_pool.start("b", environment)
     started = time.monotonic()
     error = process.begin(join, "b", 1, 2, url, rpc_timeout=1.0).error(RpcdistError)
     assert 0.9 < time.monotonic() - started < 5.0
     assert isinstance(error, ConnectFailed | RendezvousError) and f"127.0.0.1:{port}" in str(error)
 
 
-def test_a_coordinator_that_never_publishes_itself(victims: Victims) -> None:
-    error = victims.start("b").begin(join, "b", 1, 2, victims.url(), rpc_timeout=1.0).error(RpcdistError)
+def test_a_coordinator_that_never_publishes_itself(worker_pool: WorkerPool) -> None:
+    error = worker_pool.start("b").begin(join, "b", 1, 2, worker_pool.new_url(), rpc_timeout=1.0).error(RpcdistError)
     assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
 
 
-def test_a_port_in_use_is_named(victims: Victims) -> None:
+def test_a_port_in_use_is_named(worker_pool: WorkerPool) -> None:
     with socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = taken.getsockname()[1]
-        process = victims.start("a")
+        process = worker_pool.start("a")
         error = process.begin(join, "a", 0, 1, f"tcp://127.0.0.1:{port}").error(DistNetworkError)
         assert str(port) in str(error) and "in use" in str(error)
-        error = process.begin(join, "a", 0, 1, victims.url(), port=port).error(RpcdistError)
+        error = process.begin(join, "a", 0, 1, worker_pool.new_url(), port=port).error(RpcdistError)
         assert str(port) in str(error) and "in use" in str(error) and "RpcOptions(port=...)" in str(error)
-    process.run(join, "a", 0, 1, victims.url(), port=port)
+    process.run(join, "a", 0, 1, worker_pool.new_url(), port=port)
     assert process.run(functions.address) == f"127.0.0.1:{port}"
 
 
@@ -228,11 +221,11 @@ def test_started_by_hand_in_several_shells(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "env", "file"])
-def test_every_init_method(victims: Victims, tmp_path: Path, scheme: str) -> None:
+def test_every_init_method(worker_pool: WorkerPool, tmp_path: Path, scheme: str) -> None:
     port = free_port()
     url = {"tcp": f"tcp://127.0.0.1:{port}", "env": "env://", "file": f"file://{tmp_path}/store"}[scheme]
     environment: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    processes = [victims.start(f"w{rank}", environment) for rank in range(3)]
+    processes = [worker_pool.start(f"w{rank}", environment) for rank in range(3)]
     joining = [process.begin(join, process.name, rank, 3, url) for rank, process in enumerate(processes)]
     for pending in joining:
         pending.result()
@@ -247,8 +240,8 @@ def test_every_init_method(victims: Victims, tmp_path: Path, scheme: str) -> Non
 # ---------------------------------------------------------------- who comes and goes
 
 
-def test_workers_come_later_and_leave(victims: Victims) -> None:
-    world = victims.world("a", "b", world_size=None, peer_timeout=CALM_S)
+def test_workers_come_later_and_leave(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", world_size=None, peer_timeout=CALM_S)
     kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "c", functions.pid)
     assert kind == "UnknownWorker" and "could not find destination c" in text and "a, b" in text
     world.join("c", 2)
@@ -276,9 +269,9 @@ def test_workers_come_later_and_leave(victims: Victims) -> None:
     world.shutdown()
 
 
-def test_a_name_is_taken_as_long_as_its_worker_lives(victims: Victims) -> None:
+def test_a_name_is_taken_as_long_as_its_worker_lives(worker_pool: WorkerPool) -> None:
     for size in (None, 2):
-        world = victims.world("a", "b", world_size=size, peer_timeout=CALM_S)
+        world = worker_pool.world("a", "b", world_size=size, peer_timeout=CALM_S)
         old = world["b"]
         error = world.begin_join("b", 1).error(RpcdistError)
         assert isinstance(error, DuplicateName) and "name b is not unique" in str(error)
@@ -286,8 +279,8 @@ def test_a_name_is_taken_as_long_as_its_worker_lives(victims: Victims) -> None:
 
 
 @pytest.mark.parametrize("size", [None, 3])
-def test_a_dead_worker_is_replaced_while_the_others_go_on(victims: Victims, size: int | None) -> None:
-    world = victims.world("a", "b", "c", world_size=size, peer_timeout=CALM_S)
+def test_a_dead_worker_is_replaced_while_the_others_go_on(worker_pool: WorkerPool, size: int | None) -> None:
+    world = worker_pool.world("a", "b", "c", world_size=size, peer_timeout=CALM_S)
     gathered = [worker.begin(rpc.api._all_gather, worker.name) for worker in world]  # the newcomers know nothing of it
     assert [pending.result() for pending in gathered] == [{"a": "a", "b": "b", "c": "c"}] * 3
     busy = world["c"].begin(functions.call_all_the_time, "a", 3.0)
@@ -306,8 +299,8 @@ def test_a_dead_worker_is_replaced_while_the_others_go_on(victims: Victims, size
     world.shutdown()
 
 
-def test_a_worker_that_was_replaced_while_it_hung_is_out(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+def test_a_worker_that_was_replaced_while_it_hung_is_out(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=UNIT_S)
     old = world["b"]
     assert world["a"].run(rpc.rpc_sync, "b", functions.pid) == old.pid
     assert old.run(rpc.rpc_sync, "a", functions.pid) == world["a"].pid
@@ -324,8 +317,8 @@ def test_a_worker_that_was_replaced_while_it_hung_is_out(victims: Victims) -> No
     world.shutdown()
 
 
-def test_unknown_workers(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_unknown_workers(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     for to in ("nobody", 7, rpc.WorkerInfo("nobody", 7)):
         error = world["a"].begin(rpc.rpc_sync, to, functions.pid).error(UnknownWorker)
         assert "name:a,rank:0 could not find destination" in str(error) and "a, b" in str(error)

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 
 import pytest
 import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 import rpc_victim_references as references
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid, until
+from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import LeaseExpired, OwnerLost, RpcdistError
+from rpcdist.testing import RpcWorld, WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -25,21 +24,14 @@ PROMPT_S = 3 * UNIT_S
 FULL_ONLY = pytest.mark.skipif(os.environ.get("RPCDIST_TEST_FULL") != "1", reason="runs in `make stress`")
 
 
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-def everything_is_empty(world: World, *names: str) -> None:
+def everything_is_empty(world: RpcWorld, *names: str) -> None:
     left = {name: world[name].run(functions.wait_until_empty) for name in names}
     assert left == dict.fromkeys(names, "")
 
 
-def test_after_a_regular_run_all_tables_are_empty(victims: Victims) -> None:
+def test_after_a_regular_run_all_tables_are_empty(worker_pool: WorkerPool) -> None:
     names = ("a", "b", "c", "d")
-    world = victims.world(*names, peer_timeout=CALM_S)
+    world = worker_pool.world(*names, peer_timeout=CALM_S)
     for worker in world:
         for owner in names:
             worker.run(references.hold_remote, owner, 3)
@@ -53,8 +45,8 @@ def test_after_a_regular_run_all_tables_are_empty(victims: Victims) -> None:
 
 
 @pytest.mark.parametrize("forked", [False, True], ids=["alone", "with forked DataLoader workers"])
-def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked: bool) -> None:
-    world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
+def test_a_killed_user_is_forgotten_when_its_lease_ends(worker_pool: WorkerPool, forked: bool) -> None:
+    world = worker_pool.world("owner", "user", "friend", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 5)  # made by the user
     world["user"].run(references.fork_held_to, "friend")  # shared by the user with a third
     world["friend"].run(functions.drop)
@@ -80,9 +72,9 @@ def test_a_killed_user_is_forgotten_when_its_lease_ends(victims: Victims, forked
                 os.kill(child, signal.SIGKILL)
 
 
-def test_a_living_user_keeps_its_values_longer_than_a_lease(victims: Victims) -> None:
+def test_a_living_user_keeps_its_values_longer_than_a_lease(worker_pool: WorkerPool) -> None:
     """Idle connections renew leases."""
-    world = victims.world("owner", "user", "sharer", peer_timeout=UNIT_S)
+    world = worker_pool.world("owner", "user", "sharer", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 1)
     world["sharer"].run(references.hold_remote, "owner", 1)
     world["sharer"].run(references.fork_held_to, "user")
@@ -94,12 +86,12 @@ def test_a_living_user_keeps_its_values_longer_than_a_lease(victims: Victims) ->
     world.shutdown()
 
 
-def test_a_user_that_comes_back_late_is_told(victims: Victims) -> None:
-    world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
+def test_a_user_that_comes_back_late_is_told(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("owner", "user", "friend", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 2)
     world["friend"].run(references.hold_remote, "owner", 1)
     world["user"].stop()
-    until(lambda: "user" not in world["owner"].run(functions.tables), "the lease ends")
+    eventually(lambda: "user" not in world["owner"].run(functions.tables), "the lease ends")
     world["user"].resume()
     error = world["user"].begin(references.use_until, LeaseExpired).error(RpcdistError)
     assert isinstance(error, LeaseExpired) and "'owner'" in str(error)
@@ -112,9 +104,9 @@ def test_a_user_that_comes_back_late_is_told(victims: Victims) -> None:
     everything_is_empty(world, "owner", "friend")
 
 
-def test_an_owner_that_comes_back_late_keeps_nothing(victims: Victims) -> None:
+def test_an_owner_that_comes_back_late_keeps_nothing(worker_pool: WorkerPool) -> None:
     """Its users have given it up; what they tell it must reach it when it is back."""
-    world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
+    world = worker_pool.world("owner", "user", "friend", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 3)
     world["user"].run(references.fork_held_to, "friend")
     world["owner"].run(references.hold_own, 2)
@@ -129,8 +121,8 @@ def test_an_owner_that_comes_back_late_keeps_nothing(victims: Victims) -> None:
     everything_is_empty(world, "owner")
 
 
-def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=UNIT_S)
     world["b"].kill()
     world["a"].run(references.hold_own, 2)
     kind, _, _ = world["a"].run(functions.error_of, references.fork_held_to, "b")
@@ -139,9 +131,9 @@ def test_a_share_for_a_worker_that_was_never_reached_leaves_nothing(victims: Vic
     everything_is_empty(world, "a")
 
 
-def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
+def test_a_short_break_of_the_connection_is_no_loss(worker_pool: WorkerPool) -> None:
     """A value is asked for again when the connection has broken, until the owner is declared lost."""
-    world = victims.world("owner", "user", peer_timeout=CALM_S)
+    world = worker_pool.world("owner", "user", peer_timeout=CALM_S)
     world["user"].run(references.hold_remote, "owner", 1)
     for _ in range(20):
         world["user"].run(references.use_held_while_the_connection_breaks)
@@ -149,8 +141,8 @@ def test_a_short_break_of_the_connection_is_no_loss(victims: Victims) -> None:
     everything_is_empty(world, "owner", "user")
 
 
-def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) -> None:
-    world = victims.world("owner", "user", "friend", peer_timeout=CALM_S)
+def test_the_death_of_an_owner_fails_its_references_at_once(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("owner", "user", "friend", peer_timeout=CALM_S)
     world["user"].run(references.hold_remote, "owner", 1)
     world["user"].run(references.fork_held_to, "friend")
     world["owner"].kill()
@@ -164,9 +156,9 @@ def test_the_death_of_an_owner_fails_its_references_at_once(victims: Victims) ->
     everything_is_empty(world, "user", "friend")
 
 
-def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(victims: Victims) -> None:
+def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(worker_pool: WorkerPool) -> None:
     """The user shares its references and is killed at once, many times."""
-    world = victims.world("owner", "user", "friend", peer_timeout=UNIT_S)
+    world = worker_pool.world("owner", "user", "friend", peer_timeout=UNIT_S)
     world["user"].run(references.hold_remote, "owner", 20)
     world["user"].begin(references.fork_held_to_without_waiting, "friend", 20)
     world["user"].kill()
@@ -175,8 +167,8 @@ def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(victims: Vi
     everything_is_empty(world, "owner", "friend")
 
 
-def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+def test_a_replaced_owner_is_another_process(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     world["a"].run(references.hold_remote, "b", 1)
     world["c"].run(references.hold_remote, "b", 1)
     old = world["b"].pid
@@ -199,8 +191,8 @@ def test_a_replaced_owner_is_another_process(victims: Victims) -> None:
     world.shutdown()
 
 
-def test_an_rref_after_shutdown(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_an_rref_after_shutdown(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(references.hold_remote, "b", 1)
     world.shutdown()
     for use in (references.use_held, references.use_held_by_proxy):
@@ -210,9 +202,9 @@ def test_an_rref_after_shutdown(victims: Victims) -> None:
 
 
 @pytest.mark.parametrize("limit_s", [4.0, pytest.param(20.0, marks=[pytest.mark.stress, FULL_ONLY])])
-def test_references_that_wander_at_random_leave_nothing(victims: Victims, limit_s: float) -> None:
+def test_references_that_wander_at_random_leave_nothing(worker_pool: WorkerPool, limit_s: float) -> None:
     names = ("a", "b", "c", "d")
-    world = victims.world(*names, peer_timeout=CALM_S)
+    world = worker_pool.world(*names, peer_timeout=CALM_S)
     seed = time.time_ns()
     print(f"seed {seed}")
     wandering = [worker.begin(references.wander, names, limit_s, seed + number) for number, worker in enumerate(world)]

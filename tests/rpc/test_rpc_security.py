@@ -18,7 +18,7 @@ import pytest
 import rpc_victim_functions as functions
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
-from leak_guard import LeakGuard
+from peer_timeouts import CALM_S
 from rpc_raw_peer import (
     SESSION,
     STRANGER,
@@ -30,11 +30,12 @@ from rpc_raw_peer import (
     status_of,
     unharmed,
 )
-from rpc_victims import CALM_S, Victims, World, forkserver_pid, join, leave, until
 
 from rpcdist import rpc
 from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
+from rpcdist.testing import RpcWorld, WorkerPool, eventually
+from rpcdist.testing.rpc_world import join, leave
 from rpcdist.transport._framing.frames import chunk_envelope
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
@@ -45,22 +46,15 @@ DESCRIPTORS = [file.DESCRIPTOR for file in (membership_pb2, rpc_pb2, rref_pb2, s
 
 
 @pytest.fixture(scope="module")
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-@pytest.fixture(scope="module")
-def world(victims: Victims) -> Iterator[World]:
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     """These workers outlive everything that is done to them here."""
-    world = victims.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    world = module_pool.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
     yield world
     world.shutdown()
 
 
 @pytest.fixture
-def address(world: World) -> Iterator[str]:
+def address(world: RpcWorld) -> Iterator[str]:
     with unharmed(world) as address:
         yield address
 
@@ -161,7 +155,7 @@ def deadly_messages(path: Path) -> list[rpc_pb2.Message]:
     ]
 
 
-def test_nothing_of_an_unproven_peer_is_unpickled(world: World, address: str, tmp_path: Path) -> None:
+def test_nothing_of_an_unproven_peer_is_unpickled(world: RpcWorld, address: str, tmp_path: Path) -> None:
     path = tmp_path / "unpickled"
     messages = deadly_messages(path)
     hello = ClientHandshake(b"a wrong token, but long enough", "default", "rpc", STRANGER).start()
@@ -195,11 +189,11 @@ def test_nothing_of_an_unproven_peer_is_unpickled(world: World, address: str, tm
     assert not path.exists()
     # The payload is deadly for those who may send it.
     answers_of(address, messages[:1])
-    until(path.exists, "a proven peer's function is unpickled")
+    eventually(path.exists, "a proven peer's function is unpickled")
 
 
-def test_a_half_open_handshake_is_dropped(victims: Victims) -> None:
-    world = victims.world("x")
+def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
+    world = module_pool.world("x")
     world["x"].run(functions.limit_handshakes, 0.5)
     host, port = world["x"].run(functions.address).rsplit(":", 1)
 
@@ -217,7 +211,7 @@ def test_a_half_open_handshake_is_dropped(victims: Victims) -> None:
             assert time.monotonic() - started < 5.0
 
     run_on_loop(run())
-    until(lambda: world["x"].run(functions.num_unproven) == 0, "the handshakes are forgotten")
+    eventually(lambda: world["x"].run(functions.num_unproven) == 0, "the handshakes are forgotten")
     # There is a limit for those who are in the middle of it, and it is free again afterwards.
     world["x"].run(functions.limit_handshakes, 10.0, 3)
 
@@ -234,17 +228,17 @@ def test_a_half_open_handshake_is_dropped(victims: Victims) -> None:
             return code
 
     assert run_on_loop(crowd()) is grpc.StatusCode.RESOURCE_EXHAUSTED
-    until(lambda: world["x"].run(functions.num_unproven) == 0, "the handshakes are forgotten")
+    eventually(lambda: world["x"].run(functions.num_unproven) == 0, "the handshakes are forgotten")
     world.shutdown()
 
 
 # ---------------------------------------------------------------- wrong tokens
 
 
-def test_different_tokens_fail_on_both_sides_and_say_what_to_set(victims: Victims) -> None:
-    url = victims.url()
-    coordinator = victims.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
-    stranger = victims.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
+def test_different_tokens_fail_on_both_sides_and_say_what_to_set(module_pool: WorkerPool) -> None:
+    url = module_pool.new_url()
+    coordinator = module_pool.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
+    stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
     waiting = coordinator.begin(join, "a", 0, 2, url, rpc_timeout=4.0)
     started = time.monotonic()
     error = stranger.begin(join, "b", 1, 2, url, rpc_timeout=4.0).error(AuthenticationFailed)
@@ -253,12 +247,12 @@ def test_different_tokens_fail_on_both_sides_and_say_what_to_set(victims: Victim
     assert "another-token" not in str(error)
     error = waiting.error(RpcdistError)
     assert "these ranks have not come: 1" in str(error)
-    assert coordinator.log().count("job tokens differ") == 1 and "RPCDIST_TOKEN" in coordinator.log()
-    assert "one-token" not in coordinator.log()
+    assert coordinator.output().count("job tokens differ") == 1 and "RPCDIST_TOKEN" in coordinator.output()
+    assert "one-token" not in coordinator.output()
 
 
-def test_the_token_of_the_options_counts(victims: Victims) -> None:
-    world = victims.new_world(2, token="x" * 32)
+def test_the_token_of_the_options_counts(module_pool: WorkerPool) -> None:
+    world = module_pool.new_world(2, token="x" * 32)
     joining = [world.begin_join(name, rank) for rank, name in enumerate("ab")]
     for pending in joining:
         pending.result()
@@ -266,21 +260,21 @@ def test_the_token_of_the_options_counts(victims: Victims) -> None:
     world.shutdown()
 
 
-def test_a_store_with_another_token(victims: Victims, tmp_path: Path) -> None:
+def test_a_store_with_another_token(module_pool: WorkerPool, tmp_path: Path) -> None:
     """With tcp:// the store comes first."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    coordinator = victims.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
-    stranger = victims.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
+    coordinator = module_pool.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
+    stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
     waiting = coordinator.begin(join, "a", 0, 2, url, rpc_timeout=4.0)
     error = stranger.begin(join, "b", 1, 2, url, rpc_timeout=4.0).error(RpcdistError)
     assert isinstance(error, AuthenticationFailed) and "RPCDIST_TOKEN" in str(error), repr(error)
     assert "these ranks have not come: 1" in str(waiting.error(RpcdistError))
 
 
-def test_the_token_of_the_options_counts_for_the_store(victims: Victims) -> None:
+def test_the_token_of_the_options_counts_for_the_store(module_pool: WorkerPool) -> None:
     """With tcp:// a store is served and called before the options of RPC would be looked at."""
     url = f"tcp://127.0.0.1:{free_port()}"
-    workers = [victims.start(name) for name in "ab"]
+    workers = [module_pool.start(name) for name in "ab"]
     joining = [worker.begin(join, worker.name, rank, 2, url, token="y" * 32) for rank, worker in enumerate(workers)]
     for pending in joining:
         pending.result()
@@ -290,13 +284,13 @@ def test_the_token_of_the_options_counts_for_the_store(victims: Victims) -> None
         pending.result()
 
 
-def test_world_sizes_that_differ_are_named_over_tcp(victims: Victims) -> None:
+def test_world_sizes_that_differ_are_named_over_tcp(module_pool: WorkerPool) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    joining = [victims.start(name).begin(join, name, rank, 2 + rank, url) for rank, name in enumerate("ab")]
+    joining = [module_pool.start(name).begin(join, name, rank, 2 + rank, url) for rank, name in enumerate("ab")]
     for pending in joining:
         assert "the world sizes differ" in str(pending.error(WorldMismatch))
 
 
-def test_a_bad_name_is_refused_before_anybody_is_waited_for(victims: Victims) -> None:
+def test_a_bad_name_is_refused_before_anybody_is_waited_for(module_pool: WorkerPool) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    victims.start("a").begin(join, "not a name", 0, 2, url).error(ConfigError)
+    module_pool.start("a").begin(join, "not a name", 0, 2, url).error(ConfigError)

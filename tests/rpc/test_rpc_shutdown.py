@@ -3,32 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import rpc_victim_functions as functions
 import rpc_victim_references as references
-from leak_guard import LeakGuard
-from rpc_victims import CALM_S, UNIT_S, Victims, forkserver_pid, join, leave, until
+from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.testing import WorkerPool, eventually
+from rpcdist.testing.rpc_world import join, leave
 
 pytestmark = pytest.mark.multiproc
 
 PROMPT_S = 3 * UNIT_S
 
 
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-def test_before_init_and_after_shutdown_calls_say_what_to_do(victims: Victims) -> None:
-    process = victims.start("a")
+def test_before_init_and_after_shutdown_calls_say_what_to_do(worker_pool: WorkerPool) -> None:
+    process = worker_pool.start("a")
     says = "RPC has not been initialized. Call rpcdist.rpc.init_rpc"
     uses = (
         (rpc.rpc_sync, "a", functions.pid),
@@ -43,18 +36,18 @@ def test_before_init_and_after_shutdown_calls_say_what_to_do(victims: Victims) -
         for function, *args in uses:
             assert says in str(process.begin(function, *args).error(NotInitialized))
         assert "init_rpc" in str(process.begin(references.make_reference, 1).error(NotInitialized))
-        process.run(join, "a", 0, 1, victims.url())
-        error = process.begin(join, "a", 0, 1, victims.url()).error(AlreadyInitialized)
+        process.run(join, "a", 0, 1, worker_pool.new_url())
+        error = process.begin(join, "a", 0, 1, worker_pool.new_url()).error(AlreadyInitialized)
         assert "call shutdown() first" in str(error)
         assert process.run(rpc.rpc_sync, "a", functions.pid) == process.pid
         process.run(rpc.shutdown)
     assert process.run(functions.left_behind) == []
 
 
-def test_init_and_shutdown_again_and_again_in_the_same_processes(victims: Victims) -> None:
-    processes = [victims.start(f"w{rank}") for rank in range(3)]
+def test_init_and_shutdown_again_and_again_in_the_same_processes(worker_pool: WorkerPool) -> None:
+    processes = [worker_pool.start(f"w{rank}") for rank in range(3)]
     for graceful in (True, False, True, True):
-        url = victims.url()
+        url = worker_pool.new_url()
         joining = [process.begin(join, process.name, rank, 3, url) for rank, process in enumerate(processes)]
         for pending in joining:
             pending.result()
@@ -68,8 +61,8 @@ def test_init_and_shutdown_again_and_again_in_the_same_processes(victims: Victim
         assert process.run(functions.left_behind) == []
 
 
-def test_shutdown_waits_for_a_slow_worker(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+def test_shutdown_waits_for_a_slow_worker(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
     time.sleep(2 * UNIT_S)
     # Those who wait still serve.
@@ -80,8 +73,8 @@ def test_shutdown_waits_for_a_slow_worker(victims: Victims) -> None:
         pending.result()
 
 
-def test_shutdown_waits_for_outstanding_calls(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_shutdown_waits_for_outstanding_calls(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(functions.start_slow_chain, "b", "a", 2 * UNIT_S, str(tmp_path / "done"))
     world.shutdown()
     assert (tmp_path / "done").exists()
@@ -89,8 +82,8 @@ def test_shutdown_waits_for_outstanding_calls(victims: Victims, tmp_path: Path) 
 
 @pytest.mark.parametrize("victim", ["a", "c"], ids=["the first, who leads", "the last"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
-def test_shutdown_names_the_worker_that_died_before_it_came(victims: Victims, victim: str, how: str) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=UNIT_S)
+def test_shutdown_names_the_worker_that_died_before_it_came(worker_pool: WorkerPool, victim: str, how: str) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=UNIT_S)
     others = [name for name in ("a", "b", "c") if name != victim]
     leaving = [world[name].begin(rpc.shutdown) for name in others]
     time.sleep(UNIT_S)
@@ -108,8 +101,8 @@ def test_shutdown_names_the_worker_that_died_before_it_came(victims: Victims, vi
         assert world[name].run(functions.left_behind) == []
 
 
-def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", "d", peer_timeout=CALM_S)
+def test_shutdown_with_a_timeout_names_who_is_missing(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", "d", peer_timeout=CALM_S)
     started = time.monotonic()
     leaving = [world[name].begin(leave, timeout=1.0) for name in ("a", "b")]
     for pending, kind in zip(leaving, (DeadlineExceeded, RpcdistError), strict=True):
@@ -120,29 +113,29 @@ def test_shutdown_with_a_timeout_names_who_is_missing(victims: Victims) -> None:
         world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)
 
 
-def test_shutdown_timeout_of_the_options(victims: Victims) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S, shutdown_timeout=1.0)
+def test_shutdown_timeout_of_the_options(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S, shutdown_timeout=1.0)
     error = world["a"].begin(rpc.shutdown).error(DeadlineExceeded)
     assert "['b']" in str(error)
 
 
-def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     world["a"].run(functions.start_coroutine_call, "b", str(tmp_path / "running"))
-    until((tmp_path / "running").exists, "the call runs")
+    eventually((tmp_path / "running").exists, "the call runs")
     leaving = [worker.begin(leave, timeout=1.0) for worker in world]
     errors = [pending.error(RpcdistError) for pending in leaving]
     assert any("announce_and_wait_async" in str(error) for error in errors), errors
 
 
-def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", "c", peer_timeout=CALM_S)
+def test_a_shutdown_that_does_not_wait_ends_at_once(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     running = [tmp_path / "to b", tmp_path / "from b"]
     out = world["b"].run(functions.start_coroutine_call, "c", str(running[0]))
     assert out is None
     into = world["a"].begin(functions.call, "rpc_sync of a coroutine", "b", str(running[1]))
     for path in running:
-        until(path.exists, "the call runs")
+        eventually(path.exists, "the call runs")
     started = time.monotonic()
     world["b"].run(leave, graceful=False)
     assert time.monotonic() - started < PROMPT_S
@@ -157,19 +150,19 @@ def test_a_shutdown_that_does_not_wait_ends_at_once(victims: Victims, tmp_path: 
     assert kind == "WorkerLost" and "'b'" in text and waited_s < 2 * PROMPT_S
 
 
-def test_a_handler_that_does_not_end_is_named(victims: Victims, tmp_path: Path) -> None:
-    world = victims.world("a", "b", peer_timeout=CALM_S)
+def test_a_handler_that_does_not_end_is_named(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
     world["b"].run(functions.limit_closing, 0.3)
     waiting = world["a"].begin(functions.call, "rpc_sync", "b", str(tmp_path / "running"))
-    until((tmp_path / "running").exists, "the call runs")
+    eventually((tmp_path / "running").exists, "the call runs")
     world["b"].run(leave, graceful=False)
-    assert "1 jobs did not end" in (log := world["b"].log()), log
+    assert "1 jobs did not end" in (log := world["b"].output()), log
     assert "from a: rpc_victim_functions:announce_and_wait" in log, log
     waiting.error(WorkerLost)
 
 
-def test_elastic_workers_leave_one_by_one(victims: Victims) -> None:
-    world = victims.world("a", "b", "c", world_size=None, peer_timeout=CALM_S)
+def test_elastic_workers_leave_one_by_one(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b", "c", world_size=None, peer_timeout=CALM_S)
     world["b"].run(references.hold_remote, "c", 1)
     world["c"].run(references.hold_remote, "a", 2)
     world.shutdown("c")

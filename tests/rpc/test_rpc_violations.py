@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 import rpc_victim_functions as functions
-from leak_guard import LeakGuard
+from peer_timeouts import CALM_S, UNIT_S
 from rpc_raw_peer import (
     RawClient,
     call_raw,
@@ -21,10 +21,10 @@ from rpc_raw_peer import (
     run_on_loop,
     unharmed,
 )
-from rpc_victims import CALM_S, UNIT_S, Victims, World, forkserver_pid
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
+from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport._framing.frames import chunk_envelope, frame
 from rpcdist.transport.handshake import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
@@ -67,22 +67,15 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
 
 
 @pytest.fixture(scope="module")
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
-
-
-@pytest.fixture(scope="module")
-def world(victims: Victims) -> Iterator[World]:
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     """These workers outlive everything that is done to them here."""
-    world = victims.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    world = module_pool.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
     yield world
     world.shutdown()
 
 
 @pytest.fixture
-def address(world: World) -> Iterator[str]:
+def address(world: RpcWorld) -> Iterator[str]:
     with unharmed(world) as address:
         yield address
 
@@ -94,7 +87,7 @@ def test_a_violation_ends_its_session_with_a_named_error(address: str, what: str
     assert code is grpc.StatusCode.ABORTED and says in details, (code, details)
 
 
-def test_messages_that_make_no_sense_harm_nobody(world: World, address: str) -> None:
+def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) -> None:
     odd = [
         rpc_pb2.Message(),
         rpc_pb2.Message(reply=rpc_pb2.Reply(id=12345)),
@@ -184,7 +177,7 @@ def test_a_proof_is_good_for_one_request(address: str) -> None:
     run_on_loop(run())
 
 
-def test_a_worker_cannot_be_taken_out_by_another(world: World, address: str) -> None:
+def test_a_worker_cannot_be_taken_out_by_another(world: RpcWorld, address: str) -> None:
     path = "/rpcdist.Membership/Leave"
 
     async def run() -> tuple[grpc.StatusCode, str]:
@@ -212,12 +205,12 @@ def test_a_worker_cannot_be_taken_out_by_another(world: World, address: str) -> 
     assert code is grpc.StatusCode.FAILED_PRECONDITION and "only its own process may" in details
 
 
-def test_the_same_token_but_another_process_at_the_address(victims: Victims) -> None:
+def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPool) -> None:
     """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
-    world = victims.world("a", "b", peer_timeout=UNIT_S)
+    world = module_pool.world("a", "b", peer_timeout=UNIT_S)
     _, port = world["b"].run(functions.address).rsplit(":", 1)
     world["b"].kill()
-    other = victims.world("c", port=int(port))
+    other = module_pool.world("c", port=int(port))
     kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
     assert kind == "WorkerLost" and "'c'" in text and "answers at the address of" in text
     other.shutdown()

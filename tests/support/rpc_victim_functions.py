@@ -15,10 +15,10 @@ from typing import Any
 
 import psutil
 import torch
-from rpc_victims import until
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
+from rpcdist.testing import eventually
 
 LIMIT_S = 60.0
 
@@ -150,7 +150,7 @@ def call_and_lose_ctrl_c(how: str, to: str, path: str) -> Any:
     """As `call`; once it runs, Ctrl-C comes in a way that does not wake this thread up."""
 
     def interrupt() -> None:
-        until(Path(path).exists, "the call runs")
+        eventually(Path(path).exists, "the call runs")
         time.sleep(0.1)  # nothing outside shows that it waits
         _thread.interrupt_main()
 

@@ -1,18 +1,10 @@
-"""A process that takes part in groups on shared memory, for tests; it does what it is told over a Unix socket.
-
-As a program it is the parent of such processes: importing torch takes seconds, forking a process that has imported it
-takes milliseconds. It starts no thread, so forking is safe.
-"""
+"""What the ranks of `rank_pool` do in groups on shared memory; a process is in one group at a time."""
 
 from __future__ import annotations
 
 import hashlib
 import os
-import pickle
-import signal
 import socket
-import struct
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -28,17 +20,35 @@ from rpcdist.collectives._transports.shm import Layout, ShmTransport
 from rpcdist.deadline import Deadline
 from rpcdist.transport import shared_memory
 
-__all__ = ["receive", "send"]
+__all__ = ["call", "join"]
 
-LENGTH = struct.Struct("<Q")
 LIMIT_S = 30.0
+
+
+current: list[Member] = []
+"""This process's place in its newest group."""
+
+
+def join(rank: int, size: int, address: str, buffer_bytes: int) -> None:
+    """Takes part in a new group; its segment comes from a Unix socket."""
+    with socket.socket(socket.AF_UNIX) as sock:
+        sock.connect(address)
+        segment = shared_memory.accept(sock, LIMIT_S)
+    for member in current:
+        member.leave()
+    current[:] = [Member(ShmTransport(rank, size, segment, Layout(size, buffer_bytes)))]
+
+
+def call(rank: int, size: int, name: str, *arguments: object) -> Any:
+    """Calls a method of this process's member."""
+    return getattr(current[0], name)(*arguments)
 
 
 class Stopped(Exception):
     """What the control of a test raises."""
 
 
-class WorkerControl(Control):
+class MemberControl(Control):
     """A control with a deadline and one condition that ends the operation."""
 
     __slots__ = ("_ended", "deadline", "fingerprint", "sequence")
@@ -58,53 +68,11 @@ class WorkerControl(Control):
             raise Stopped
 
 
-def send(sock: socket.socket, message: object) -> None:
-    data = pickle.dumps(message)
-    sock.sendall(LENGTH.pack(len(data)) + data)
+class Member:
+    """A rank of one group; `call` calls its methods by name."""
 
-
-def receive(sock: socket.socket) -> Any:
-    (length,) = LENGTH.unpack(_read(sock, LENGTH.size))
-    return pickle.loads(_read(sock, length))
-
-
-def _read(sock: socket.socket, length: int) -> bytes:
-    data = b""
-    while len(data) < length:
-        more = sock.recv(length - len(data))
-        if not more:
-            raise EOFError
-        data += more
-    return data
-
-
-class Worker:
-    """Runs in the forked process; methods are called by name."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self._sock = sock
-        self._transport: ShmTransport | None = None
-        self._sequence = 0
-
-    def serve(self) -> None:
-        while True:
-            try:
-                name, arguments = receive(self._sock)
-            except EOFError:
-                return
-            try:
-                send(self._sock, ("result", getattr(self, name)(*arguments)))
-            except Exception as exc:
-                send(self._sock, ("error", f"{type(exc).__name__}: {exc}"))
-
-    def pid(self) -> int:
-        return os.getpid()
-
-    def join(self, rank: int, size: int, buffer_bytes: int) -> None:
-        """Takes part in a new group; its segment comes over the socket."""
-        segment = shared_memory.accept(self._sock, LIMIT_S)
-        self.leave()
-        self._transport = ShmTransport(rank, size, segment, Layout(size, buffer_bytes))
+    def __init__(self, transport: ShmTransport) -> None:
+        self._transport: ShmTransport | None = transport
         self._sequence = 0
 
     def leave(self) -> None:
@@ -121,7 +89,7 @@ class Worker:
     def _run(self, operation: Operation, limit_s: float = LIMIT_S, ended: Callable[[], bool] = lambda: False) -> None:
         assert self._transport is not None
         self._sequence += 1
-        self._transport.run(operation, WorkerControl(operation, self._sequence, limit_s, ended))
+        self._transport.run(operation, MemberControl(operation, self._sequence, limit_s, ended))
 
     def cases(self, cases: list[Case]) -> list[str]:
         """Runs them one after the other; returns what went wrong."""
@@ -196,24 +164,3 @@ def _detached(operation: Operation) -> Operation:
     inputs = tuple(tensor.detach() for tensor in operation.inputs)
     in_place = operation.outputs is operation.inputs
     return replace(operation, inputs=inputs, outputs=inputs if in_place else operation.outputs)
-
-
-def main(descriptor: int) -> None:
-    """Forks a worker for each socket that comes, until nobody can send one any more."""
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the workers
-    torch.set_num_threads(1)
-    with socket.socket(fileno=descriptor) as control:
-        while True:
-            data, descriptors, _, _ = socket.recv_fds(control, 1, 1)
-            if not data:
-                return
-            if os.fork() == 0:
-                control.close()
-                with socket.socket(fileno=descriptors[0]) as sock:
-                    Worker(sock).serve()
-                os._exit(0)
-            os.close(descriptors[0])
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))

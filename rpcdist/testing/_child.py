@@ -1,0 +1,143 @@
+"""The worker's side: it carries out one request after the other on its main thread, until the test's process ends."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import logging
+import os
+import pickle
+import select
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+__all__ = ["Failure", "Outcome", "Request", "Setup", "pack", "serve", "unpack"]
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """What a worker is told when it starts.
+
+    Attributes:
+        output: the file that receives its stdout and stderr.
+        environment: the whole environment of the process.
+    """
+
+    output: str
+    environment: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A function to call; `packed` is the pickled (function, args, kwargs)."""
+
+    number: int
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What a request ended with; `packed` is the pickled value or `Failure`."""
+
+    number: int
+    packed: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """What a function raised, and where."""
+
+    error: BaseException
+    trace: str
+
+
+def pack(what: object) -> bytes:
+    """Pickles a message; a connection's own `send` would move tensors into shared memory."""
+    return pickle.dumps(what, 5)
+
+
+def unpack(data: bytes) -> Any:
+    """The opposite of `pack`."""
+    return pickle.loads(data)
+
+
+def serve(connection: Connection[Any, Any], lifeline: Connection[Any, Any], setup: Setup) -> None:
+    """Runs in the new process, and does not return.
+
+    Args:
+        connection: requests come here, and outcomes go back.
+        lifeline: a pipe whose other end only the test's process holds.
+        setup: where output goes, and the environment.
+    """
+    _redirect_output(setup.output)
+    _die_with(lifeline)
+    os.environ.clear()
+    os.environ.update(setup.environment)
+    logging.basicConfig(level=logging.WARNING)
+    if "torch" in sys.modules:
+        sys.modules["torch"].set_num_threads(1)  # the workers of a test share few cores
+    with contextlib.suppress(EOFError, OSError):
+        while True:
+            _carry_out_next(connection)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)  # the test is over: a worker that was not shut down has nobody left to talk to
+
+
+def _redirect_output(path: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # a killed worker loses no whole line
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+
+
+def _die_with(lifeline: Connection[Any, Any]) -> None:
+    """Has the kernel kill this process when the test's process ends, even while it hangs in C.
+
+    `PR_SET_PDEATHSIG` does not help: the parent is the fork server, which lives as long as its workers.
+    """
+    descriptor = lifeline.fileno()
+    if hasattr(fcntl, "F_SETSIG"):  # Linux; elsewhere a hung worker stays
+        fcntl.fcntl(descriptor, fcntl.F_SETOWN, os.getpid())
+        fcntl.fcntl(descriptor, fcntl.F_SETSIG, signal.SIGKILL)
+        fcntl.fcntl(descriptor, fcntl.F_SETFL, fcntl.fcntl(descriptor, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([descriptor], [], [], 0)[0]:
+        os._exit(0)  # it ended before we began
+
+
+def _carry_out_next(connection: Connection[Any, Any]) -> None:
+    """Keeps nothing: what a worker holds is what its functions stored."""
+    try:
+        connection.poll(None)
+    except KeyboardInterrupt:
+        return  # Ctrl-C in the terminal is meant for the test's process, which ends this one
+    request: Request = unpack(connection.recv_bytes())
+    connection.send_bytes(pack(Outcome(request.number, _outcome_of(request.packed))))
+
+
+def _outcome_of(packed: bytes) -> bytes:
+    try:
+        value = _call(packed)
+    except BaseException as exc:
+        value = Failure(exc, traceback.format_exc())
+    try:
+        return pack(value)
+    except Exception as exc:  # it cannot be pickled
+        return pack(Failure(RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
+    finally:
+        del value  # or the error's traceback would keep this frame, and through it the error, alive
+
+
+def _call(packed: bytes) -> object:
+    call: tuple[Callable[..., object], tuple[Any, ...], dict[str, Any]] = unpack(packed)
+    function, args, kwargs = call
+    return function(*args, **kwargs)

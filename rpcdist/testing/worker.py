@@ -1,0 +1,265 @@
+"""A worker process that a test calls, kills, stops and resumes.
+
+    worker = pool.start("a")
+    worker.run(my_module.prepare, 3)          # waits for the result; raises what the function raised
+    pending = worker.begin(my_module.train)   # does not wait
+    worker.kill()                             # SIGKILL
+    pending.error(WorkerEnded)
+
+Functions are pickled by name, so they stand at the top of a module that the worker can import. A `Worker` belongs to
+one thread of the test's process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterable, Mapping
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import Any, Generic, TypeVar
+
+from rpcdist.testing import _child, forking
+from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S
+from rpcdist.testing.polling import eventually
+
+__all__ = ["Pending", "Worker", "WorkerEnded", "WorkerTimeout", "wait_for_any"]
+
+OUTPUT_TAIL_CHARS = 8000
+
+T = TypeVar("T")
+
+
+class WorkerEnded(Exception):
+    """The process ended before it had done what it was told."""
+
+
+class WorkerTimeout(AssertionError):
+    """A worker did not answer within the limit; the text has the stacks of its threads."""
+
+
+class Pending(Generic[T]):
+    """A call that a worker was told to make."""
+
+    def __init__(self, worker: Worker, number: int, what: str) -> None:
+        self.worker = worker
+        self._number = number
+        self._what = what
+
+    def __repr__(self) -> str:
+        return f"<Pending {self._what}>"
+
+    def result(self, limit_s: float = LIMIT_S) -> T:
+        """Waits for the call; what the function returned. To be called once.
+
+        Raises:
+            BaseException: what the function raised, with the worker's traceback as a note.
+            WorkerEnded: the process has ended.
+            WorkerTimeout: it did not return within the limit. The worker goes on with it.
+        """
+        value: T = self.worker._outcome(self._number, self._what, limit_s)
+        return value
+
+    def error(self, kind: type[BaseException] = Exception, limit_s: float = LIMIT_S) -> Any:
+        """Waits for the call, and returns the exception that it raised, which has to be a `kind`."""
+        try:
+            value = self.result(limit_s)
+        except kind as exc:
+            return exc
+        raise AssertionError(f"{self._what} returned {value!r}, but {kind.__name__} was expected")
+
+    def done(self) -> bool:
+        """Whether `result` returns or raises without waiting."""
+        return self.worker._answered(self._number, 0.0)
+
+
+class Worker:
+    """A process that calls functions for a test, one after the other, on its main thread.
+
+    Args:
+        name: for messages, and of its RPC worker if it joins one.
+        environment: the whole environment of the process.
+        output: the file that receives its stdout and stderr.
+
+    Attributes:
+        pid: of the process.
+        stopped: whether `stop` was called, and `resume` not yet.
+    """
+
+    def __init__(self, name: str, environment: Mapping[str, str], output: Path) -> None:
+        self.name = name
+        self.stopped = False
+        self._output = output
+        self._num_begun = 0
+        self._num_answered = 0
+        self._outcomes: dict[int, bytes] = {}
+        context = forking.context()
+        self._connection, theirs = context.Pipe()
+        lifeline, self._lifeline = context.Pipe(duplex=False)
+        setup = _child.Setup(str(output), dict(environment))
+        self._process = context.Process(target=_child.serve, args=(theirs, lifeline, setup), name=f"worker {name}")
+        self._process.start()
+        theirs.close()
+        lifeline.close()
+        assert self._process.pid is not None
+        self.pid: int = self._process.pid
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name}, process {self.pid}>"
+
+    # ------------------------------------------------------------ calls
+
+    def begin(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> Pending[T]:
+        """Tells the worker to call a function, and does not wait."""
+        self._num_begun += 1
+        packed = _child.pack((function, args, kwargs))
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `result` says that the process has ended
+            self._connection.send_bytes(_child.pack(_child.Request(self._num_begun, packed)))
+        return Pending(self, self._num_begun, f"{self.name}: {getattr(function, '__qualname__', function)}{args}")
+
+    def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Tells the worker to call a function, and waits for the result."""
+        return self.begin(function, *args, **kwargs).result()
+
+    def is_idle(self, within_s: float) -> bool:
+        """Whether the worker is done with all that it was told, after at most `within_s`."""
+        try:
+            return self._answered(self._num_begun, within_s)
+        except WorkerEnded:
+            return True
+
+    # ------------------------------------------------------------ the process
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs, or is stopped."""
+        return self._process.is_alive()
+
+    def kill(self) -> None:
+        """SIGKILL; waits until the process is gone."""
+        os.kill(self.pid, signal.SIGKILL)
+        self.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Sends a signal and does not wait."""
+        os.kill(self.pid, number)
+
+    def stop(self) -> None:
+        """SIGSTOP; waits until the process stands still. To others it looks like a host that hangs."""
+        os.kill(self.pid, signal.SIGSTOP)
+        self.stopped = True
+        self.wait_until_stopped()
+
+    def wait_until_stopped(self, limit_s: float = LIMIT_S) -> None:
+        """Waits until the process stands still, whoever has stopped it."""
+        stat = Path(f"/proc/{self.pid}/stat")
+        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"{self!r} is stopped", limit_s)
+
+    def resume(self) -> None:
+        """SIGCONT."""
+        os.kill(self.pid, signal.SIGCONT)
+        self.stopped = False
+
+    def wait(self, limit_s: float = LIMIT_S) -> int:
+        """Waits for the end of the process; its exit code, or minus the signal that ended it."""
+        self._process.join(limit_s)
+        code = self._process.exitcode
+        if code is None:
+            raise WorkerTimeout(f"{self!r} still runs after {limit_s} s\n{self.stacks()}")
+        return code
+
+    def end(self, limit_s: float = END_LIMIT_S) -> None:
+        """Ends the process: an idle one by itself, a busy or stopped one by SIGKILL after the limit. Idempotent."""
+        if self._connection.closed:
+            return
+        self._connection.close()
+        if self._process.exitcode is None and not self.stopped:
+            self._process.join(limit_s)
+        if self._process.exitcode is None:
+            self.kill()
+        self._lifeline.close()
+        self._process.close()
+
+    # ------------------------------------------------------------ output
+
+    def output(self, since_bytes: int = 0) -> str:
+        """What the process has written to stdout and stderr, except the first `since_bytes`."""
+        with contextlib.suppress(FileNotFoundError), self._output.open("rb") as file:
+            file.seek(since_bytes)
+            return file.read().decode(errors="replace")
+        return ""
+
+    def num_output_bytes(self) -> int:
+        """How much the process has written so far."""
+        return self._output.stat().st_size if self._output.exists() else 0
+
+    def stacks(self) -> str:
+        """The stacks of its threads, as `faulthandler` writes them."""
+        before = self.num_output_bytes()
+        os.kill(self.pid, signal.SIGUSR1)
+        with contextlib.suppress(AssertionError):  # then it shows what there is; the main thread's stack comes last
+            eventually(lambda: self.output(before).endswith(" in <module>\n"), "the stacks", STACKS_LIMIT_S)
+        return self.output(before)
+
+    # ------------------------------------------------------------ answers
+
+    def _answered(self, number: int, limit_s: float) -> bool:
+        """Whether the outcome of a request has come, or comes within the limit. They come in the order of requests."""
+        limit = time.monotonic() + limit_s
+        while self._num_answered < number:
+            if not wait([self._connection, self._process.sentinel], max(0.0, limit - time.monotonic())):
+                return False
+            self._receive()
+        return True
+
+    def _receive(self) -> None:
+        """Takes one outcome from the connection, which is readable unless the process has ended.
+
+        The end of the process counts, not that of the connection: a child that the worker forked may hold it open.
+        """
+        try:
+            if not self._connection.poll():
+                raise EOFError
+            outcome: _child.Outcome = _child.unpack(self._connection.recv_bytes())
+        except (EOFError, ConnectionResetError):
+            raise WorkerEnded(f"{self!r} has ended, with status {self.wait()}") from None
+        self._num_answered = outcome.number
+        self._outcomes[outcome.number] = outcome.packed
+
+    def _outcome(self, number: int, what: str, limit_s: float) -> Any:
+        try:
+            answered = self._answered(number, limit_s)
+        except WorkerEnded as exc:
+            raise WorkerEnded(f"{what}: {exc}\n{self._tail()}") from None
+        if not answered:
+            raise WorkerTimeout(f"{what} did not return within {limit_s} s\n{self.stacks()}\n{self._tail()}")
+        value = _child.unpack(self._outcomes.pop(number))
+        if isinstance(value, _child.Failure):
+            value.error.add_note(f"In {self!r}:\n{value.trace}")
+            raise value.error
+        return value
+
+    def _tail(self) -> str:
+        return f"output of {self!r}:\n{self.output()[-OUTPUT_TAIL_CHARS:]}"
+
+
+def wait_for_any(pending: Iterable[Pending[Any]], limit_s: float = LIMIT_S) -> list[Pending[Any]]:
+    """Waits until at least one of several workers' calls has ended; those that have, or none if the time is over."""
+    waiting = list(pending)
+    limit = time.monotonic() + limit_s
+    while not (ended := [one for one in waiting if _has_ended(one)]):
+        ends: list[Connection[Any, Any] | int] = []
+        for one in waiting:
+            ends += [one.worker._connection, one.worker._process.sentinel]
+        if not wait(ends, max(0.0, limit - time.monotonic())):
+            return []
+    return ended
+
+
+def _has_ended(pending: Pending[Any]) -> bool:
+    try:
+        return pending.done()
+    except WorkerEnded:
+        return True

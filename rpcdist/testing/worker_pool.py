@@ -1,0 +1,117 @@
+"""Worker processes of one test, or of a whole run: started on demand and ended together.
+
+with WorkerPool() as pool:
+    worker = pool.start("a", environment={"MY_OPTION": "1"})
+    assert worker.run(os.getpid) == worker.pid
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rpcdist.testing.rpc_world import RpcWorld
+from rpcdist.testing.worker import Worker
+
+__all__ = ["WorkerPool"]
+
+
+class WorkerPool:
+    """Starts workers, and ends all of them with the `with` block.
+
+    Args:
+        environment: variables that all workers get in addition to those of this process; None removes one.
+
+    Attributes:
+        environment: the same; a change counts for workers that start afterwards.
+        folder: for files of the test; it is removed at the end.
+    """
+
+    def __init__(self, environment: Mapping[str, str | None] | None = None) -> None:
+        self.environment: dict[str, str | None] = dict(environment or {})
+        self._folder = tempfile.TemporaryDirectory(prefix="rpcdist-testing-")
+        self.folder = Path(self._folder.name)
+        self._workers: list[Worker] = []
+        self._num_files = 0
+        self._num_started = 0
+
+    def __enter__(self) -> WorkerPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            error.add_note(self.outputs())
+        self.close()
+
+    def __iter__(self) -> Iterator[Worker]:
+        return iter(self._workers)
+
+    def start(self, name: str, environment: Mapping[str, str | None] | None = None) -> Worker:
+        """A new process, which has joined nothing yet.
+
+        Args:
+            name: for messages, and of its RPC worker.
+            environment: variables that differ from this process's at this moment; None removes one.
+        """
+        variables = {**os.environ, **self.environment, **(environment or {})}
+        given = {variable: value for variable, value in variables.items() if value is not None}
+        self._num_started += 1
+        worker = Worker(name, given, self.folder / f"{self._num_started}-{name}.log")
+        self._workers.append(worker)
+        return worker
+
+    def discard(self, worker: Worker) -> None:
+        """Ends a worker before the others."""
+        self._workers.remove(worker)
+        worker.end()
+
+    def new_file(self) -> str:
+        """A path that nobody has used before: for a file store, or for a function to say that it runs."""
+        self._num_files += 1
+        return str(self.folder / f"file{self._num_files}")
+
+    def new_url(self) -> str:
+        """An `init_method` for a new job."""
+        return f"file://{self.new_file()}"
+
+    def new_world(self, size: int | None, url: str | None = None, **options: Any) -> RpcWorld:
+        """An RPC job that nobody has joined yet.
+
+        Args:
+            size: its `world_size`; None for workers that come and go.
+            url: its `init_method`; by default a new file.
+            options: of `RpcOptions`, for all workers.
+        """
+        return RpcWorld(self.start, url or self.new_url(), size, options)
+
+    def world(self, *names: str, world_size: int | None = -1, url: str | None = None, **options: Any) -> RpcWorld:
+        """Starts workers that join one RPC job; their ranks are in the order of the names.
+
+        Args:
+            names: of the workers.
+            world_size: -1 for as many as there are names; None for workers that come and go.
+            url: the `init_method`; by default a new file.
+            options: of `RpcOptions`, for all workers.
+        """
+        world = self.new_world(len(names) if world_size == -1 else world_size, url, **options)
+        joining = [world.begin_join(name, rank) for rank, name in enumerate(names)]
+        for pending in joining:
+            pending.result()
+        return world
+
+    def outputs(self) -> str:
+        """What the workers have written, to be shown when a test fails."""
+        return "\n".join(f"--- output of {worker!r}\n{text}" for worker in self if (text := worker.output()))
+
+    def close(self) -> None:
+        """Ends all workers and removes their files; idempotent."""
+        for worker in self._workers:
+            worker.end()
+        self._workers.clear()
+        self._folder.cleanup()
