@@ -11,7 +11,7 @@ if __name__ != "rpcdist.autograd":
 
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError, ContextNotFound
 from rpcdist.autograd._draw import draw
-from rpcdist.autograd._engine_runs import Captured, is_in_backward, queue_callback
+from rpcdist.autograd._group_run import Captured, is_in_backward, queue_callback
 from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private ones here, and programs use them
     Mode,
     _current_context,

@@ -1,4 +1,4 @@
-"""What goes wrong in distributed autograd.
+"""The errors of distributed autograd.
 
 RpcdistError (RuntimeError)
 └── AutogradError               a context or a graph cannot be used in this way
@@ -35,11 +35,11 @@ class BackwardError(AutogradError):
     """A backward pass failed on some worker, and was ended on all of them. Its gradients are incomplete.
 
     Attributes:
-        node: the id of the worker where it went wrong.
-        worker: its name.
-        type_name: the exception's type there.
-        text: its text.
-        traceback: its traceback, where it was not here.
+        node: id of the worker on which the pass failed.
+        worker: name of that worker.
+        type_name: type of the exception there.
+        text: text of the exception.
+        traceback: traceback of the exception, if it was raised on another worker.
     """
 
     def __init__(self, node: int, worker: str, type_name: str, text: str, traceback: str = "") -> None:

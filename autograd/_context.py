@@ -1,6 +1,6 @@
 """One worker's part of a distributed autograd context: its sends and recvs, its clock, and the gradients of its leaves.
 
-Contexts are identified by 64-bit numbers; the high 16 bits are the worker that made them.
+Contexts, messages and passes have 64-bit ids; the high 16 bits are the worker that made the id.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -18,9 +18,6 @@ from rpcdist._proto import value_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
-
-if TYPE_CHECKING:
-    from rpcdist.autograd._passes import BackwardPass
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 
@@ -31,13 +28,13 @@ MAX_LIGHT_BYTES = 1 << 20
 
 
 def make_id(worker_id: int, number: int) -> int:
-    """An id as a signed 64-bit number."""
+    """The id of a worker and a number, as a signed 64-bit number."""
     id = (worker_id << WORKER_SHIFT) | (number & MAX_NUMBER)
     return id - (1 << 64) if id >= 1 << 63 else id
 
 
 def worker_of(id: int) -> int:
-    """The worker that made an id."""
+    """The worker that has made an id."""
     return (id >> WORKER_SHIFT) & 0xFFFF
 
 
@@ -47,16 +44,21 @@ def id_limit(worker_id: int) -> int:
 
 
 class Context:
-    """See the module. Any thread may call any method.
+    """A distributed autograd context on one worker. Any thread may call any method.
+
+    Args:
+        id: the same on all workers.
+        worker_id: this worker.
+        next_message: returns the id of the next message.
 
     Attributes:
-        id: of the context, the same on all workers.
-        is_released: it is over; calls are made without it.
-        known: the workers that were called in it from here.
-        callers: the workers that called this one in it.
-        passes: backward passes under way, by id.
-        ended_passes: those that ended, with the error if they failed.
-        is_spent: the last of them has freed the graph's saved tensors.
+        id: the same on all workers.
+        is_released: whether the context is over; calls are then made without it.
+        known: the workers that this worker called in the context.
+        callers: the workers that called this one in the context.
+        ended_passes: the backward passes that have ended, by id, with the error of those that failed.
+        is_spent: whether the last pass has freed the graph's saved tensors.
+        gradients: the gradients of the leaves on this worker.
     """
 
     def __init__(self, id: int, worker_id: int, next_message: Callable[[], int]) -> None:
@@ -64,7 +66,6 @@ class Context:
         self.is_released = False
         self.known: set[int] = set()
         self.callers: set[int] = set()
-        self.passes: dict[int, BackwardPass] = {}
         self.ended_passes: dict[int, BaseException | None] = {}
         self.is_spent = False
         self.gradients = GradientTable()
@@ -80,7 +81,7 @@ class Context:
         state = "released" if self.is_released else f"{len(self._sends)} sends, {len(self._recvs)} recvs"
         return f"<Context {self.id} [{state}]>"
 
-    # ------------------------------------------------------------ what calls need (`CallContext`)
+    # ------------------------------------------------------------ for calls (`CallContext`)
 
     def for_call(self) -> Context | _Muted:
         return self if torch.is_grad_enabled() else self._muted
@@ -123,7 +124,7 @@ class Context:
         with self._lock:
             self._recvs[recv.id] = recv, node
 
-    # ------------------------------------------------------------ what passes need
+    # ------------------------------------------------------------ for backward passes
 
     def snapshot(self) -> tuple[list[RecordedSend], list[RecordedRecv]]:
         """All sends and recvs so far."""
@@ -131,7 +132,7 @@ class Context:
             return list(self._sends.values()), [recv for recv, _ in self._recvs.values()]
 
     def neighbours(self) -> frozenset[int]:
-        """The workers that this one exchanged calls with in the context."""
+        """The workers with which this one exchanged calls in the context."""
         with self._lock:
             return frozenset(self.known | self.callers)
 
@@ -141,21 +142,21 @@ class Context:
                 self.callers.add(worker_id)
 
     def end(self) -> bool:
-        """Marks the context as over; False if it was. Nothing is freed: that is for `drop`."""
+        """Marks the context as over; False if it was over before. It frees nothing; see `drop`."""
         with self._lock:
             was_released, self.is_released = self.is_released, True
         return not was_released
 
     def drop(self) -> None:
-        """Frees graph and gradients of a context that is over. May run code of users, so not on the I/O loop."""
+        """Frees graph and gradients of a context that is over. It may run code of users: not on the I/O loop."""
         with self._lock:
-            # The graph dies after the lock: user objects may live in it.
+            # The graph is freed after the lock is released: the finalizers of objects in it may be code of users.
             dropped = self._sends, self._recvs, self.gradients
             self._sends, self._recvs, self.gradients = {}, {}, GradientTable()
         del dropped
 
     def is_light(self) -> bool:
-        """Whether little memory waits for `drop`: a backward pass has freed what the graph had kept."""
+        """Whether `drop` has little memory to free, because a backward pass has freed the saved tensors."""
         return self.is_spent and self.gradients.size_bytes() <= MAX_LIGHT_BYTES
 
     # ------------------------------------------------------------ torch's private names
@@ -177,7 +178,7 @@ class Context:
 
 
 class _Muted:
-    """The context, for a call that is made without grad mode: the callee runs in it, but no gradient flows."""
+    """A context as a call without grad mode sees it: the callee runs in the context, but no gradient flows."""
 
     def __init__(self, context: Context) -> None:
         self._context = context
@@ -192,7 +193,7 @@ class _Muted:
         """Records nothing."""
 
     def received(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], sender: int) -> None:
-        """What comes back has no history, as if the function had been called here under `no_grad`."""
+        """Makes the results leaves without grad, as if the function had been called here under `no_grad`."""
         if value.HasField("autograd"):
             for tensor in tensors:
                 if tensor.is_leaf:
@@ -207,7 +208,7 @@ class ContextTable:
         self._numbers = itertools.count(first_number)
         self._messages = itertools.count(1)
         self._contexts: dict[int, Context] = {}
-        # Those that ended. A call that was overtaken by the end of its context must not bring it back to life.
+        # Ids of contexts that are over: a late call must not bring its context back to life.
         self._released: OrderedDict[int, None] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -224,7 +225,7 @@ class ContextTable:
         return make_id(self._worker_id, next(self._messages))
 
     def join(self, id: int) -> Context | None:
-        """The context, made if it is not known here; None if it is over."""
+        """The context; made if this worker does not know it yet, None if it is over."""
         with self._lock:
             context = self._contexts.get(id)
             if context is None and id not in self._released:
@@ -242,7 +243,7 @@ class ContextTable:
         return self._contexts.get(id)
 
     def release(self, id: int) -> Context | None:
-        """Takes a context out; None if it is not there. Its id is remembered in any case."""
+        """Removes and returns a context; None if there is none. Remembers that its id is over."""
         with self._lock:
             self._released[id] = None
             if len(self._released) > KEPT_RELEASES:
@@ -254,7 +255,7 @@ class ContextTable:
 
 
 def _check_not_checkpointed() -> None:
-    """Recomputing a checkpointed region would make the call once more, in the middle of the backward pass."""
+    """Raises AutogradError in a checkpointed region, whose recomputation would repeat the call during the backward."""
     autograd: Any = torch._C._autograd
     hooks = autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and "_checkpoint_hook" in getattr(hooks[0], "__qualname__", ""):

@@ -1,4 +1,4 @@
-"""A picture of a context: the workers, what they sent each other, and what came of what."""
+"""Draws a context: its workers, the messages between them, and which messages were computed from which."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
 
-__all__ = ["Part", "draw", "graphviz_text"]
+__all__ = ["WorkerPart", "draw", "graphviz_text"]
 
 
-class Part(NamedTuple):
-    """What of a context is on one worker.
+class WorkerPart(NamedTuple):
+    """One worker's part of a context, as plain data.
 
     Attributes:
-        worker: its name.
-        neighbours: ids of the workers that it exchanged calls with.
-        sends: message, receiver's id, Lamport stamp, number of tensors, leaves that they were computed from.
-        recvs: message, Lamport stamp.
-        flows: (message that arrived, message that was computed from it).
+        worker: name of the worker.
+        neighbours: ids of the workers with which it exchanged calls.
+        sends: (message, id of the receiver, Lamport stamp, number of tensors, number of leaves in their graph).
+        recvs: (message, Lamport stamp).
+        flows: (received message, sent message that was computed from it).
     """
 
     worker: str
@@ -42,8 +42,8 @@ def draw(context_id: int, path: str | PathLike[str]) -> str:
 
     Args:
         context_id: a context that is alive on this worker.
-        path: of the picture, e.g. "graph.svg". Its description for Graphviz goes beside it, with the suffix ".dot";
-            the picture itself is made where Graphviz's program `dot` is installed.
+        path: file of the picture, e.g. "graph.svg". Its description in Graphviz's language is written to a file of
+            the same name with the suffix ".dot"; the picture is only made if Graphviz's program `dot` is installed.
 
     Returns:
         The description.
@@ -63,12 +63,12 @@ def draw(context_id: int, path: str | PathLike[str]) -> str:
     return text
 
 
-def _gather(context_id: int) -> dict[int, Part]:
-    """The parts of all workers that took part, by id."""
+def _gather(context_id: int) -> dict[int, WorkerPart]:
+    """The parts of all workers that took part, by worker id."""
     here = current_agent().worker_id
-    parts: dict[int, Part] = {here: _describe(context_id)}
+    parts: dict[int, WorkerPart] = {here: _describe(context_id)}
     todo = [here]
-    token = current_autograd.set(None)  # asking must not change what is drawn
+    token = current_autograd.set(None)  # these calls must not become part of the context
     try:
         while todo:
             for worker in parts[todo.pop()].neighbours:
@@ -80,14 +80,14 @@ def _gather(context_id: int) -> dict[int, Part]:
     return parts
 
 
-def _describe(context_id: int) -> Part:
+def _describe(context_id: int) -> WorkerPart:
     agent = current_agent()
     assert isinstance(agent.autograd, AutogradWorker)
     context: Context = agent.autograd.contexts.find(context_id)
     sends, recvs = context.snapshot()
     analysis = analyse(context_id, (), sends, recvs)
     leaves = {send.id: sum(bool(leaf.sources & send.mask) for leaf in analysis.leaves) for send in analysis.local.sends}
-    return Part(
+    return WorkerPart(
         agent.worker_name,
         tuple(sorted(context.neighbours())),
         tuple((send.id, send.to, send.stamp, send.count, leaves[send.id]) for send in analysis.local.sends),
@@ -101,14 +101,14 @@ def _describe(context_id: int) -> Part:
     )
 
 
-def graphviz_text(parts: dict[int, Part]) -> str:
-    """The description of the picture, in Graphviz's language; time goes from left to right."""
+def graphviz_text(parts: dict[int, WorkerPart]) -> str:
+    """The picture in Graphviz's language; time goes from left to right."""
     lines = ["digraph context {", "  rankdir=LR;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for worker, part in sorted(parts.items()):
         lines += [f"  subgraph cluster_{worker} {{", f'    label="{part.worker}";']
         for message, to, stamp, count, leaves in part.sends:
             tensors = f"{count} tensor{'s' * (count != 1)}"
-            behind = f"\\n{leaves} leaves behind" if leaves else ""
+            behind = f"\\n{leaves} leaves" if leaves else ""
             name = parts[to].worker if to in parts else str(to)
             lines.append(f'    "send {message}" [label="send to {name}\\n{tensors}, t={stamp}{behind}"];')
         for message, stamp in part.recvs:

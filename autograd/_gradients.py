@@ -1,7 +1,7 @@
 """The gradients that a context has collected on one worker.
 
-A tensor that the engine returns may be shared: with another leaf, with a message that is being sent, with a hook that
-kept it. So what was captured is never changed in place; only sums that were made here are.
+A tensor that the engine returns may be shared with another leaf, with a message that is being sent, or with a hook that
+kept it. So captured gradients are never changed in place; only sums that were made here are.
 """
 
 from __future__ import annotations
@@ -31,11 +31,20 @@ class GradientTable:
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
-            self._owned.clear()  # the caller has them now
+            self._owned.clear()  # the caller may keep them, so they are not changed in place any more
             return dict(self._gradients)
 
+    def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
+        """Multiplies the gradients of some leaves, not in place."""
+        with torch.no_grad(), self._lock:
+            for leaf in leaves:
+                gradient = self._gradients.get(leaf)
+                if gradient is not None:
+                    self._gradients[leaf] = gradient * factor
+                    self._owned.discard(leaf)
+
     def add(self, captured: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds what one run of the engine returned."""
+        """Adds the gradients that one call of the engine has returned."""
         pairs = list(captured)
         users: dict[int, int] = {}
         for _, gradient in pairs:
@@ -60,7 +69,7 @@ class GradientTable:
 
 
 def size_bytes(gradient: torch.Tensor) -> int:
-    """How much memory a dense or sparse gradient takes."""
+    """Size in memory of a dense or sparse gradient."""
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.numel() * gradient.element_size()
@@ -71,7 +80,7 @@ def _address(gradient: torch.Tensor) -> int:
 
 
 def _is_dense(gradient: torch.Tensor) -> bool:
-    """Whether every element has memory of its own: an expanded gradient has not."""
+    """Whether every element has memory of its own, unlike in an expanded gradient."""
     if gradient.is_sparse:
         return gradient._values().is_contiguous() and gradient._indices().is_contiguous()
     if gradient.is_contiguous():

@@ -1,14 +1,14 @@
-"""Finds out what of a worker's graph lies between its sends and recvs.
+"""Analyses a worker's graph: which roots and sends lead to which recvs and leaves, and which of them must run together.
 
-One walk over the nodes that roots and sends reach, in an order in which each comes before what it leads to, carries a
-bit mask along: which sources' gradients flow through this node. What two sources share is thereby known, too.
+The analysis walks once over all nodes that roots and sends reach, in topological order. A bit mask per node says which
+sources' gradients flow through it, so it also shows which nodes several sources share.
 
 [Note: groups]
-    Sources that share an inner node must be run by one engine call: a node that ran twice, with a part of its gradient
-    each time, would fire hooks with partial gradients, and do its work twice. Sources that only share leaves need not:
-    the parts are added up in the context. A leaf with hooks is like an inner node, since its hooks must see the whole.
-    So the chain A->B->A->B falls apart into groups that run one after the other, and no thread has to wait in the
-    middle of one, although the layers of B are used by each of its hops.
+    Sources that share an inner node must run in one engine call: a node that ran twice, with a part of its gradient
+    each time, would fire hooks with partial gradients, and do its work twice. Sources that share only leaves may run
+    apart, because the context adds up the gradients of leaves. A leaf with hooks counts as an inner node: its hooks
+    must see the whole gradient. So the chain A->B->A->B falls apart into groups that run one after the other, and no
+    thread has to wait in the middle of a group, although all hops of B use the same layers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.graph import GradientEdge, Node
 
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
-from rpcdist.autograd._pass_events import LocalGraph, Recv, SendRecord
+from rpcdist.autograd._pass_events import LocalGraph, LocalRecv, LocalSend
 
 __all__ = ["Analysis", "Leaf", "analyse"]
 
@@ -35,8 +35,8 @@ class Leaf:
 
     Attributes:
         tensor: the leaf.
-        edge: where its gradient arrives.
-        sources: those whose gradients reach it.
+        edge: its end in the graph, from which the engine returns the gradient.
+        sources: mask of the sources whose gradients reach it.
     """
 
     tensor: torch.Tensor
@@ -49,12 +49,12 @@ class Analysis:
     """A worker's graph in one pass.
 
     Attributes:
-        local: what `PassState` needs.
-        edges: of the sources, by number.
-        leaves: all that any source reaches.
+        local: the graph as `PassState` needs it.
+        edges: the edge of each source, by its number.
+        leaves: the leaves that a source reaches.
         recvs: by message.
         sends: by message.
-        inner: the nodes in between, with the sources that reach each.
+        inner: the inner nodes, with the mask of the sources that reach each.
     """
 
     local: LocalGraph
@@ -68,16 +68,16 @@ class Analysis:
 def analyse(
     context_id: int, roots: Sequence[GradientEdge], sends: Sequence[RecordedSend], recvs: Sequence[RecordedRecv]
 ) -> Analysis:
-    """Walks the graph.
+    """Analyses the graph between the roots and sends on one side, and the recvs and leaves on the other.
 
     Raises:
         AutogradError: the graph leads into another context.
     """
     edges = list(roots)
-    numbered: list[SendRecord] = []
+    numbered: list[LocalSend] = []
     for send in sends:
         tensors = send.node.next_functions
-        numbered.append(SendRecord(send.id, send.to, send.stamp, len(edges), len(tensors)))
+        numbered.append(LocalSend(send.id, send.to, send.stamp, len(edges), len(tensors)))
         edges += [GradientEdge(cast(Node, node), number) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks
@@ -102,7 +102,7 @@ def analyse(
             )
         feeders.setdefault(recv.id, [0] * recv.count)[number] |= mask
     facts = tuple(
-        Recv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs
+        LocalRecv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs
     )
     local = LocalGraph(len(roots), tuple(numbered), facts, unions.groups())
     inner = {node: mask for node, mask in masks.items() if type(node) is not _AccumulateGrad}
@@ -110,11 +110,11 @@ def analyse(
 
 
 class _Walk:
-    """Every node that edges reach, with the edges (as bits) that reach it. Recvs lead nowhere.
+    """All nodes that edges reach, with the mask of the edges that reach each. The walk ends at recvs and leaves.
 
     Attributes:
-        masks: by node, each before those that it leads to.
-        outputs: for each tensor that arrived, as (node of its recv, index): the sources that reach it.
+        masks: by node, in topological order.
+        outputs: by received tensor, given as (node of its recv, index): the mask of the sources that reach it.
     """
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
@@ -158,7 +158,7 @@ class _Walk:
         return finished
 
     def _meet(self, node: Node) -> Sequence[tuple[Node | None, int]]:
-        """Asks the node once what it leads to: that makes Python objects."""
+        """The next nodes; asked once per node and kept, because torch makes new Python objects each time."""
         kind = type(node)
         following = () if kind is RecvNode or kind is _AccumulateGrad else node.next_functions
         self._following[node] = following
@@ -166,7 +166,7 @@ class _Walk:
 
 
 class _Unions:
-    """Sources that belong together; union by bit masks."""
+    """Disjoint sets of sources (union-find), with a bit mask for each set."""
 
     def __init__(self, count: int) -> None:
         self._group_of = list(range(count))

@@ -42,7 +42,7 @@ class context:
             autograd.backward(context_id, [loss])
             gradients = autograd.get_gradients(context_id)
 
-    `async with` works as well. At its end the context is released on all workers that took part; that does not wait.
+    `async with` works as well. Its end releases the context on all workers that took part, and does not wait for them.
 
     Raises:
         AutogradError: inside of another context. (On entering.)
@@ -88,9 +88,9 @@ def backward(
     Raises:
         ContextNotFound: the context is over, or unknown on this worker.
         AutogradError: a root cannot be used.
-        BackwardError: the pass failed on some worker; the text has its id and what went wrong. The gradients are
+        BackwardError: the pass failed on some worker; the text has its id and the error. The gradients are
             incomplete.
-        DeadlineExceeded: the time is over; the text says who is waited for.
+        DeadlineExceeded: the time is over; the text names the workers that the pass waits for.
         BlockingInLoop: called on an event loop; write `await backward_async(...)` there.
     """
     if _get_running_loop() is not None:
@@ -133,14 +133,14 @@ def _checked(context_id: Any, roots: Any) -> tuple[int, Sequence[torch.Tensor]]:
 
 
 def _mode(mode: str | None) -> str:
-    chosen = mode or current_agent().options.autograd_mode
+    chosen = mode or _worker().host.default_mode
     if chosen not in ("smart", "fast"):
         raise ConfigError(f"mode is 'smart' or 'fast', but got {chosen!r}")
     return chosen
 
 
 def _deadline(timeout_s: float) -> Deadline:
-    return Deadline.after(current_agent().caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+    return Deadline.after(_worker().host.timeout_of(timeout_s)).earlier(current_deadline.get())
 
 
 # ---------------------------------------------------------------- torch's private names
@@ -150,7 +150,7 @@ def _new_context() -> Context:
     current = current_autograd.get()
     if not isinstance(current, Context):
         current = None
-    if current is not None and not current.is_released:  # what ended with its agent is in nobody's way
+    if current is not None and not current.is_released:  # a context that ended with its agent may be left behind
         raise AutogradError("Already have an autograd context id for this thread.")
     made = _worker().contexts.new()
     current_autograd.set(made)
@@ -186,13 +186,13 @@ def _retrieve_context(context_id: int) -> Context:
 
 
 def _is_valid_context(context_id: int) -> bool:
-    """Raises `ContextNotFound` if it is not."""
+    """True if the context is alive on this worker; else raises `ContextNotFound`."""
     _worker().contexts.find(context_id)
     return True
 
 
 def _get_max_id() -> int:
-    return id_limit(current_agent().worker_id)
+    return id_limit(_worker().id)
 
 
 def _init(worker_id: int) -> None:

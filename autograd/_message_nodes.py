@@ -1,16 +1,16 @@
-"""The nodes that stand for messages in torch's graph.
+"""The nodes of torch's graph that represent messages.
 
     SendRpc     takes the tensors of a message at its sender; its output is a dummy scalar, kept by the context
-    RecvRpc     makes the tensors of a message at its receiver; its backward hands their gradient to the run
-    GateOrder   made at backward time: waits for the gradient of a send, then lets its SendRpc run
+    RecvRpc     makes the tensors of a message at its receiver; its backward passes their gradient to the run
+    GateOrder   made at backward time: waits for the gradient of a send, then its SendRpc runs
 
-torch names the nodes SendRpcBackward and RecvRpcBackward, as it does its own.
+torch names the nodes SendRpcBackward and RecvRpcBackward, like the nodes of its own distributed autograd.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch.autograd import Function
@@ -42,17 +42,17 @@ class RunInProgress(Protocol):
         """The gradient of a send; blocks until it is there."""
 
     def gradient_of(self, send: RecordedSend) -> Gradients:
-        """The same, after it is known to be there."""
+        """The gradient of a send that has arrived."""
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        """The gradient of a recv is ready."""
+        """Takes the gradient of a recv."""
 
 
 class RecordedSend:
     """A message whose tensors require grad, at its sender.
 
     Attributes:
-        id, to, stamp: as in `_verdicts.Send`.
+        id, to, stamp: as in `LocalSend`.
         gate: the output of `SendRpc`, and its `node`, whose next functions are the edges of the tensors.
     """
 
@@ -71,12 +71,12 @@ class RecordedSend:
 
 
 class RecordedRecv:
-    """The same message at its receiver.
+    """A message whose tensors require grad, at its receiver.
 
     Attributes:
         context_id: of the context in which it was received.
-        id, sender, stamp: as in `_verdicts.Recv`.
-        count: how many tensors it has.
+        id, sender, stamp: as in `LocalRecv`.
+        count: number of tensors in the message.
     """
 
     __slots__ = ("context_id", "count", "id", "sender", "stamp")
@@ -97,15 +97,15 @@ _C = cast(Any, torch._C)  # torch's stubs lack what is used here
 
 
 def current_run() -> RunInProgress | None:
-    """What the engine call that runs on this thread belongs to.
+    """The run whose engine call executes on this thread.
 
-    torch takes this variable along to the threads that its engine has for accelerators.
+    It is kept in torch's thread-local storage, which torch copies to the threads that its engine has for accelerators.
     """
     return cast("RunInProgress | None", _C._get_obj_in_tls(_RUN_KEY)) if _C._is_key_in_tls(_RUN_KEY) else None
 
 
 def set_current_run(run: RunInProgress | None) -> RunInProgress | None:
-    """Says what engine calls of this thread belong to from now on; returns what they belonged to."""
+    """Sets the run of the engine calls on this thread; returns the previous one."""
     before = current_run()
     _C._stash_obj_in_tls(_RUN_KEY, run)
     return before
@@ -137,8 +137,9 @@ class RecvRpc(Function):
     def forward(ctx: Any, token: torch.Tensor, recv: RecordedRecv, tensors: list[torch.Tensor]) -> Any:
         ctx.recv = recv
         ctx.set_materialize_grads(False)
-        # Not arguments of `apply`, so the very tensors get the history: no copies, and no views, which could not be
-        # changed in place. The list is emptied, since a tensor that its own node holds would never be freed.
+        # The tensors come in a list, so that these very objects become the outputs: arguments of `apply` would be
+        # copied, or become views, which could not be changed in place. The list is emptied, because a tensor that its
+        # own node holds would never be freed.
         outputs = tuple(tensors)
         tensors.clear()
         return outputs
@@ -164,27 +165,27 @@ class GateOrder(Function):
 RecvNode = type(
     cast(tuple[torch.Tensor], RecvRpc.apply(torch.ones((), requires_grad=True), None, [torch.ones(())]))[0].grad_fn  # type: ignore[no-untyped-call]
 )
-_token = torch.ones((), requires_grad=True)
-
-
-_token_edge = get_gradient_edge(_token)
+_TOKEN: Final = torch.ones((), requires_grad=True)
+_TOKEN_EDGE: Final = get_gradient_edge(_TOKEN)
 
 
 def token_edge() -> GradientEdge:
     """Every recv depends on this leaf, so asking for its gradient makes the engine execute recvs."""
-    return _token_edge
+    return _TOKEN_EDGE
 
 
 def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     """Makes `tensors`, leaves that have just arrived, the outputs of a recv."""
     for tensor in tensors:
         tensor.requires_grad_(False)
-    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():  # else the modes cost a third of this
+    if (
+        torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
+    ):  # the usual case: switching modes takes a third of the time
         return _attach(recv, tensors)
     with torch.inference_mode(False), torch.enable_grad():
         return _attach(recv, tensors)
 
 
 def _attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
-    outputs = RecvRpc.apply(_token, recv, list(tensors))  # type: ignore[no-untyped-call]
+    outputs = RecvRpc.apply(_TOKEN, recv, list(tensors))  # type: ignore[no-untyped-call]
     return cast(Node, outputs[0].grad_fn)

@@ -1,8 +1,8 @@
-"""What a worker's part of a backward pass is told, and what it wants done: plain data.
+"""The events and actions of one worker in a backward pass, and its graph: plain data.
 
-docs/autograd.md explains the words; in short, a *send* is a message whose tensors require grad, at its sender; a *recv*
-is the same message at its receiver. Gradients flow from recvs to sends. The *sources* of a worker's pass are the roots
-and the tensors of its sends, numbered; sets of sources are bit masks.
+docs/autograd.md explains the words. In short, a *send* is a message whose tensors require grad, at its sender, and a
+*recv* is the same message at its receiver. Gradients flow from recvs to sends. The *sources* of a worker's pass are the
+roots and the tensors of its sends, numbered; sets of sources are bit masks.
 """
 
 from __future__ import annotations
@@ -11,39 +11,39 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 __all__ = [
-    "Action",
     "ChildDone",
     "Decided",
-    "Event",
     "Finished",
     "GradientArrived",
     "GroupEnded",
     "LocalGraph",
+    "LocalRecv",
+    "LocalSend",
+    "PassAction",
+    "PassEvent",
     "PeerBegan",
-    "Recv",
     "Run",
     "SendBegin",
     "SendDone",
-    "SendRecord",
     "SendVerdicts",
     "Started",
     "Verdicts",
 ]
 
 Verdicts = Mapping[int, int | None]
-"""By message: a mask of the tensors that are used, or None while that is open."""
+"""By message: the mask of its tensors that are used, or None while that is undecided."""
 
 
 @dataclass(frozen=True, slots=True)
-class SendRecord:
+class LocalSend:
     """A message that this worker sent.
 
     Attributes:
-        id: of the message.
-        to: the receiver.
-        stamp: Lamport time.
+        id: id of the message.
+        to: worker that received it.
+        stamp: Lamport time at this worker.
         first: its tensors are the sources `first` to `first + count - 1`.
-        count: how many tensors.
+        count: number of tensors.
     """
 
     id: int
@@ -58,12 +58,12 @@ class SendRecord:
 
 
 @dataclass(frozen=True, slots=True)
-class Recv:
+class LocalRecv:
     """A message that this worker received.
 
     Attributes:
-        id: of the message.
-        sender: who gets the gradient.
+        id: id of the message.
+        sender: worker that sent it, and gets its gradient.
         stamp: Lamport time at the sender.
         feeders: for each of its tensors, the sources whose gradients reach it.
     """
@@ -83,18 +83,18 @@ class Recv:
 
 @dataclass(frozen=True, slots=True)
 class LocalGraph:
-    """What of the graph is on this worker.
+    """One worker's part of the graph.
 
     Attributes:
-        num_roots: sources 0 to num_roots - 1 are roots.
-        sends: all of them.
-        recvs: all of them.
-        groups: the sources of each group; every source is in exactly one.
+        num_roots: number of roots; sources 0 to num_roots - 1 are roots.
+        sends: all messages that this worker sent.
+        recvs: all messages that this worker received.
+        groups: the sources of each group; every source is in exactly one group.
     """
 
     num_roots: int
-    sends: tuple[SendRecord, ...] = ()
-    recvs: tuple[Recv, ...] = ()
+    sends: tuple[LocalSend, ...] = ()
+    recvs: tuple[LocalRecv, ...] = ()
     groups: tuple[int, ...] = ()
 
 
@@ -103,7 +103,7 @@ class LocalGraph:
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """The pass begins here: at the worker that called `backward` (no parent), or because a neighbour began."""
+    """The pass starts on this worker: because `backward` was called (no parent), or because a neighbour began."""
 
     graph: LocalGraph
     neighbours: frozenset[int]
@@ -112,7 +112,13 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class PeerBegan:
-    """A neighbour takes part. `received` is all that it has received from here; `child` says that we are its parent."""
+    """A neighbour takes part in the pass.
+
+    Attributes:
+        peer: the neighbour.
+        child: whether this worker is its parent.
+        received: the verdicts on all messages that it has received from this worker.
+    """
 
     peer: int
     child: bool
@@ -121,7 +127,7 @@ class PeerBegan:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """A neighbour says which of our messages are used."""
+    """A neighbour has decided which messages of this worker are used."""
 
     peer: int
     verdicts: Verdicts
@@ -129,7 +135,7 @@ class Decided:
 
 @dataclass(frozen=True, slots=True)
 class GradientArrived:
-    """The gradient of a send; `used` is the mask of the tensors that have one."""
+    """The gradient of a send has arrived; `used` is the mask of its tensors with a gradient."""
 
     id: int
     used: int
@@ -137,25 +143,27 @@ class GradientArrived:
 
 @dataclass(frozen=True, slots=True)
 class GroupEnded:
-    """A group has run, and all its used recvs were answered."""
+    """A group has run, and the gradients of all its used recvs were sent."""
 
     group: int
 
 
 @dataclass(frozen=True, slots=True)
 class ChildDone:
-    """A neighbour that began because of us is done."""
+    """A neighbour whose parent is this worker is done."""
 
     peer: int
 
 
-Event = Started | PeerBegan | Decided | GradientArrived | GroupEnded | ChildDone
+PassEvent = Started | PeerBegan | Decided | GradientArrived | GroupEnded | ChildDone
 
 # ------------------------------------------------------------------------------------------------ actions
 
 
 @dataclass(frozen=True, slots=True)
 class SendBegin:
+    """Tell a neighbour that this worker takes part; its fields are those of `PeerBegan`."""
+
     to: int
     child: bool
     received: Verdicts
@@ -163,21 +171,23 @@ class SendBegin:
 
 @dataclass(frozen=True, slots=True)
 class SendVerdicts:
+    """Tell a neighbour which of its messages are used."""
+
     to: int
     verdicts: Verdicts
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Run a group, or several that are ready at the same time.
+    """Run a group, or several groups that are ready at the same time.
 
     Attributes:
-        groups: their numbers.
-        used: the sources to run it from.
-        arrived: the sends whose gradients are there.
-        pending: the sends whose gradients will come while it runs, because it answers recvs that they depend on; in
-            the order in which they have to be waited for. If there are any, the run blocks.
-        recvs: the messages that have to be answered.
+        groups: numbers of the groups.
+        used: the sources from which they run.
+        arrived: the sends whose gradients have arrived.
+        pending: the sends whose gradients arrive during the run, because they depend on recvs of these groups; in the
+            order in which the run waits for them. If there are any, the run blocks.
+        recvs: the messages whose gradients the run must send.
     """
 
     groups: tuple[int, ...]
@@ -187,7 +197,7 @@ class Run:
     recvs: tuple[int, ...]
 
     def with_(self, other: Run) -> Run:
-        """Both in one; neither has anything pending. A send whose tensors lie apart may have arrived for both."""
+        """Both runs in one; neither has pending sends. A send with tensors in several groups may be in both runs."""
         return Run(
             self.groups + other.groups,
             self.used | other.used,
@@ -199,12 +209,14 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class SendDone:
+    """Tell the parent that this worker is done."""
+
     to: int
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The worker that called `backward` is done, and so is everybody."""
+    """The worker that called `backward` is done, and so are all others."""
 
 
-Action = SendBegin | SendVerdicts | Run | SendDone | Finished
+PassAction = SendBegin | SendVerdicts | Run | SendDone | Finished

@@ -1,6 +1,6 @@
-"""What one worker does in a backward pass: events in, actions out.
+"""The state of one worker in a backward pass, as a pure state machine: events in, actions out.
 
-Rules of this file: no sockets, no clock, no torch. `_events` has the words.
+Rules of this file: no sockets, no clock, no torch. `_pass_events` defines the words.
 
 Invariants:
     1. Every send gets exactly one verdict from its receiver: which of its tensors the pass needs gradients for. A send
@@ -9,10 +9,10 @@ Invariants:
        so it has no cycles, and verdicts end by themselves, whatever the gradients do.
     3. A group (sources that share inner nodes of the graph) runs once, when all its sources are decided, and if any is
        used. Then each of its used recvs is answered with one gradient.
-    4. A verdict "used" may be left out where the gradient follows in any case without waiting for anybody; the gradient
-       then stands for it.
-    5. A worker is done when it has heard from all its neighbours, its groups have ended, and those neighbours that
-       began because of it are done.
+    4. The verdict "used" may be omitted if the gradient follows without waiting for another worker; the gradient then
+       implies it.
+    5. A worker is done when all its neighbours have begun, its groups have ended, and the neighbours whose parent it is
+       are done.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from rpcdist.autograd._pass_events import (
-    Action,
     ChildDone,
     Decided,
-    Event,
     Finished,
     GradientArrived,
     GroupEnded,
     LocalGraph,
+    LocalRecv,
+    LocalSend,
+    PassAction,
+    PassEvent,
     PeerBegan,
-    Recv,
     Run,
     SendBegin,
     SendDone,
-    SendRecord,
     SendVerdicts,
     Started,
     Verdicts,
@@ -52,12 +52,12 @@ class _GroupPhase(Enum):
 
 @dataclass(slots=True)
 class _Group:
-    """A group, and what lies on its borders. Recvs that nothing reaches are in none."""
+    """A group with its sends and recvs. A recv that no source reaches is in no group."""
 
     number: int
     sources: int
-    sends: list[SendRecord] = field(default_factory=list)  # a send whose tensors lie apart is in several
-    recvs: list[Recv] = field(default_factory=list)
+    sends: list[LocalSend] = field(default_factory=list)  # a send may have tensors in several groups
+    recvs: list[LocalRecv] = field(default_factory=list)
     phase: _GroupPhase = _GroupPhase.WAITING
     runs_freely: bool = False
 
@@ -67,7 +67,7 @@ class PassState:
 
     Args:
         me: this worker.
-        fast: every send counts as used, without asking.
+        fast: whether every send counts as used, without a verdict.
     """
 
     def __init__(self, me: int, fast: bool = False) -> None:
@@ -76,21 +76,21 @@ class PassState:
         self.parent: int | None = None
         self.is_started = False
         self.is_done = False
-        self._early: list[Event] = []
-        self._sends: dict[int, SendRecord] = {}
-        self._recvs: tuple[Recv, ...] = ()
+        self._early: list[PassEvent] = []
+        self._sends: dict[int, LocalSend] = {}
+        self._recvs: tuple[LocalRecv, ...] = ()
         self._roots = 0
         self._decided = 0
         self._used = 0
         self._arrived: set[int] = set()
-        self._verdicts: dict[int, int] = {}  # of recvs, once they are known
+        self._verdicts: dict[int, int] = {}  # of recvs, as far as decided
         self._groups: list[_Group] = []
         self._groups_of: dict[int, list[_Group]] = {}  # by send
         self._group_of: dict[int, _Group] = {}  # by recv
-        self._dirty: dict[int, _Group] = {}  # about which something became known
+        self._dirty: dict[int, _Group] = {}  # to be examined again by `_advance`
         self._unended = 0
-        self._told: set[int] = set()  # neighbours that were sent our begin
-        self._unheard: set[int] = set()  # of those, who has not sent theirs
+        self._told: set[int] = set()  # neighbours that have our begin message
+        self._unheard: set[int] = set()  # those of `_told` that have not sent theirs
         self._children: set[int] = set()
         self._done_early: set[int] = set()
 
@@ -102,21 +102,21 @@ class PassState:
             f"children {sorted(self._children)}, unheard {sorted(self._unheard)}]>"
         )
 
-    def handle(self, event: Event) -> list[Action]:
-        """The only doorway."""
+    def handle(self, event: PassEvent) -> list[PassAction]:
+        """Takes an event, and returns the actions that follow from it, in order."""
         if isinstance(event, Started):
             return self._start(event)
         if not self.is_started:
             self._early.append(event)
             return []
-        actions: list[Action] = []
+        actions: list[PassAction] = []
         self._take(event, actions)
         self._advance(actions)
         return actions
 
     # ------------------------------------------------------------ events
 
-    def _start(self, event: Started) -> list[Action]:
+    def _start(self, event: Started) -> list[PassAction]:
         self.is_started = True
         self.parent = event.parent
         self._lay_out(event.graph)
@@ -125,12 +125,12 @@ class PassState:
                 self._decide(send, (1 << send.count) - 1)
         self._told = set(event.neighbours) - {self.me}
         self._unheard = set(self._told)
-        actions: list[Action] = []
+        actions: list[PassAction] = []
         early, self._early = self._early, []
         for later in early:
             self._take(later, actions)
         self._hear(self.me, {recv.id: self._verdicts.get(recv.id) for recv in self._recvs if recv.sender == self.me})
-        runs: list[Action] = []
+        runs: list[PassAction] = []
         self._advance(runs, quiet=True)
         known = {action.to for action in actions if isinstance(action, SendBegin)}
         actions += [self._begin(to) for to in sorted(self._told - known)]
@@ -165,7 +165,7 @@ class PassState:
                 received[recv.id] = None if verdict and self._group_of[recv.id].runs_freely else verdict
         return SendBegin(to, to == self.parent, received)
 
-    def _take(self, event: Event, actions: list[Action]) -> None:
+    def _take(self, event: PassEvent, actions: list[PassAction]) -> None:
         match event:
             case PeerBegan(peer, child, received):
                 self._unheard.discard(peer)
@@ -186,14 +186,14 @@ class PassState:
                 self._groups[group].phase = _GroupPhase.ENDED
                 self._unended -= 1
             case ChildDone(peer):
-                if peer in self._unheard:  # overtook the begin of that peer
+                if peer in self._unheard:  # the message overtook that peer's begin
                     self._done_early.add(peer)
                 self._children.discard(peer)
             case Started():
                 raise AssertionError("a pass starts once")
 
     def _hear(self, peer: int, received: Verdicts) -> None:
-        """Everything that a neighbour has received from here; what it has not is unused (invariant 1)."""
+        """Takes the verdicts on all messages that a neighbour has received; all others are unused (invariant 1)."""
         self._apply(received)
         for send in self._sends.values():
             if send.to == peer and send.id not in received:
@@ -205,7 +205,7 @@ class PassState:
             if send is not None and verdict is not None:
                 self._decide(send, verdict)
 
-    def _decide(self, send: SendRecord, used: int) -> None:
+    def _decide(self, send: LocalSend, used: int) -> None:
         if send.mask & ~self._decided:
             self._decided |= send.mask
             self._used |= (used << send.first) & send.mask
@@ -217,14 +217,14 @@ class PassState:
 
     # ------------------------------------------------------------ consequences
 
-    def _advance(self, actions: list[Action], quiet: bool = False) -> None:
-        """Carries everything as far as it goes.
+    def _advance(self, actions: list[PassAction], quiet: bool = False) -> None:
+        """Derives all consequences of the latest events.
 
         Args:
-            actions: gets what is to be done.
-            quiet: the verdicts go with the begin messages, so do not send them.
+            actions: to which the resulting actions are appended.
+            quiet: whether to send no verdicts, because the begin messages have them.
         """
-        news: list[Recv] = []
+        news: list[LocalRecv] = []
         touched: dict[int, _Group] = {}
         while self._dirty:
             number, group = self._dirty.popitem()
@@ -236,7 +236,7 @@ class PassState:
         actions += runs
         self._end_if_done(actions)
 
-    def _settle(self, group: _Group, news: list[Recv]) -> None:
+    def _settle(self, group: _Group, news: list[LocalRecv]) -> None:
         """Decides the recvs of a group as far as possible."""
         for recv in group.recvs:
             if recv.id in self._verdicts or (verdict := self._verdict(recv)) is None:
@@ -247,7 +247,7 @@ class PassState:
             else:
                 news.append(recv)
 
-    def _verdict(self, recv: Recv) -> int | None:
+    def _verdict(self, recv: LocalRecv) -> int | None:
         verdict = 0
         for index, feeders in enumerate(recv.feeders):
             if feeders & self._used:
@@ -257,7 +257,7 @@ class PassState:
         return verdict
 
     def _ready(self, group: _Group) -> Run | None:
-        """The run of a group if it can begin; a group without used sources ends without one."""
+        """The run of a group if it can begin; a group without used sources ends without a run."""
         if group.phase is not _GroupPhase.WAITING or group.sources & ~self._decided:
             return None
         used = group.sources & self._used
@@ -276,18 +276,19 @@ class PassState:
         waits = tuple(send.id for send in pending)
         return Run((group.number,), used, arrived, waits, tuple(recv.id for recv in recvs))
 
-    def _must_block(self, used: int, sends: list[SendRecord], recvs: list[Recv], pending: list[SendRecord]) -> bool:
-        """Whether a missing gradient may depend on recvs of this very group, and the first gradients are there.
+    def _must_block(self, used: int, sends: list[LocalSend], recvs: list[LocalRecv], pending: list[LocalSend]) -> bool:
+        """Whether a group must run before all its gradients have arrived, and can.
 
-        A gradient depends on recvs of its own stamp (a worker that calls itself) or greater ones. The gradient of the
-        greatest stamp depends on none of the group's, so it is waited for without a thread.
+        It must if a missing gradient may depend on recvs of this group, whose stamps are then equal (a worker that
+        calls itself) or greater. It can if it has a gradient to start from: the gradient of its greatest stamp depends
+        on no recv of the group, so the group waits for that one without a thread.
         """
         if not any(recv.stamp >= pending[-1].stamp for recv in recvs):
             return False
         return bool(used & self._roots) or max(sends, key=lambda send: send.stamp) is not pending[0]
 
-    def _tell(self, news: list[Recv]) -> list[Action]:
-        """Verdicts for others, except where the gradient follows at once (invariant 4)."""
+    def _tell(self, news: list[LocalRecv]) -> list[PassAction]:
+        """The verdicts for other workers, except those that a gradient implies (invariant 4)."""
         by_sender: dict[int, dict[int, int | None]] = {}
         for recv in news:
             verdict = self._verdicts[recv.id]
@@ -295,7 +296,7 @@ class PassState:
                 by_sender.setdefault(recv.sender, {})[recv.id] = verdict
         return [SendVerdicts(to, verdicts) for to, verdicts in sorted(by_sender.items())]
 
-    def _end_if_done(self, actions: list[Action]) -> None:
+    def _end_if_done(self, actions: list[PassAction]) -> None:
         if self.is_done or self._unended or self._unheard or self._children:
             return
         self.is_done = True
@@ -304,11 +305,11 @@ class PassState:
     # ------------------------------------------------------------ views
 
     def verdict_of(self, recv: int) -> int:
-        """Which tensors of a received message are used; 0 if that is not known."""
+        """The mask of the used tensors of a received message; 0 if it is undecided."""
         return self._verdicts.get(recv, 0)
 
     def waits_for(self) -> dict[int, str]:
-        """What keeps the pass from ending here, by worker."""
+        """The reasons why the pass has not ended on this worker, by the worker that it waits for."""
         found: dict[int, str] = dict.fromkeys(self._unheard, "has not begun")
         found.update(dict.fromkeys(self._children, "is not done"))
         for send in self._sends.values():

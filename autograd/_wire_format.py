@@ -1,4 +1,4 @@
-"""Between the pure machine's words and `proto/autograd.proto`."""
+"""Converts verdicts to and from the messages of `proto/autograd.proto`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ EVERY = -1  # a mask with all bits set: every tensor is used
 
 
 def encode_verdicts(verdicts: Verdicts, counts: dict[int, int], target: autograd_pb2.Verdicts) -> None:
-    """Writes verdicts.
+    """Writes verdicts into a message.
 
     Args:
-        verdicts: by message.
-        counts: how many tensors each message has.
-        target: an empty message.
+        verdicts: by message of the graph.
+        counts: number of tensors of each message of the graph.
+        target: an empty message, to be filled.
     """
     used, unused, undecided = [], [], []
     for id, mask in verdicts.items():
@@ -34,7 +34,7 @@ def encode_verdicts(verdicts: Verdicts, counts: dict[int, int], target: autograd
 
 
 def decode_verdicts(message: autograd_pb2.Verdicts) -> Verdicts:
-    """Reads verdicts; that all tensors are used is a mask of all ones."""
+    """Reads verdicts from a message; a mask with all bits set says that all tensors are used."""
     verdicts: dict[int, int | None] = dict.fromkeys(message.open, None)
     verdicts.update(dict.fromkeys(message.unused, 0))
     verdicts.update(dict.fromkeys(message.used, EVERY))

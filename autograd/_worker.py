@@ -1,14 +1,13 @@
-"""Distributed autograd of one worker: its contexts, its passes, and what arrives for them.
+"""Distributed autograd of one worker: owns its contexts and backward passes, and takes the messages for them.
 
-Each message has one handler, `on_message`; the sessions' envelopes and the gRPC service `Autograd` both feed it.
+Each message has one handler, `on_message`; the envelopes of sessions and the gRPC service `Autograd` both call it.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -16,140 +15,127 @@ from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
+from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._message_nodes import Gradients
+from rpcdist.autograd._messenger import Messenger
 from rpcdist.autograd._pass_events import ChildDone, Decided, PeerBegan
-from rpcdist.autograd._passes import BackwardPass
 from rpcdist.autograd._wire_format import decode_verdicts
 from rpcdist.deadline import Deadline
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
-from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.failures import text_of
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 
 __all__ = ["AutogradWorker"]
 
-logger = logging.getLogger(__name__)
-
 
 class AutogradWorker:
-    """One per agent; see `rpcdist.rpc._autograd_hooks.AutogradHooks`."""
+    """Distributed autograd of one agent: `rpcdist.rpc._autograd_hooks.AutogradHooks`.
+
+    Args:
+        host: the agent.
+    """
 
     def __init__(self, host: AutogradHost) -> None:
         self.id = host.identity.id
         self.contexts = ContextTable(self.id, host.identity.incarnation)
         self.host = host
-        self._passes = itertools.count(1)
+        self._messenger = Messenger(host)
+        self._numbers = itertools.count(1)  # of the passes that begin here
+        self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._to_drop: deque[Context] = deque()
         self._drop_timer: Timer | None = None  # I/O loop
 
     def __repr__(self) -> str:
         return f"<AutogradWorker of {self.host.identity.name} [{len(self.contexts)} contexts]>"
 
-    # ------------------------------------------------------------ what passes need
-
-    def name_of(self, worker_id: int) -> str:
-        return self.host.worker_name_of(worker_id)
-
-    def origin_of(self, pass_id: int) -> int:
-        return worker_of(pass_id)
-
-    def submit(self, function: Callable[..., object], *arguments: object) -> None:
-        self.host.submit(function, *arguments)
-
-    def send(
-        self,
-        to: int,
-        body: autograd_pb2.AutogradMessage,
-        owner: BackwardPass | None = None,
-        large: Sequence[LargeBuffer] = (),
-    ) -> None:
-        """Sends a message of a pass; any thread. If it cannot be sent, the pass fails."""
-        observer = None if owner is None else _PassObserver(self, owner, to)
-        try:
-            self.host.send(to, body, large, observer)
-        except RpcdistError as exc:
-            if owner is not None:
-                owner.fail(self._lost(to, str(exc)))
-            else:
-                logger.debug("not sent to worker %s: %s", to, exc)
-
-    def send_gradients(
-        self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[Gradients], owner: BackwardPass
-    ) -> None:
-        large = encode_into(body.gradients.value, gradients, None, map_device=self.host.device_map(to))
-        self.send(to, body, owner, large)
-
-    def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
-        """Sends a message to everybody who is there."""
-        for worker in set(workers) - {self.id}:
-            self.send(worker, body)
-
-    def _lost(self, worker_id: int, reason: str) -> WorkerLost:
-        silence_s = self.host.silence_s(worker_id)
-        return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
-
     # ------------------------------------------------------------ backward
 
     def backward(
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
     ) -> None:
-        """Runs a pass on this thread and everywhere; blocks."""
-        begun, first = self._begin(context_id, roots, retain_graph, mode, deadline)
+        """Runs a pass on this thread and on all workers of the context; blocks."""
+        options = PassOptions(mode == "fast", retain_graph, deadline)
+        begun, first = self._begin(context_id, roots, options, lambda ended: None)
         begun.run_here(first)
 
     def backward_async(
         self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
     ) -> Future[None]:
-        """The same, on pool threads. Cancelling the future ends the pass."""
-        begun, first = self._begin(context_id, roots, retain_graph, mode, deadline)
+        """Runs a pass on pool threads and on all workers of the context. Cancelling the future ends the pass."""
         future: Future[None] = Future()
-        timer: list[Timer] = []
+        timers: list[Timer] = []
 
-        def ended() -> None:
-            for started in timer:
-                started.cancel()
-            if begun.error is None:
-                future._complete(None)
-            else:
-                future._fail(begun.error)
+        def complete(error: BaseException | None) -> None:
+            for timer in timers:
+                timer.cancel()
+            future._complete(None) if error is None else future._fail(error)
 
-        begun.on_end = lambda: self.submit(ended)
+        options = PassOptions(mode == "fast", retain_graph, deadline)
+        begun, first = self._begin(context_id, roots, options, lambda ended: self.host.submit(complete, ended.error))
         future._on_cancel = lambda: begun.fail(AutogradError("the backward pass was cancelled by its caller"))
         if deadline.is_finite:
-            timer.append(self.host.call_later(deadline.remaining_s(), begun.expire))
+            timers.append(self.host.call_later(deadline.remaining_s(), begun.expire))
         begun.post(first)
         return future
 
     def _begin(
-        self, context_id: int, roots: Sequence[torch.Tensor], retain_graph: bool, mode: str, deadline: Deadline
+        self,
+        context_id: int,
+        roots: Sequence[torch.Tensor],
+        options: PassOptions,
+        on_end: Callable[[BackwardPass], object],
     ) -> tuple[BackwardPass, Callable[[], object]]:
+        """A new pass, and the function that starts it on the thread of the pass."""
         context = self.contexts.find(context_id)
         edges = _checked_roots(roots)
-        begun = BackwardPass(self, context, make_id(self.id, next(self._passes)))
-        begun.prepare(mode == "fast", retain_graph, deadline)
-        begun.root_gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        context.passes[begun.id] = begun
+        gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
+        begun = self._add_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients)
+        begun.prepare(options)
         return begun, partial(begun.start, edges, context.neighbours(), None)
+
+    def _add_pass(
+        self,
+        context: Context,
+        id: int,
+        on_end: Callable[[BackwardPass], object] = lambda ended: None,
+        root_gradients: Sequence[torch.Tensor] = (),
+    ) -> BackwardPass:
+        """Makes a pass, and keeps it until it ends."""
+
+        def remove(ended: BackwardPass) -> None:
+            self._passes.pop(id, None)
+            on_end(ended)
+
+        made = self._passes[id] = BackwardPass(self._messenger, context, id, remove, root_gradients)
+        if context.is_released:  # by another thread, whose search for passes may have missed this one
+            made.fail(_released(context))
+        return made
+
+    def _passes_in(self, context: Context) -> list[BackwardPass]:
+        return [current for current in list(self._passes.values()) if current.context is context]
 
     # ------------------------------------------------------------ contexts
 
     def release(self, context_id: int, told_by: int | None = None) -> Context | None:
-        """Ends a context here, and on all workers that took part; any thread.
+        """Ends a context on this worker, and on all workers that took part; any thread.
+
+        Args:
+            context_id: of the context.
+            told_by: the neighbour that has ended the context, if any.
 
         Returns:
-            The context, whose graph still has to be dropped; None if it is not there.
+            The context, whose graph the caller must drop; None if the context is over or unknown.
         """
         context = self.contexts.release(context_id)
         if context is None or not context.end():
             return None
-        for current in list(context.passes.values()):
-            current.fail(AutogradError(f"autograd context {context_id} was released during its backward pass"))
+        for current in self._passes_in(context):
+            current.fail(_released(context))
         body = autograd_pb2.AutogradMessage(context=context_id)
         body.release.SetInParent()
         for worker in context.neighbours() - {told_by, self.id}:
@@ -158,29 +144,30 @@ class AutogradWorker:
         return context
 
     def _released_by(self, worker_id: int, context_id: int) -> None:
-        """A neighbour says that a context is over; on the I/O loop, which must not drop what users put into a graph.
+        """Ends a context that a neighbour has ended; on the I/O loop.
 
-        A thread is woken for that at once if much memory is held; else, after a moment, for all contexts that ended.
+        The I/O loop must not run the finalizers of user objects in the graph, so a pool thread drops the context: at
+        once if it holds much memory, else after `DROP_DELAY_S`, together with others.
         """
         context = self.release(context_id, worker_id)
         if context is None:
             return
         self._to_drop.append(context)
         if not context.is_light():
-            self.submit(self._drop)
+            self.host.submit(self._drop)
         elif self._drop_timer is None:
             self._drop_timer = self.host.call_later(CONTEXT_DROP_DELAY_S, self._drop_soon)
 
     def _drop_soon(self) -> None:
         self._drop_timer = None
         if not self.host.is_closed:
-            self.submit(self._drop)
+            self.host.submit(self._drop)
 
     def _drop(self) -> None:
         while self._to_drop:
             self._to_drop.popleft().drop()
 
-    # ------------------------------------------------------------ hooks of calls
+    # ------------------------------------------------------------ called by the agent (`AutogradHooks`)
 
     def admit(self, context_id: int, sender: Identity) -> Context | None:
         context = self.contexts.join(context_id)
@@ -189,14 +176,15 @@ class AutogradWorker:
         return context
 
     def counts(self) -> dict[str, str]:
-        passes = sum(len(context.passes) for context in self.contexts.all())
-        return {"num_autograd_contexts": str(len(self.contexts)), "num_current_backward_passes": str(passes)}
+        return {
+            "num_autograd_contexts": str(len(self.contexts)),
+            "num_current_backward_passes": str(len(self._passes)),
+        }
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
-        for context in self.contexts.all():
-            for current in list(context.passes.values()):
-                if current.involves(identity.id) or worker_of(current.id) == identity.id:
-                    self.submit(current.fail, exc)
+        for current in list(self._passes.values()):
+            if current.involves(identity.id):
+                self.host.submit(current.fail, exc)
 
     def worker_dead(self, identity: Identity) -> None:
         for context in self.contexts.all():
@@ -204,15 +192,15 @@ class AutogradWorker:
                 self._released_by(identity.id, context.id)
 
     def close(self) -> None:
+        for current in list(self._passes.values()):
+            current.fail(RpcdistError("RPC was shut down in this process during the backward pass"))
         for context in self.contexts.all():
-            for current in list(context.passes.values()):
-                current.fail(RpcdistError("RPC was shut down in this process during the backward pass"))
             self.contexts.release(context.id)
             context.end()
             context.drop()
         self._drop()
 
-    # ------------------------------------------------------------ what arrives (I/O loop)
+    # ------------------------------------------------------------ messages (I/O loop)
 
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
@@ -242,14 +230,14 @@ class AutogradWorker:
         elif kind == "done":
             current.handle_soon(ChildDone(sender.id))
         elif kind == "aborted":
-            self.submit(current.abort, _error_of(message.aborted))
+            self.host.submit(current.abort, _error_of(message.aborted))
 
     def _pass_of(
         self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity
     ) -> BackwardPass | None:
-        """The pass of a message, made for the first one; None if it is over."""
-        current = context.passes.get(message.backward)
-        if current is not None:
+        """The pass of a message, made for its first message; None if it is over."""
+        current = self._passes.get(message.backward)
+        if current is not None and current.context is context:
             return current
         if message.backward in context.ended_passes:
             if message.WhichOneof("body") == "begin":
@@ -258,48 +246,23 @@ class AutogradWorker:
         if message.WhichOneof("body") == "aborted":
             context.ended_passes[message.backward] = _error_of(message.aborted)
             return None
-        current = context.passes[message.backward] = BackwardPass(self, context, message.backward)
-        return current
+        return self._add_pass(context, message.backward)
 
     def _answer_late(self, context: Context, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
-        """A neighbour that this worker did not know begins after the pass ended here: nothing came from it."""
+        """Answers a begin that came after the pass has ended here: this worker received nothing from that neighbour."""
         error = context.ended_passes[message.backward]
         if error is not None:
             self._refuse(sender, message, error)
             return
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         answer.begin.received.SetInParent()
-        self.send(sender.id, answer)
+        self._messenger.send(sender.id, answer)
 
     def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         answer.aborted.worker, answer.aborted.worker_name = self.id, self.host.identity.name
         answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, text_of(error)
-        self.send(sender.id, answer)
-
-
-class _PassObserver:
-    """Hears when a message of a pass could not be sent (`SendObserver`)."""
-
-    __slots__ = ("_owner", "_to", "_worker")
-
-    def __init__(self, worker: AutogradWorker, owner: BackwardPass, to: int) -> None:
-        self._worker = worker
-        self._owner = owner
-        self._to = to
-
-    @property
-    def ended(self) -> bool:
-        # A pass that is done here still owes the others what it has sent last.
-        return self._owner.error is not None
-
-    def on_sent(self, session: MessageSink, transfer: int) -> None:
-        if session.closed_reason is not None:
-            self._worker.submit(self._owner.fail, self._worker._lost(self._to, session.closed_reason))
-
-    def on_not_sent(self, silence_s: float, reason: str) -> None:
-        lost = WorkerLost(self._worker.name_of(self._to), "a backward pass", silence_s, reason)
-        self._worker.submit(self._owner.fail, lost)
+        self._messenger.send(sender.id, answer)
 
 
 def _begin_with(current: BackwardPass, sender: int, begin: autograd_pb2.BackwardBegin) -> None:
@@ -308,9 +271,13 @@ def _begin_with(current: BackwardPass, sender: int, begin: autograd_pb2.Backward
         current.handle(event)
         return
     deadline = Deadline.after(begin.timeout_us / 1e6 if begin.timeout_us else None)
-    current.prepare(begin.fast, begin.retain_graph, deadline)
-    current.handle(event)  # kept until the start, whose messages can thus tell what follows from it
+    current.prepare(PassOptions(begin.fast, begin.retain_graph, deadline))
+    current.handle(event)  # kept until the start, so that the begin messages already have its consequences
     current.start((), current.context.neighbours() | {sender}, sender)
+
+
+def _released(context: Context) -> AutogradError:
+    return AutogradError(f"autograd context {context.id} was released during its backward pass")
 
 
 def _error_of(aborted: autograd_pb2.BackwardAborted) -> BackwardError:

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import rpcdist.autograd as autograd
-from rpcdist.autograd._gradients import GradientTable
 from rpcdist.autograd._interface import _retrieve_context
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
@@ -97,12 +96,7 @@ class LocalOptimizer:
 
     def scale(self, context_id: int, factor: float) -> None:
         """Multiplies the gradients of the context here."""
-        context = _retrieve_context(context_id)
-        found = context.gradients.snapshot()
-        # A gradient may be shared with whoever computed it, so it is replaced, not changed.
-        scaled = GradientTable()
-        scaled.add((found | {p: g * factor for p, g in self._own(found).items()}).items())
-        context.gradients = scaled
+        _retrieve_context(context_id).gradients.scale(self._parameters, factor)
 
     def _own(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         return {p: gradients[p] for p in self._parameters if p in gradients}

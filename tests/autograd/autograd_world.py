@@ -13,20 +13,20 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rpcdist.autograd._pass_events import (
-    Action,
     ChildDone,
     Decided,
-    Event,
     Finished,
     GradientArrived,
     GroupEnded,
     LocalGraph,
+    LocalRecv,
+    LocalSend,
+    PassAction,
+    PassEvent,
     PeerBegan,
-    Recv,
     Run,
     SendBegin,
     SendDone,
-    SendRecord,
     SendVerdicts,
     Started,
 )
@@ -57,7 +57,7 @@ class _Running:
     run: Run
     executed: int
     pending: list[int]
-    unanswered: list[Recv]
+    unanswered: list[LocalRecv]
 
 
 @dataclass
@@ -134,7 +134,7 @@ class World:
 
     # ------------------------------------------------------------ inside
 
-    def _send(self, worker: int, id: int) -> SendRecord:
+    def _send(self, worker: int, id: int) -> LocalSend:
         return next(send for send in self.graphs[worker].sends if send.id == id)
 
     def _deliver(self, sender: int, to: int, what: object) -> None:
@@ -144,12 +144,12 @@ class World:
             actions += state.handle(Started(self.graphs[to], self.neighbours[to] | {sender}, sender))
             self._do(to, actions)
             return
-        assert isinstance(what, Event)
+        assert isinstance(what, PassEvent)
         if isinstance(what, GradientArrived):
             self.arrived.add(what.id)
         self._do(to, state.handle(what))
 
-    def _do(self, worker: int, actions: list[Action]) -> None:
+    def _do(self, worker: int, actions: list[PassAction]) -> None:
         for action in actions:
             match action:
                 case SendBegin(to, child, received):
@@ -233,7 +233,7 @@ def _local_graph(hops: tuple[Hop, ...], stamps: list[int], worker: int) -> Local
     sends = []
     for id, hop in enumerate(hops[:-1]):
         if hop.sender == worker:
-            sends.append(SendRecord(id, hop.to, stamps[id], len(sources), len(hop.tensors)))
+            sends.append(LocalSend(id, hop.to, stamps[id], len(sources), len(hop.tensors)))
             sources += hop.tensors
             shares += [hop.shares] * len(hop.tensors)
     recvs = []
@@ -243,7 +243,7 @@ def _local_graph(hops: tuple[Hop, ...], stamps: list[int], worker: int) -> Local
                 sum(1 << bit for bit, needs in enumerate(sources) if (id, tensor) in needs)
                 for tensor in range(len(hop.tensors))
             )
-            recvs.append(Recv(id, hop.sender, stamps[id], feeders))
+            recvs.append(LocalRecv(id, hop.sender, stamps[id], feeders))
     groups = [1 << bit for bit in range(len(sources))]
     joins = [recv.reached_by for recv in recvs] + [sum(1 << bit for bit, flag in enumerate(shares) if flag)]
     for join in joins:

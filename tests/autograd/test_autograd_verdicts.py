@@ -13,11 +13,11 @@ from rpcdist.autograd._pass_events import (
     GradientArrived,
     GroupEnded,
     LocalGraph,
+    LocalRecv,
+    LocalSend,
     PeerBegan,
-    Recv,
     Run,
     SendBegin,
-    SendRecord,
     SendVerdicts,
     Started,
 )
@@ -27,7 +27,7 @@ from rpcdist.autograd._verdicts import PassState
 def test_a_call_and_its_result_as_a_table() -> None:
     """Worker 0 sent message 1 to worker 1, whose result 2 the root needs. No verdict has to be sent."""
     caller = PassState(0)
-    graph = LocalGraph(1, (SendRecord(1, 1, 1, 1, 1),), (Recv(2, 1, 2, (0b01,)),), (0b01, 0b10))
+    graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b01, 0b10))
     assert caller.handle(Started(graph, frozenset({1}))) == [
         SendBegin(1, False, {2: None}),
         Run((0,), 0b01, (), (), (2,)),
@@ -40,7 +40,7 @@ def test_a_call_and_its_result_as_a_table() -> None:
 
 def test_what_the_receiver_does_not_name_is_unused() -> None:
     state = PassState(0)
-    graph = LocalGraph(1, (SendRecord(7, 1, 3, 1, 2),), (), (0b001, 0b010, 0b100))
+    graph = LocalGraph(1, (LocalSend(7, 1, 3, 1, 2),), (), (0b001, 0b010, 0b100))
     state.handle(Started(graph, frozenset({1})))
     state.handle(GroupEnded(0))
     assert state.handle(PeerBegan(1, False, {})) == [Finished()]
@@ -48,7 +48,9 @@ def test_what_the_receiver_does_not_name_is_unused() -> None:
 
 def test_one_of_two_tensors() -> None:
     state = PassState(1)
-    graph = LocalGraph(0, (SendRecord(2, 0, 2, 0, 2),), (Recv(1, 0, 1, (0b01,)), Recv(9, 0, 1, (0b10,))), (0b01, 0b10))
+    graph = LocalGraph(
+        0, (LocalSend(2, 0, 2, 0, 2),), (LocalRecv(1, 0, 1, (0b01,)), LocalRecv(9, 0, 1, (0b10,))), (0b01, 0b10)
+    )
     state.handle(PeerBegan(0, False, {2: 0b01}))
     assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 1, 9: 0})]
     assert state.handle(GradientArrived(2, 0b01)) == [Run((0,), 0b01, (2,), (), (1,))]
@@ -57,15 +59,15 @@ def test_one_of_two_tensors() -> None:
 def test_a_cycle_through_another_worker_blocks_at_a_gate() -> None:
     """x goes to worker 1 and comes back; the root uses both x and what came back."""
     state = PassState(0)
-    graph = LocalGraph(1, (SendRecord(1, 1, 1, 1, 1),), (Recv(2, 1, 2, (0b01,)),), (0b11,))
+    graph = LocalGraph(1, (LocalSend(1, 1, 1, 1, 1),), (LocalRecv(2, 1, 2, (0b01,)),), (0b11,))
     assert state.handle(Started(graph, frozenset({1}))) == [SendBegin(1, False, {2: 1})]
     assert state.handle(PeerBegan(1, True, {1: 1})) == [Run((0,), 0b11, (), (1,), (2,))]
 
 
 def test_gates_wait_in_decreasing_stamp() -> None:
     state = PassState(0)
-    sends = tuple(SendRecord(10 + n, 1, 2 * n + 1, n + 1, 1) for n in range(3))
-    recvs = tuple(Recv(20 + n, 1, 2 * n + 2, (0b1111,)) for n in range(3))
+    sends = tuple(LocalSend(10 + n, 1, 2 * n + 1, n + 1, 1) for n in range(3))
+    recvs = tuple(LocalRecv(20 + n, 1, 2 * n + 2, (0b1111,)) for n in range(3))
     state.handle(PeerBegan(1, True, {10: 1, 11: 1, 12: 1}))
     actions = state.handle(Started(LocalGraph(1, sends, recvs, (0b1111,)), frozenset({1})))
     assert actions[-1] == Run((0,), 0b1111, (), (12, 11, 10), (20, 21, 22))
@@ -74,7 +76,7 @@ def test_gates_wait_in_decreasing_stamp() -> None:
 def test_verdicts_run_ahead_of_gradients() -> None:
     """What worker 1 got from worker 2 went on to worker 0; worker 0 says "used" before any gradient moves."""
     state = PassState(1)
-    graph = LocalGraph(0, (SendRecord(5, 0, 4, 0, 1),), (Recv(4, 2, 3, (0b1,)),), (0b1,))
+    graph = LocalGraph(0, (LocalSend(5, 0, 4, 0, 1),), (LocalRecv(4, 2, 3, (0b1,)),), (0b1,))
     state.handle(PeerBegan(0, False, {5: None}))
     state.handle(Started(graph, frozenset({0, 2}), 0))
     assert state.handle(Decided(0, {5: 1})) == [SendVerdicts(2, {4: 1})]

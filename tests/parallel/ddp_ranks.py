@@ -328,4 +328,4 @@ def sample(rank: int, size: int) -> list[int]:
 @scenario
 def run_guide(rank: int, size: int) -> None:
     """The code of the page about data parallel training."""
-    importlib.import_module("test_docs").run_page("docs/ddp.md")
+    importlib.import_module("docs_programs").run_page("docs/ddp.md")

@@ -1,13 +1,13 @@
-"""Runs groups of a worker's graph with torch's engine, in one call.
+"""Runs groups of a worker's graph in one call of torch's engine.
 
 [Note: gates]
-    Usually all gradients that the group is run from are there. Where the graph of a worker leads out to another worker
-    and back in (A->B->A, through shared nodes), some will come only after others have been sent. For these, the
-    tensors of the send pass through `SendRpc`, whose output is a dummy; a chain of `GateOrder` nodes, made for the
-    run, lets the gates run in decreasing Lamport stamp. An order node waits for the gradient, on the engine's thread,
-    so it must be the last choice: the engine takes ready nodes by sequence number, order nodes get 0, and all others
-    more than that. A gradient never depends on one of a smaller stamp, so what is waited for always comes, or the pass
-    fails.
+    Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
+    and back in (A->B->A, through shared nodes), some gradients arrive only after others have been sent. For these, the
+    tensors of the send pass through `SendRpc`, whose output is a dummy. A chain of `GateOrder` nodes, made for the
+    run, runs the gates in decreasing Lamport stamp. An order node waits for the gradient on the engine's thread, so
+    the engine must choose it last: it takes ready nodes by decreasing sequence number, order nodes have the number 0,
+    and all other nodes a greater one. A gradient never depends on one of a smaller stamp, so the wait ends, or the
+    pass fails.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
@@ -34,10 +34,7 @@ from rpcdist.autograd._message_nodes import (
 from rpcdist.autograd._pass_events import Run
 from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
 
-if TYPE_CHECKING:
-    from rpcdist.autograd._passes import BackwardPass
-
-__all__ = ["Captured", "GroupRun", "is_in_backward", "queue_callback"]
+__all__ = ["Captured", "GroupRun", "RunOwner", "is_in_backward", "queue_callback"]
 
 Captured = dict[torch.Tensor, torch.Tensor]
 
@@ -46,16 +43,36 @@ _engine = cast(Any, torch.autograd.Variable._execution_engine)
 MAX_HELD_BYTES = 32 << 10
 
 
+class RunOwner(Protocol):
+    """The backward pass that a run belongs to: provides gradients, and takes the results."""
+
+    @property
+    def root_gradients(self) -> Sequence[torch.Tensor]:
+        """The gradients of the roots, by their number."""
+
+    def gradient(self, message: int) -> Gradients:
+        """The gradient of a send that has arrived."""
+
+    def wait_for_gradient(self, send: RecordedSend) -> Gradients:
+        """The gradient of a send; blocks until it has arrived."""
+
+    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]]) -> None:
+        """Sends the gradients of recvs to the senders of their messages."""
+
+    def collect(self, captured: Captured) -> None:
+        """Adds the gradients of leaves to the context."""
+
+
 class GroupRun:
-    """One call of the engine.
+    """One call of the engine, which runs one or several groups.
 
     Args:
         owner: the pass.
         analysis: the worker's graph.
-        run: what to run.
+        run: the groups, and their inputs and outputs.
     """
 
-    def __init__(self, owner: BackwardPass, analysis: Analysis, run: Run) -> None:
+    def __init__(self, owner: RunOwner, analysis: Analysis, run: Run) -> None:
         self._owner = owner
         self._analysis = analysis
         self._run = run
@@ -76,7 +93,7 @@ class GroupRun:
             self._answer_held()
             for callback in self.callbacks:
                 callback(captured)
-            self._owner.context.gradients.add(captured.items())
+            self._owner.collect(captured)
         rest = [self._analysis.recvs[id] for id in self._unanswered]
         self._owner.answer([(recv, [None] * recv.count) for recv in rest])
 
@@ -89,7 +106,7 @@ class GroupRun:
             return {}
         outer = set_current_run(self)
         try:
-            # What `torch.autograd.grad` calls after checks that the engine makes once more.
+            # `torch.autograd.grad` calls this after checks that the engine repeats.
             results = _engine.run_backward(
                 tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
             )
@@ -98,7 +115,7 @@ class GroupRun:
         return _by_leaf(leaves, results)
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
-        """What the engine starts from."""
+        """The edges at which the engine starts, and their gradients."""
         edges: list[GradientEdge] = []
         gradients: list[torch.Tensor] = []
         used = self._run.used
@@ -160,8 +177,8 @@ class GroupRun:
     def _hold(self, recv: RecordedRecv, gradients: Gradients) -> None:
         """Sends a gradient at once, or, if it is small, together with what follows within a moment.
 
-        A recv's gradient is usually among the last things that an engine call computes, so what it meets on its way is
-        the message that this worker is done. Never where gates wait inside the call for what others do with it.
+        A recv's gradient is usually among the last results of an engine call, so it often shares an envelope with the
+        message that this worker is done. A run with gates never holds: its gates wait for what others do with it.
         """
         now = time.monotonic()
         with self._lock:
@@ -178,18 +195,18 @@ class GroupRun:
 
 
 def _by_leaf(leaves: Sequence[Leaf], results: Sequence[torch.Tensor | None]) -> Captured:
-    pairs = zip((leaf.tensor for leaf in leaves), results, strict=False)  # the token's comes last
+    pairs = zip((leaf.tensor for leaf in leaves), results, strict=False)  # the last result is that of the token
     return {leaf: gradient for leaf, gradient in pairs if gradient is not None}
 
 
 def queue_callback(callback: Callable[[Captured], object]) -> None:
-    """Has a function called when the engine call that runs on this thread has ended, before its gradients are kept.
+    """Calls a function when the engine call on this thread has ended, before its gradients are added to the context.
 
-    For hooks of parameters that start work on a gradient and want to put in the result when it is there, as a reducer
-    of DistributedDataParallel does. Call it inside a tensor hook.
+    It is for tensor hooks that start work on a gradient and replace it by the result at the end, as the reducer of
+    DistributedDataParallel does. Call it inside a tensor hook.
 
     Args:
-        callback: gets the gradients that the call returned, by leaf; it may replace them in the dict.
+        callback: gets the gradients that the engine call returned, by leaf; it may replace them in the dict.
 
     Raises:
         RuntimeError: no distributed backward runs on this thread.

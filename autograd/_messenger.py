@@ -1,0 +1,108 @@
+"""Sends the messages of one worker's backward passes, and fails a pass whose message is lost."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._message_nodes import Gradients
+from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.rpc._autograd_hooks import AutogradHost
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values import LargeBuffer, encode_into
+
+__all__ = ["MessageOwner", "Messenger"]
+
+logger = logging.getLogger(__name__)
+
+
+class MessageOwner(Protocol):
+    """The backward pass that a message belongs to."""
+
+    @property
+    def error(self) -> BaseException | None:
+        """The error that ended the pass."""
+
+    def fail(self, exc: BaseException) -> None:
+        """Ends the pass on all workers."""
+
+
+class Messenger:
+    """The connections of one worker, as its backward passes use them. Any thread may call any method.
+
+    Args:
+        host: the agent.
+    """
+
+    def __init__(self, host: AutogradHost) -> None:
+        self.id = host.identity.id
+        self._host = host
+
+    def name_of(self, worker_id: int) -> str:
+        return self._host.worker_name_of(worker_id)
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+        """Calls a function on a thread of the pool."""
+        self._host.submit(function, *arguments)
+
+    def send(
+        self,
+        to: int,
+        body: autograd_pb2.AutogradMessage,
+        owner: MessageOwner | None = None,
+        large: Sequence[LargeBuffer] = (),
+    ) -> None:
+        """Sends a message, at most once; if that fails, its owner fails."""
+        observer = None if owner is None else _SendObserver(self, owner, to)
+        try:
+            self._host.send(to, body, large, observer)
+        except RpcdistError as exc:
+            if owner is not None:
+                owner.fail(self.lost(to, str(exc)))
+            else:
+                logger.debug("not sent to worker %s: %s", to, exc)
+
+    def send_gradients(
+        self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[Gradients], owner: MessageOwner
+    ) -> None:
+        large = encode_into(body.gradients.value, gradients, None, map_device=self._host.device_map(to))
+        self.send(to, body, owner, large)
+
+    def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
+        """Sends a message to several workers, except this one; ignores workers that are lost."""
+        for worker in set(workers) - {self.id}:
+            self.send(worker, body)
+
+    def lost(self, worker_id: int, reason: str, silence_s: float | None = None) -> WorkerLost:
+        """The error for a message that a worker did not get."""
+        if silence_s is None:
+            silence_s = self._host.silence_s(worker_id)
+        return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
+
+
+class _SendObserver:
+    """Fails a pass when one of its messages was not sent."""
+
+    __slots__ = ("_messenger", "_owner", "_to")
+
+    def __init__(self, messenger: Messenger, owner: MessageOwner, to: int) -> None:
+        self._messenger = messenger
+        self._owner = owner
+        self._to = to
+
+    @property
+    def ended(self) -> bool:
+        # A pass that has succeeded on this worker still owes the other workers its last messages.
+        return self._owner.error is not None
+
+    def on_sent(self, session: MessageSink, transfer: int) -> None:
+        if session.closed_reason is not None:
+            self._fail(self._messenger.lost(self._to, session.closed_reason))
+
+    def on_not_sent(self, silence_s: float, reason: str) -> None:
+        self._fail(self._messenger.lost(self._to, reason, silence_s))
+
+    def _fail(self, exc: WorkerLost) -> None:
+        self._messenger.submit(self._owner.fail, exc)  # observers are called on the I/O loop
