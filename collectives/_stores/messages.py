@@ -6,7 +6,6 @@ The fields of a request's messages have the names of the operation's, so one rul
 from __future__ import annotations
 
 import math
-from dataclasses import fields
 from typing import Any, Final
 
 from rpcdist._proto import store_pb2
@@ -40,8 +39,8 @@ def request_for(operation: StoreOperation[object], timeout_s: float) -> store_pb
     request = store_pb2.StoreRequest(timeout_ms=math.ceil(timeout_s * 1000))
     message = getattr(request, operation.method)
     message.SetInParent()  # an operation without fields would not be there otherwise
-    for name in _field_names(type(operation)):
-        _put(message, name, getattr(operation, name))
+    for name, value in zip(operation.parameters(), operation.arguments, strict=True):
+        _put(message, name, value)
     return request
 
 
@@ -56,7 +55,7 @@ def operation_of(request: store_pb2.StoreRequest) -> StoreOperation[object]:
     if kind is None:
         raise DistStoreError("the request names no operation that this store knows")
     message = getattr(request, method or "")
-    return kind(**{name: _plain(getattr(message, name)) for name in _field_names(kind)})
+    return kind(**{name: _plain(getattr(message, name)) for name in kind.parameters()})
 
 
 def reply_with(operation: StoreOperation[object], result: object) -> store_pb2.StoreReply:
@@ -92,10 +91,6 @@ def result_of(reply: store_pb2.StoreReply) -> object:
             return tuple(reply.keys.keys)
         case field:
             return getattr(reply, field)
-
-
-def _field_names(kind: type[StoreOperation[object]]) -> list[str]:
-    return [field.name for field in fields(kind)]  # type: ignore[arg-type]  # each of them is a dataclass
 
 
 def _put(message: Any, name: str, value: object) -> None:

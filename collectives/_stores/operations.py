@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar, Generic, Self, TypeVar
 
 from rpcdist.collectives._stores.contents import Change, Code, Contents
@@ -75,6 +75,16 @@ class StoreOperation(ABC, Generic[R_co]):
 
     def __init_subclass__(cls) -> None:
         cls.method = _WORD_START.sub("_", cls.__name__).lower()
+
+    @classmethod
+    def parameters(cls) -> list[str]:
+        """The names of the fields; they are also those of the fields of its message."""
+        return [field.name for field in fields(cls)]  # type: ignore[arg-type]  # each of the classes is a dataclass
+
+    @property
+    def arguments(self) -> tuple[object, ...]:
+        """The values of the fields, which are the arguments of torch's method if that takes one key."""
+        return tuple(getattr(self, name) for name in self.parameters())
 
     @abstractmethod
     def decide(self, contents: Contents) -> Decision[R_co]:

@@ -5,59 +5,18 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from datetime import timedelta
-from typing import Protocol, cast
+from typing import Any
 
 import torch.distributed as torch_distributed
 
 from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.base import Store, Timeout
-from rpcdist.collectives._stores.operations import (
-    Add,
-    Append,
-    Check,
-    CompareSet,
-    DeleteKey,
-    Get,
-    ListKeys,
-    Missing,
-    NumKeys,
-    QueueLen,
-    QueuePop,
-    QueuePush,
-    Set,
-    StoreOperation,
-    Wait,
-)
+from rpcdist.collectives._stores.operations import Check, Get, ListKeys, Missing, QueuePop, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
 from rpcdist.time_limits import TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S
 
 __all__ = ["TorchStoreAdapter"]
-
-
-class _TorchStore(Protocol):
-    """torch's stores as they are; torch's stubs lack some methods and say that values are `str` alone."""
-
-    timeout: timedelta
-
-    def set(self, key: str, value: bytes) -> object: ...
-    def get(self, key: str) -> bytes: ...
-    def add(self, key: str, amount: int) -> int: ...
-    def append(self, key: str, value: bytes) -> object: ...
-    def check(self, keys: list[str]) -> bool: ...
-    def compare_set(self, key: str, expected: bytes, desired: bytes) -> bytes: ...
-    def wait(self, keys: list[str], timeout: timedelta) -> None: ...
-    def delete_key(self, key: str) -> bool: ...
-    def num_keys(self) -> int: ...
-    def list_keys(self) -> list[str]: ...
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
-    def multi_set(self, keys: list[str], values: list[bytes]) -> object: ...
-    def queue_push(self, key: str, value: bytes) -> object: ...
-    def queue_pop(self, key: str, block: bool) -> bytes: ...
-    def queue_len(self, key: str) -> int: ...
-    def has_extended_api(self) -> bool: ...
-    def clone(self) -> torch_distributed.Store: ...
 
 
 class TorchStoreAdapter(Store):
@@ -89,8 +48,8 @@ class TorchStoreAdapter(Store):
         return self._underlying
 
     @property
-    def _store(self) -> _TorchStore:
-        return cast(_TorchStore, self.underlying_store)
+    def _store(self) -> Any:  # torch's stubs lack some methods and say that values are `str` alone
+        return self.underlying_store
 
     def close(self) -> None:
         """Drops torch's store, which closes its connection when nobody else refers to it. Idempotent."""
@@ -140,8 +99,8 @@ class TorchStoreAdapter(Store):
             raise DistStoreError(f"{what} failed in torch's store at {self.address}: {_first_line(exc)}") from exc
 
 
-def _translated(operation: StoreOperation[object], store: _TorchStore) -> object:
-    """What torch's methods return for an operation. A `Get` or `Wait` comes only when its keys are there."""
+def _translated(operation: StoreOperation[object], store: Any) -> object:
+    """What torch's store returns for an operation. A `Get` or `Wait` comes only when its keys are there."""
     match operation:
         case Set(keys, values) if len(keys) > 1 and store.has_extended_api():
             return store.multi_set(list(keys), list(values))
@@ -150,32 +109,19 @@ def _translated(operation: StoreOperation[object], store: _TorchStore) -> object
                 store.set(key, value)
             return None
         case Get(keys) if len(keys) > 1 and store.has_extended_api():
-            return tuple(bytes(value) for value in store.multi_get(list(keys)))
+            return tuple(map(bytes, store.multi_get(list(keys))))
         case Get(keys):
-            return tuple(bytes(store.get(key)) for key in keys)
+            return tuple(map(bytes, map(store.get, keys)))
         case Wait():
             return None
         case Check(keys):
-            return bool(store.check(list(keys)))
-        case Add(key, amount):
-            return int(store.add(key, amount))
-        case Append(key, value):
-            return store.append(key, value)
-        case CompareSet(key, expected, desired):
-            return bytes(store.compare_set(key, expected, desired))
-        case DeleteKey(key):
-            return bool(store.delete_key(key))
-        case NumKeys():
-            return int(store.num_keys())
+            return store.check(list(keys))
         case ListKeys(prefix):
             return tuple(key for key in store.list_keys() if key.startswith(prefix))
-        case QueuePush(key, value):
-            return store.queue_push(key, value)
         case QueuePop(key):
             return bytes(store.queue_pop(key, False))
-        case QueueLen(key):
-            return int(store.queue_len(key))
-    raise NotImplementedError(f"no operation {operation!r}")
+        case _:  # the others have the names and the arguments of torch's methods
+            return getattr(store, operation.method)(*operation.arguments)
 
 
 def _address_of(store: torch_distributed.Store) -> str:
