@@ -11,9 +11,9 @@ tensors go through the backend `tcp`; CUDA tensors through `nccl` where that can
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import torch
 import torch.distributed as torch_distributed
@@ -25,9 +25,6 @@ from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
-if TYPE_CHECKING:
-    from rpcdist.collectives._api.group_methods import TensorLists, Tensors
-
 __all__ = ["NAME", "TorchProcessGroup", "TorchWork", "register"]
 
 if not torch_distributed.is_available():
@@ -37,6 +34,8 @@ NAME: Final = "rpcdist"
 """What `init_process_group` and `new_group` of torch take as `backend`."""
 
 _DEVICES: Final = ["cpu", "cuda"]
+
+_Split = Callable[..., Iterator[tuple[object, ...]]]
 
 # torch's stubs describe overloads of its C++ classes, which no single Python method can have.
 _Work: Any = torch._C._distributed_c10d.Work
@@ -103,6 +102,39 @@ def _flatten(done: torch.futures.Future[list[torch.futures.Future[list[torch.Ten
 
 def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
     return max(future.value() for future in done.value())
+
+
+def _forward(name: str, split: _Split | None = None) -> Callable[..., TorchWork]:
+    """A method that runs our group's method `name`: with its arguments, or once for each part that `split` makes."""
+
+    def method(self: TorchProcessGroup, *arguments: Any, **named: Any) -> TorchWork:
+        run = getattr(self.group, name)
+        if split is None:
+            return TorchWork(run(*arguments, **named))
+        return TorchWork(*(run(*part) for part in split(*arguments, **named)))
+
+    method.__name__ = name
+    return method
+
+
+def _for_each_dtype(tensors: Sequence[torch.Tensor], opts: object = None) -> Iterator[tuple[object, ...]]:
+    by_kind: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
+    return ((same, opts) for same in by_kind.values())
+
+
+def _for_each_input(
+    output_lists: Sequence[Sequence[torch.Tensor]], input_list: Sequence[torch.Tensor], opts: object = None
+) -> Iterator[tuple[object, ...]]:
+    """`output_lists[i][k]` is what rank i passed as `input_list[k]`."""
+    return (([outputs[index] for outputs in output_lists], given, opts) for index, given in enumerate(input_list))
+
+
+def _for_each_pair(
+    outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], opts: object = None
+) -> Iterator[tuple[object, ...]]:
+    return ((output, given, opts) for output, given in zip(outputs, inputs, strict=True))
 
 
 class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGroup
@@ -182,108 +214,32 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
 
     _set_default_timeout = set_timeout
 
-    # ------------------------------------------------------------ collectives
-
-    def allreduce(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
-        return TorchWork(self._group.allreduce(tensors, opts, timeout))
-
-    def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> TorchWork:
-        """The tensors may have different dtypes: one operation for each dtype."""
-        by_kind: dict[tuple[torch.dtype, str], list[torch.Tensor]] = {}
-        for tensor in tensors:
-            by_kind.setdefault((tensor.dtype, tensor.device.type), []).append(tensor)
-        return TorchWork(*(self._group.allreduce_coalesced(same, opts) for same in by_kind.values()))
-
-    def reduce(self, tensors: Tensors, opts: object = None, *rest: object, **named: object) -> TorchWork:
-        return TorchWork(self._group.reduce(tensors, opts, *rest, **named))  # type: ignore[arg-type]  # torch's overloads
-
-    def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
-        return TorchWork(self._group.broadcast(tensors, opts, timeout))
-
-    def allgather(self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None) -> TorchWork:
-        return TorchWork(self._group.allgather(output_tensors, input_tensors, opts))
-
-    def allgather_coalesced(
-        self, output_lists: Sequence[list[torch.Tensor]], input_list: list[torch.Tensor], opts: object = None
-    ) -> TorchWork:
-        """`output_lists[i][k]` is what rank i passed as `input_list[k]`."""
-        works = []
-        for index, tensor in enumerate(input_list):
-            works.append(self._group.allgather([outputs[index] for outputs in output_lists], tensor, opts))
-        return TorchWork(*works)
-
-    def all_gather_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
-        return TorchWork(self._group.all_gather_single(output, input, opts))
-
-    _allgather_base = all_gather_single
-
-    def all_gather_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
-    ) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return TorchWork(*(self._group.all_gather_single(output, tensor, opts) for output, tensor in pairs))
-
-    allgather_into_tensor_coalesced = all_gather_single_coalesced
-
-    def gather(
-        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        return TorchWork(self._group.gather(output_tensors, input_tensors, opts, timeout))
-
-    def scatter(
-        self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, timeout: timedelta | None = None
-    ) -> TorchWork:
-        return TorchWork(self._group.scatter(output_tensors, input_tensors, opts, timeout))
-
-    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None) -> TorchWork:
-        return TorchWork(self._group.reduce_scatter(output_tensors, input_tensors, opts))
-
-    def reduce_scatter_single(self, output: torch.Tensor, input: torch.Tensor, opts: object = None) -> TorchWork:
-        return TorchWork(self._group.reduce_scatter_single(output, input, opts))
-
-    _reduce_scatter_base = reduce_scatter_single
-
-    def reduce_scatter_single_coalesced(
-        self, outputs: list[torch.Tensor], inputs: list[torch.Tensor], opts: object = None
-    ) -> TorchWork:
-        pairs = zip(outputs, inputs, strict=True)
-        return TorchWork(*(self._group.reduce_scatter_single(output, tensor, opts) for output, tensor in pairs))
-
-    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
-
-    def alltoall(
-        self, output_tensors: Sequence[torch.Tensor], input_tensors: Sequence[torch.Tensor], opts: object = None
-    ) -> TorchWork:
-        return TorchWork(self._group.alltoall(output_tensors, input_tensors, opts))
-
-    def all_to_all_single(
-        self,
-        output: torch.Tensor,
-        input: torch.Tensor,
-        output_split_sizes: Sequence[int] = (),
-        input_split_sizes: Sequence[int] = (),
-        opts: object = None,
-    ) -> TorchWork:
-        return TorchWork(self._group.all_to_all_single(output, input, output_split_sizes, input_split_sizes, opts))
-
-    alltoall_base = all_to_all_single
-
-    # ------------------------------------------------------------ messages and barriers
-
-    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> TorchWork:
-        return TorchWork(self._group.send(tensors, dst_rank, tag))
-
-    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> TorchWork:
-        return TorchWork(self._group.recv(tensors, src_rank, tag))
-
-    def recv_anysource(self, tensors: Tensors, tag: int = 0) -> TorchWork:
-        return TorchWork(self._group.recv_anysource(tensors, tag))
-
-    def barrier(self, opts: object = None, timeout: timedelta | None = None) -> TorchWork:
-        return TorchWork(self._group.barrier(opts, timeout))
-
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
         self._group.monitored_barrier(timeout, wait_all_ranks)
+
+    # ------------------------------------------------------------ operations: torch's name, ours, how arguments map
+
+    allreduce = _forward("allreduce")
+    allreduce_coalesced = _forward("allreduce_coalesced", _for_each_dtype)
+    reduce = _forward("reduce")
+    broadcast = _forward("broadcast")
+    allgather = _forward("allgather")
+    allgather_coalesced = _forward("allgather", _for_each_input)
+    all_gather_single = _allgather_base = _forward("all_gather_single")
+    all_gather_single_coalesced = _forward("all_gather_single", _for_each_pair)
+    allgather_into_tensor_coalesced = all_gather_single_coalesced
+    gather = _forward("gather")
+    scatter = _forward("scatter")
+    reduce_scatter = _forward("reduce_scatter")
+    reduce_scatter_single = _reduce_scatter_base = _forward("reduce_scatter_single")
+    reduce_scatter_single_coalesced = _forward("reduce_scatter_single", _for_each_pair)
+    reduce_scatter_tensor_coalesced = reduce_scatter_single_coalesced
+    alltoall = _forward("alltoall")
+    all_to_all_single = alltoall_base = _forward("all_to_all_single")
+    send = _forward("send")
+    recv = _forward("recv")
+    recv_anysource = _forward("recv_anysource")
+    barrier = _forward("barrier")
 
     # ------------------------------------------------------------ the end
 
