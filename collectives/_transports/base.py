@@ -1,4 +1,4 @@
-"""Between a group's engine, which decides when an operation runs, and a transport, which moves its bytes.
+"""The interface of a transport, which moves the bytes of a group's operations, and what it asks the group's engine.
 
 A transport carries the collective operations of one group over one medium: shared memory, sockets, or both. The engine
 calls it with one operation at a time, in the same order on every rank, on whichever thread runs the operation; so a
@@ -16,10 +16,10 @@ __all__ = ["Control", "PartControl", "Transport", "TransportMismatch", "Transpor
 
 
 class TransportMismatch(Exception):
-    """A peer's fingerprint, or the size of its message, is another than expected. The engine tells every rank.
+    """A peer's fingerprint, or the size of its message, is not the expected one. The engine tells every rank.
 
     Attributes:
-        views: rank of the group to what it runs, as `describe_fingerprint` writes it; at least two ranks.
+        views: for each rank the operation that it runs, as `describe_fingerprint` writes it; at least two ranks.
     """
 
     def __init__(self, views: dict[int, str]) -> None:
@@ -40,7 +40,7 @@ class TransportTimeout(Exception):
     """The deadline passed.
 
     Attributes:
-        waiting_for: the ranks of which something was missing, as far as this rank can see.
+        waiting_for: the ranks from which data is missing, as far as this rank can see.
     """
 
     def __init__(self, waiting_for: frozenset[int]) -> None:
@@ -49,7 +49,7 @@ class TransportTimeout(Exception):
 
 
 class Control(ABC):
-    """What a transport asks while it waits. Made by the engine, one for each operation."""
+    """What a transport asks the engine while it waits. The engine makes one for each operation."""
 
     deadline: Deadline
     sequence: int
@@ -58,14 +58,14 @@ class Control(ABC):
     @property
     @abstractmethod
     def wakeup_fd(self) -> int:
-        """Becomes readable when `check` would raise; put it beside your sockets when you poll. -1: there is none."""
+        """A descriptor that becomes readable when `check` would raise; poll it with your sockets. -1: there is none."""
 
     @abstractmethod
     def check(self) -> None:
-        """Raises what ends the operation: the group failed or was aborted, here or on another rank. No system call.
+        """Raises the error that ends the operation, because the group failed or was aborted, here or on another rank.
 
-        Call it at least every 50 ms while waiting; let other Python threads run in between (`time.sleep(0)`), since
-        what it reports is found by another thread.
+        It makes no system call. Call it at least every 50 ms while waiting, and let other Python threads run in between
+        (`time.sleep(0)`): the failure is noticed by another thread.
         """
 
 
@@ -73,9 +73,9 @@ class PartControl(Control):
     """The control of a whole operation, as one of its parts sees it.
 
     Args:
-        whole: asked for everything else.
-        sequence: the part's number, by its own count.
-        fingerprint: what the part compares.
+        whole: the control of the whole operation.
+        sequence: the number of the operation on the part's own transport.
+        fingerprint: the bytes that the ranks of the part compare.
     """
 
     __slots__ = ("_whole", "deadline", "fingerprint", "sequence")
@@ -98,8 +98,8 @@ class Transport(ABC):
     """The medium of one group.
 
     Attributes:
-        rank: of this process in the group.
-        size: of the group.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
     """
 
     rank: int

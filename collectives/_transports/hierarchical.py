@@ -2,7 +2,7 @@
 
 Every host has a leader, its lowest rank. An operation becomes a few smaller ones: on the host's own transport, on the
 transport of the leaders, on the host's own transport again. ALL_TO_ALL gains nothing from leaders, and runs on a socket
-transport of all ranks. All parts carry the fingerprint of the whole operation, so a mismatch shows wherever ranks meet.
+transport of all ranks. All parts carry the fingerprint of the whole operation, so that any of them finds a mismatch.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Hosts:
     """Which ranks of a group share a host.
 
     Attributes:
-        members: for each host its ranks in rising order; hosts are ordered by their first rank.
+        members: the ranks of each host in rising order; hosts are ordered by their first rank.
     """
 
     members: tuple[tuple[int, ...], ...]
 
     @classmethod
     def from_leaders(cls, leaders: Sequence[int]) -> Hosts:
-        """From each rank's leader (itself, when it leads)."""
+        """Makes the hosts from the leader of each rank; a leader is its own."""
         members: dict[int, list[int]] = {}
         for rank, leader in enumerate(leaders):
             members.setdefault(leader, []).append(rank)
         return cls(tuple(tuple(members[leader]) for leader in sorted(members)))
 
     def index_of(self, rank: int) -> int:
-        """The number of the rank's host."""
+        """Returns the index of the host of a rank."""
         return next(index for index, ranks in enumerate(self.members) if rank in ranks)
 
     @property
@@ -55,7 +55,7 @@ class Hosts:
 
 
 class _Part:
-    """A transport of some ranks of the group."""
+    """The transport of some ranks of the group, and which ranks those are."""
 
     def __init__(self, transport: Transport, ranks: tuple[int, ...]) -> None:
         self.transport = transport
@@ -69,7 +69,7 @@ class _Part:
 
     @contextmanager
     def _group_ranks(self) -> Iterator[None]:
-        """What the transport reports by its own ranks, by the group's."""
+        """Translates the ranks in the transport's errors to those of the group."""
         try:
             yield
         except TransportMismatch as exc:
@@ -81,11 +81,11 @@ class _Part:
 
 
 class HierarchicalTransport(Transport):
-    """See above.
+    """Runs each operation in parts: inside the hosts, between their leaders, inside the hosts.
 
     Args:
-        rank: of this process in the group.
-        hosts: of the whole group.
+        rank: this process's rank in the group.
+        hosts: the hosts of the whole group.
         local: the transport of this host's ranks.
         between: the transport of the leaders; None on a rank that does not lead.
         everyone: a socket transport of all ranks.
@@ -127,10 +127,10 @@ class HierarchicalTransport(Transport):
     def _mine(self) -> tuple[int, ...]:
         return self._local.ranks
 
-    def _to_leader(self, control: Control, buffer: torch.Tensor, reduce_op: ReduceOp) -> None:
+    def _reduce_to_leader(self, control: Control, buffer: torch.Tensor, reduce_op: ReduceOp) -> None:
         self._local.run(control, Operation(Kind.REDUCE, (buffer,), (buffer,), reduce_op, root=0))
 
-    def _on_host(self, control: Control, buffer: torch.Tensor, root: int = 0) -> None:
+    def _broadcast_on_host(self, control: Control, buffer: torch.Tensor, root: int = 0) -> None:
         self._local.run(control, Operation(Kind.BROADCAST, (buffer,), (buffer,), root=root))
 
     def _leaders(self, control: Control, operation: Operation) -> None:
@@ -138,7 +138,7 @@ class HierarchicalTransport(Transport):
             self._between.run(control, operation)
 
     def _reduced(self, operation: Operation, buffer: torch.Tensor) -> ReduceOp:
-        """Prepares `buffer`; returns the operation that its parts carry out. `_finish` does what is left."""
+        """Multiplies `buffer` if needed; returns the reduction of the parts. `_finish` divides in the end."""
         assert operation.reduce_op is not None
         reduce_kernels.premultiply(operation, buffer)
         return ReduceOp.SUM if operation.reduce_op in (ReduceOp.AVG, ReduceOp.PREMUL_SUM) else operation.reduce_op
@@ -152,19 +152,19 @@ class HierarchicalTransport(Transport):
     def _all_reduce(self, operation: Operation, control: Control) -> None:
         buffer = operation.outputs[0]
         part = self._reduced(operation, buffer)
-        self._to_leader(control, buffer, part)
+        self._reduce_to_leader(control, buffer, part)
         self._leaders(control, Operation(Kind.ALL_REDUCE, (buffer,), (buffer,), part))
-        self._on_host(control, buffer)
+        self._broadcast_on_host(control, buffer)
         self._finish(operation, buffer)
 
     def _reduce(self, operation: Operation, control: Control) -> None:
         root_host = self._hosts.index_of(operation.root)
-        buffer = operation.outputs[0].clone()  # only the root's own may change
+        buffer = operation.outputs[0].clone()  # only the root's tensor may change
         part = self._reduced(operation, buffer)
-        self._to_leader(control, buffer, part)
+        self._reduce_to_leader(control, buffer, part)
         self._leaders(control, Operation(Kind.REDUCE, (buffer,), (buffer,), part, root=root_host))
         if self._host == root_host:
-            self._on_host(control, buffer)
+            self._broadcast_on_host(control, buffer)
         self._barrier(operation, control)
         if self.rank == operation.root:
             self._finish(operation, buffer)
@@ -174,18 +174,18 @@ class HierarchicalTransport(Transport):
         buffer = operation.outputs[0]
         root_host = self._hosts.index_of(operation.root)
         if self._host == root_host:
-            self._on_host(control, buffer, root=self._mine.index(operation.root))
+            self._broadcast_on_host(control, buffer, root=self._mine.index(operation.root))
         self._leaders(control, replace(operation, root=root_host))
         if self._host != root_host:
-            self._on_host(control, buffer)
+            self._broadcast_on_host(control, buffer)
         self._barrier(operation, control)
 
     def _all_gather(self, operation: Operation, control: Control) -> None:
         blocks, whole = self._gather_on_leader(operation.inputs[0], control)
         for index, block in enumerate(blocks):
             self._leaders(control, Operation(Kind.BROADCAST, (block,), (block,), root=index))
-        self._on_host(control, whole)
-        self._deal(whole, operation.outputs)
+        self._broadcast_on_host(control, whole)
+        self._copy_chunks(whole, operation.outputs)
 
     def _gather(self, operation: Operation, control: Control) -> None:
         root_host = self._hosts.index_of(operation.root)
@@ -199,9 +199,9 @@ class HierarchicalTransport(Transport):
             sends[root_host] = blocks[self._host]
         self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
         if self._host == root_host:
-            self._on_host(control, whole)
+            self._broadcast_on_host(control, whole)
         self._barrier(operation, control)
-        self._deal(whole, operation.outputs)
+        self._copy_chunks(whole, operation.outputs)
 
     def _scatter(self, operation: Operation, control: Control) -> None:
         output = operation.outputs[0]
@@ -212,25 +212,25 @@ class HierarchicalTransport(Transport):
         blocks, nothing = self._blocks(whole), whole[:0]
         sends, arrivals = [nothing] * len(blocks), [nothing] * len(blocks)
         if self._host == root_host:
-            self._on_host(control, whole, root=self._mine.index(operation.root))
+            self._broadcast_on_host(control, whole, root=self._mine.index(operation.root))
             sends = list(blocks)
             sends[root_host] = nothing
         else:
             arrivals[root_host] = blocks[self._host]
         self._leaders(control, Operation(Kind.ALL_TO_ALL, tuple(sends), tuple(arrivals)))
-        self._deal_on_host(blocks[self._host], [output.numel()] * len(self._mine), output, control)
+        self._scatter_on_host(blocks[self._host], [output.numel()] * len(self._mine), output, control)
         self._barrier(operation, control)
 
     def _reduce_scatter(self, operation: Operation, control: Control) -> None:
         inputs, output = operation.inputs, operation.outputs[0]
         whole = torch.cat([inputs[rank].view(-1) for rank in self._order])
         part = self._reduced(operation, whole)
-        self._to_leader(control, whole, part)
+        self._reduce_to_leader(control, whole, part)
         sizes = [[inputs[rank].numel() for rank in ranks] for ranks in self._hosts.members]
         blocks = whole.split([sum(numbers) for numbers in sizes])
         block = blocks[self._host]
         self._leaders(control, Operation(Kind.REDUCE_SCATTER, tuple(blocks), (block,), part))
-        self._deal_on_host(block, sizes[self._host], output, control)
+        self._scatter_on_host(block, sizes[self._host], output, control)
         self._finish(operation, output)
 
     def _barrier(self, operation: Operation, control: Control) -> None:
@@ -239,37 +239,37 @@ class HierarchicalTransport(Transport):
         self._leaders(control, barrier)
         self._local.run(control, barrier)
 
-    # ------------------------------------------------------------ buffers for all ranks, ordered by host
+    # ------------------------------------------------------------ buffers with a chunk for each rank, ordered by host
 
     @property
     def _order(self) -> list[int]:
         return [rank for ranks in self._hosts.members for rank in ranks]
 
     def _blocks(self, whole: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The part of each host in a buffer with an equal piece for every rank."""
-        piece = whole.numel() // self.size
-        return tuple(whole.split([piece * len(ranks) for ranks in self._hosts.members]))
+        """The block of each host in a buffer with a chunk of equal size for every rank."""
+        count = whole.numel() // self.size
+        return tuple(whole.split([count * len(ranks) for ranks in self._hosts.members]))
 
     def _gather_on_leader(self, chunk: torch.Tensor, control: Control) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """A buffer for all ranks, in which the leader has its host's block; also as blocks."""
+        """Returns a buffer for all ranks, as blocks and as a whole; the leader has its host's block filled."""
         whole = chunk.new_empty(chunk.numel() * self.size)
         blocks = self._blocks(whole)
-        pieces = (
+        chunks = (
             tuple(blocks[self._host].split(chunk.numel())) if chunk.numel() else (chunk.view(-1),) * len(self._mine)
         )
-        outputs = pieces if self._between is not None else ()
+        outputs = chunks if self._between is not None else ()
         self._local.run(control, Operation(Kind.GATHER, (chunk,), outputs, root=0))
         return blocks, whole
 
-    def _deal(self, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
-        """Copies the pieces of `whole` to the outputs of the ranks that they belong to, if there are outputs here."""
-        piece = whole.numel() // self.size
+    def _copy_chunks(self, whole: torch.Tensor, outputs: Sequence[torch.Tensor]) -> None:
+        """Copies the chunks of `whole` to the outputs for their ranks, if there are outputs here."""
+        count = whole.numel() // self.size
         for position, rank in enumerate(self._order if outputs else ()):
-            outputs[rank].view(-1).copy_(whole[position * piece : (position + 1) * piece])
+            outputs[rank].view(-1).copy_(whole[position * count : (position + 1) * count])
 
-    def _deal_on_host(self, block: torch.Tensor, sizes: list[int], output: torch.Tensor, control: Control) -> None:
-        """The leader's block goes to its host's ranks in pieces of these sizes."""
+    def _scatter_on_host(self, block: torch.Tensor, sizes: list[int], output: torch.Tensor, control: Control) -> None:
+        """Sends the leader's block to its host's ranks, in chunks of these sizes."""
         nothing = block[:0]
-        pieces = block.split(sizes) if self._between is not None else (nothing,) * len(sizes)
+        chunks = block.split(sizes) if self._between is not None else (nothing,) * len(sizes)
         arrivals = (output.view(-1), *(nothing,) * (len(sizes) - 1))
-        self._local.run(control, Operation(Kind.ALL_TO_ALL, tuple(pieces), arrivals))
+        self._local.run(control, Operation(Kind.ALL_TO_ALL, tuple(chunks), arrivals))

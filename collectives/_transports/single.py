@@ -10,7 +10,7 @@ __all__ = ["SingleRankTransport"]
 
 
 class SingleRankTransport(Transport):
-    """A world of size 1."""
+    """Runs the operations of a group of size 1."""
 
     rank = 0
     size = 1
@@ -23,4 +23,4 @@ class SingleRankTransport(Transport):
                 reduce_kernels.premultiply(operation, output)
 
     def close(self) -> None:
-        """Nothing is open."""
+        """Does nothing: nothing is open."""

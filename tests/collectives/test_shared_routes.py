@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.shm import chunk_sizes
-from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, shares, span, two_phase_chunk
+from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, shares, span, two_phase_slice_bytes
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, LINE, Layout, segment_size
 
 BUFFER = 1024
@@ -29,7 +29,7 @@ KINDS = (
 @pytest.mark.parametrize("size", [*SIZES, 64, 200])
 def test_nothing_in_a_segment_overlaps(size: int) -> None:
     layout = Layout(size, 1000)
-    parts = [(layout.sleepers, layout.sleepers_bytes), *((layout.bell(half), LINE) for half in (0, 1))]
+    parts = [(layout.sleepers, layout.sleepers_bytes), *((layout.wakeup(half), LINE) for half in (0, 1))]
     for half, rank in product((0, 1), range(size)):
         parts.append((layout.header(half, rank), LINE))
         parts.append((layout.table(half, rank), layout.table_bytes))
@@ -60,7 +60,7 @@ def test_shares_are_all_of_a_chunk(length: int, size: int, multiple: int) -> Non
 @pytest.mark.parametrize("buffer_bytes", [512, 4096, 512 << 10])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_chunk_and_a_share_of_it_fit_in_a_buffer(size: int, buffer_bytes: int) -> None:
-    chunk = two_phase_chunk(size, buffer_bytes)
+    chunk = two_phase_slice_bytes(size, buffer_bytes)
     assert chunk > 0 and chunk % ALIGNMENT == 0
     for width in (1, 2, 4, 8, 16):
         longest = max(stop - start for start, stop in shares(chunk // width, size, ALIGNMENT // width))
@@ -92,14 +92,14 @@ def play(kind: Kind, size: int, root: int, longest: int) -> list[dict[tuple[int,
     """What each rank gets, as (target, position) to all bytes that were written there."""
     routes = [route(kind, rank, size, root, BUFFER) for rank in range(size)]
     got: list[dict[tuple[int, int], list[Byte]]] = [{} for _ in range(size)]
-    for step in range(num_steps(longest, routes[0].piece_bytes)):
+    for step in range(num_steps(longest, routes[0].slice_bytes)):
         buffers = [publish(routes[rank], rank, step, kind, size, root, longest) for rank in range(size)]
         for rank, path in enumerate(routes):
             outputs = lengths(kind, rank, size, root, longest)[1]
             if kind is Kind.REDUCE_SCATTER:  # there is one output, and every peer adds to it
                 outputs = [lengths(kind, rank, size, root, longest)[0][rank]] * size
             for take in path.takes:
-                start, stop = span(step, path.piece_bytes, outputs[take.target])
+                start, stop = span(step, path.slice_bytes, outputs[take.target])
                 for position in range(start, stop):
                     byte = buffers[take.peer][take.offset + position - start]
                     got[rank].setdefault((take.target, position), []).append(byte)
@@ -115,7 +115,7 @@ def publish(path: Route, rank: int, step: int, kind: Kind, size: int, root: int,
     buffer: dict[int, Byte] = {}
     inputs = lengths(kind, rank, size, root, longest)[0]
     for item in path.publishes:
-        start, stop = span(step, path.piece_bytes, inputs[item.source])
+        start, stop = span(step, path.slice_bytes, inputs[item.source])
         for position in range(start, stop):
             place = item.offset + position - start
             assert place < BUFFER and place not in buffer, "written twice"
@@ -162,20 +162,20 @@ def test_kinds_that_need_no_route_have_none() -> None:
 
 
 def test_sizes_that_fit() -> None:
-    assert chunk_sizes.misfits(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 2, 4]]) == {}
-    assert chunk_sizes.misfits(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [8, 4, 4, 0]]) == {}
+    assert chunk_sizes.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 2, 4]]) == {}
+    assert chunk_sizes.mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [8, 4, 4, 0]]) == {}
     assert chunk_sizes.longest([[1, 2, 1, 3], [3, 4, 2, 4]]) == 4
 
 
 def test_sizes_that_do_not_fit_name_the_ranks() -> None:
-    assert chunk_sizes.misfits(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 9, 4]]) == {
+    assert chunk_sizes.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 1, 3], [3, 4, 9, 4]]) == {
         0: "sends 2 bytes to rank 1",
         1: "takes 9 bytes from rank 0",
     }
-    assert chunk_sizes.misfits(Kind.ALL_TO_ALL, [[1, 2, 7, 3], [3, 4, 2, 4]]) == {
+    assert chunk_sizes.mismatched_sizes(Kind.ALL_TO_ALL, [[1, 2, 7, 3], [3, 4, 2, 4]]) == {
         0: "sends 1 bytes to itself and takes 7"
     }
-    problems = chunk_sizes.misfits(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [4, 8, 8, 0]])
+    problems = chunk_sizes.mismatched_sizes(Kind.REDUCE_SCATTER, [[8, 4, 8, 0], [4, 8, 8, 0]])
     assert problems == {0: "has chunks of 8, 4 bytes", 1: "has chunks of 4, 8 bytes"}
 
 

@@ -20,7 +20,7 @@ class Mailboxes(Messenger):
 
     Args:
         group_name: for texts.
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         ranks: the members' ranks in the world, by rank in the group.
         hub: of this process; None for a group of one.
         uid: of the group; the same on all ranks, and of no other group.

@@ -29,7 +29,7 @@ class MessageState:
     """The state of one rank's messages.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         ranks: the members' ranks in the world, for texts.
         limit_bytes: see `Matcher`.
 

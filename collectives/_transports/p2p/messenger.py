@@ -50,7 +50,7 @@ class Messenger:
 
     Args:
         group_name: for texts.
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         ranks: the members' ranks in the world, by rank in the group.
         connect: called once for each peer, by the first send to it, on that thread.
         buffer_limit_bytes: per peer, of messages that are kept before their receive is called.

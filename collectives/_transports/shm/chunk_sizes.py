@@ -1,4 +1,4 @@
-"""Whether the sizes that ranks gave for their chunks fit together. Pure.
+"""Compares the sizes that the ranks expect their chunks to have. Pure.
 
 Kinds whose chunks may differ in size publish them, as a row for each rank: the bytes of its `size` inputs, then those
 of its outputs, and zeros.
@@ -10,18 +10,18 @@ from collections.abc import Sequence
 
 from rpcdist.collectives._operations.operation import Kind
 
-__all__ = ["longest", "misfits"]
+__all__ = ["longest", "mismatched_sizes"]
 
 Row = Sequence[int]
 
 
 def longest(rows: Sequence[Row]) -> int:
-    """Of all chunks of all ranks."""
+    """The size of the longest chunk of all ranks."""
     return max(map(max, rows))
 
 
-def misfits(kind: Kind, rows: Sequence[Row]) -> dict[int, str]:
-    """What does not fit, in words, by rank; empty when all is well. All ranks get the same from the same rows."""
+def mismatched_sizes(kind: Kind, rows: Sequence[Row]) -> dict[int, str]:
+    """Describes for each rank concerned which sizes differ; empty when all agree. The same on all ranks."""
     return _all_to_all(rows) if kind is Kind.ALL_TO_ALL else _reduce_scatter(rows)
 
 

@@ -12,7 +12,7 @@ import torch
 
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 
-__all__ = ["Buffers", "copy", "one_thread"]
+__all__ = ["RankBuffers", "copy", "one_thread"]
 
 _QUICK_BYTES: Final = 64 << 10
 _MAX_VIEWS: Final = 512
@@ -25,7 +25,7 @@ def _memmove(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
     return function
 
 
-_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock: to get it back may take 5 ms
+_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock: getting it back may take 5 ms
 _copy_in_background = _memmove(ctypes.CDLL(None))
 
 
@@ -37,12 +37,12 @@ def copy(target: int, source: int, num_bytes: int) -> None:
         _copy_in_background(target, source, num_bytes)
 
 
-class Buffers:
+class RankBuffers:
     """Every rank's two buffers.
 
     Args:
-        layout: of the segment.
-        memory: all of the segment, as bytes.
+        layout: where everything lies in the segment.
+        memory: the whole segment, as bytes.
     """
 
     def __init__(self, layout: Layout, memory: torch.Tensor) -> None:
@@ -53,7 +53,7 @@ class Buffers:
         self.address: Final = [[start + layout.buffer(half, rank) for rank in range(layout.size)] for half in (0, 1)]
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         self._views.clear()
         self._memory = torch.empty(0)
 
@@ -70,7 +70,7 @@ class Buffers:
     def _make_views(self, dtype: torch.dtype, offset: int, count: int) -> list[list[torch.Tensor]]:
         stop = offset + count * dtype.itemsize
         starts = [[self._layout.buffer(half, rank) for rank in range(self._layout.size)] for half in (0, 1)]
-        with torch.inference_mode(False):  # they outlive the caller's mode
+        with torch.inference_mode(False):  # the views are used after the caller's mode has ended
             return [[self._memory[start + offset : start + stop].view(dtype) for start in half] for half in starts]
 
 

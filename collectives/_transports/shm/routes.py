@@ -1,7 +1,7 @@
 """Who publishes which bytes, and who takes them: the plans of the operations on shared memory. Pure.
 
-An operation runs in steps. In each step a rank copies one piece of each tensor that it publishes to its own buffer, at
-the tensor's place in it; when all ranks have done so, it takes pieces out of other ranks' buffers. Piece number k of a
+An operation runs in steps. In each step a rank copies one slice of each tensor that it publishes to its own buffer, at
+the tensor's place in it; when all ranks have done so, it takes slices out of other ranks' buffers. Slice number k of a
 tensor is the same range of bytes for the rank that publishes and the one that takes.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT
 
-__all__ = ["Publish", "Route", "Take", "num_steps", "route", "shares", "span", "two_phase_chunk"]
+__all__ = ["Publish", "Route", "Take", "num_steps", "route", "shares", "span", "two_phase_slice_bytes"]
 
 
 @dataclass(frozen=True, slots=True)
 class Publish:
-    """Pieces of `inputs[source]` go to `offset` in this rank's buffer."""
+    """Slices of `inputs[source]` go to `offset` in this rank's buffer."""
 
     source: int
     offset: int
@@ -25,7 +25,7 @@ class Publish:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Pieces at `offset` in the buffer of `peer` go to `outputs[target]`."""
+    """Slices at `offset` in the buffer of `peer` go to `outputs[target]`."""
 
     peer: int
     offset: int
@@ -37,27 +37,27 @@ class Route:
     """One rank's part of an operation.
 
     Attributes:
-        piece_bytes: the size of a piece; the last one of a tensor is shorter.
-        publishes: what it does before the ranks meet in a step.
-        takes: what it does afterwards.
-        own: (index in inputs, index in outputs) of what it only copies from its own tensor to its own; or None.
+        slice_bytes: the size of a slice; the last one of a tensor may be shorter.
+        publishes: the copies that it makes before the ranks synchronise in a step.
+        takes: the copies that it makes afterwards.
+        own: (index in inputs, index in outputs) of the chunk that the rank copies from itself to itself; or None.
     """
 
-    piece_bytes: int
+    slice_bytes: int
     publishes: tuple[Publish, ...] = ()
     takes: tuple[Take, ...] = ()
     own: tuple[int, int] | None = None
 
 
-def num_steps(longest_bytes: int, piece_bytes: int) -> int:
+def num_steps(longest_bytes: int, slice_bytes: int) -> int:
     """Steps until a tensor of `longest_bytes` has gone through; at least one, in which fingerprints are compared."""
-    return max(1, -(-longest_bytes // piece_bytes))
+    return max(1, -(-longest_bytes // slice_bytes))
 
 
-def span(step: int, piece_bytes: int, length_bytes: int) -> tuple[int, int]:
-    """Start and stop of piece number `step` of a tensor; equal when it has no such piece."""
-    start = min(step * piece_bytes, length_bytes)
-    return start, min(start + piece_bytes, length_bytes)
+def span(step: int, slice_bytes: int, length_bytes: int) -> tuple[int, int]:
+    """Start and stop of slice number `step` of a tensor; equal when it has no such slice."""
+    start = min(step * slice_bytes, length_bytes)
+    return start, min(start + slice_bytes, length_bytes)
 
 
 def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Route:
@@ -88,12 +88,12 @@ def route(kind: Kind, rank: int, size: int, root: int, buffer_bytes: int) -> Rou
 
 
 def _slot_bytes(size: int, buffer_bytes: int) -> int:
-    """Of a buffer with a place for each rank."""
+    """The size of a slot in a buffer that has one for each rank."""
     return buffer_bytes // size // ALIGNMENT * ALIGNMENT
 
 
-def two_phase_chunk(size: int, buffer_bytes: int) -> int:
-    """How many bytes of a tensor one step of a reduction in two phases takes: its chunk, and a share of it, fit in."""
+def two_phase_slice_bytes(size: int, buffer_bytes: int) -> int:
+    """The size of a slice of a reduction in two phases: a slice and one share of it fit into a buffer."""
     return buffer_bytes * size // (size + 1) // ALIGNMENT * ALIGNMENT - ALIGNMENT
 
 

@@ -2,12 +2,12 @@
 
     what        how many        content
     headers     2 x size        flag (8 bytes), fingerprint, zeros
-    bells       2               the last step of that half in which all ranks have met, as far as somebody rang
-    sleepers    1               one byte for each rank: whether it sleeps until the bell rings
+    wakeups     2               the last step of that half that all ranks came to, written by the last ones to come
+    sleepers    1               one byte for each rank: whether it sleeps on the wakeup word
     tables      2 x size        sizes of the chunks that this rank sends, then of those that it takes (8 bytes each)
     buffers     2 x size        data that this rank publishes
 
-"2 x size" is: for each half (see [Note: steps] in `_signals`), for each rank. Each of those is written by one rank
+"2 x size" is: for each half (see [Note: steps] in `signals`), for each rank. Each of those is written by one rank
 only. Everything lies in cache lines of its own, two together since some processors fetch lines in pairs, and buffers on
 pages of their own.
 """
@@ -22,9 +22,9 @@ __all__ = ["ALIGNMENT", "BUFFER_BYTES", "LINE", "Layout", "segment_size"]
 LINE: Final = 128
 PAGE: Final = 4096
 ALIGNMENT: Final = 64
-"""Pieces in a buffer start at multiples of this: a cache line, and whole elements of every dtype."""
+"""Slices in a buffer start at multiples of this: a cache line, and whole elements of every dtype."""
 BUFFER_BYTES: Final = 512 << 10
-"""Of one buffer. Four of them (two ranks, two halves) have to stay in the caches on their way."""
+"""Size of one buffer. Four of them (two ranks, two halves) have to stay in the caches on their way."""
 
 
 def _up(value: int, multiple: int) -> int:
@@ -41,7 +41,7 @@ class Layout:
     def header(self, half: int, rank: int) -> int:
         return (half * self.size + rank) * LINE
 
-    def bell(self, half: int) -> int:
+    def wakeup(self, half: int) -> int:
         return self.header(2, 0) + half * LINE
 
     @property
@@ -50,11 +50,11 @@ class Layout:
 
     @property
     def sleepers(self) -> int:
-        return self.bell(2)
+        return self.wakeup(2)
 
     @property
     def table_bytes(self) -> int:
-        """Of one rank's table."""
+        """Size of one rank's table."""
         return _up(16 * self.size, LINE)
 
     def table(self, half: int, rank: int) -> int:
@@ -70,5 +70,5 @@ class Layout:
 
 
 def segment_size(size: int) -> int:
-    """How many bytes of shared memory a group of `size` ranks needs; they are taken when they are first used."""
+    """How many bytes of shared memory a group of `size` ranks needs; the kernel allocates them at first use."""
     return Layout(size).total_bytes

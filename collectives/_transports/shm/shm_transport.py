@@ -1,7 +1,8 @@
 """The transport that carries collective operations through memory that the ranks of a host share.
 
-Every rank copies what others need to its own buffer in the segment, and takes what it needs out of theirs, in steps;
-`_signals` says why that is safe, `_routes` who copies what. Large tensors go through in pieces that stay in the caches.
+Every rank copies the data for others to its own buffer in the segment, and takes its data out of theirs, in steps;
+`signals` says why that is safe, `routes` which rank copies which bytes. Large tensors go in slices, so that the data
+stays in the processor's caches.
 """
 
 from __future__ import annotations
@@ -12,12 +13,12 @@ import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.base import Control, Transport
-from rpcdist.collectives._transports.shm.rank_buffers import Buffers, copy
+from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, copy
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
-from rpcdist.collectives._transports.shm.size_tables import Tables
+from rpcdist.collectives._transports.shm.size_tables import SizeTables
 from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
@@ -35,12 +36,12 @@ class ShmTransport(Transport):
     """The transport of ranks that share a host.
 
     Args:
-        rank: of this process in the group.
-        size: of the group.
-        segment: the same on all ranks, `segment_size(size)` bytes or those of the layout; zero when the group starts,
-            and used by no other group. The transport maps it at once; `close` closes it; who has passed it on to
-            all ranks may do so before.
-        layout: the same on all ranks; None takes the default.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
+        segment: shared memory of `segment_size(size)` bytes, or of the layout's size; the same on all ranks, zero when
+            the group starts, and used by no other group. The transport maps it at once and closes it in `close`; its
+            creator may close it before, as soon as all ranks have it.
+        layout: where everything lies in the segment, the same on all ranks; None takes the default.
 
     Raises:
         SegmentError: the segment is too small, or cannot be mapped.
@@ -56,8 +57,8 @@ class ShmTransport(Transport):
         memory = segment.map()
         whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._signals = Signals(rank, self._layout, memory, whole.data_ptr())
-        self._buffers = Buffers(self._layout, whole)
-        self._tables = Tables(rank, self._layout, self._signals)
+        self._buffers = RankBuffers(self._layout, whole)
+        self._tables = SizeTables(rank, self._layout, self._signals)
         self._reductions = Reductions(rank, self._layout, self._buffers, self._signals)
         self._routes: dict[tuple[int, int], Route] = {}
         self._closed = False
@@ -71,12 +72,12 @@ class ShmTransport(Transport):
             SingleRankTransport().run(operation, control)
             return
         kind = operation.kind
-        self._signals.open()
+        self._signals.begin_operation()
         if kind is _ALL_REDUCE or kind is _REDUCE:
             self._reductions.run(operation, control, None if kind is _ALL_REDUCE else operation.root)
         elif kind is _BARRIER:
-            self._signals.advance()
-            self._signals.meet(control)
+            self._signals.begin_step()
+            self._signals.synchronise(control)
         elif kind is _REDUCE_SCATTER:
             self._reductions.reduce_scatter(operation, control, self._route(operation), self._tables)
         else:
@@ -102,19 +103,19 @@ class ShmTransport(Transport):
         return found
 
     def _move(self, operation: Operation, control: Control, path: Route) -> None:
-        """The operations that reduce nothing."""
+        """Runs an operation that reduces nothing."""
         uneven = operation.kind is _ALL_TO_ALL
         sources = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.inputs]
         targets = [(tensor.data_ptr(), tensor.nbytes) for tensor in operation.outputs]
-        step, steps = 0, num_steps((sources or targets)[0][1], path.piece_bytes)
+        step, steps = 0, num_steps((sources or targets)[0][1], path.slice_bytes)
         while step < steps:
-            half = self._signals.advance()
+            half = self._signals.begin_step()
             self._publish(path, step, sources, self._buffers.address[half][self.rank])
             if uneven and step == 0:
                 self._tables.publish(half, operation)
-            self._signals.meet(control)
+            self._signals.synchronise(control)
             if uneven and step == 0:
-                steps = num_steps(self._tables.agree(half, operation), path.piece_bytes)
+                steps = num_steps(self._tables.compare(half, operation), path.slice_bytes)
             self._take(path, step, targets, self._buffers.address[half])
             step += 1
         if path.own is not None:
@@ -125,13 +126,13 @@ class ShmTransport(Transport):
     def _publish(self, path: Route, step: int, sources: list[tuple[int, int]], buffer: int) -> None:
         for publish in path.publishes:
             address, num_bytes = sources[publish.source]
-            start, stop = span(step, path.piece_bytes, num_bytes)
+            start, stop = span(step, path.slice_bytes, num_bytes)
             if start != stop:
                 copy(buffer + publish.offset, address + start, stop - start)
 
     def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
         for take in path.takes:
             address, num_bytes = targets[take.target]
-            start, stop = span(step, path.piece_bytes, num_bytes)
+            start, stop = span(step, path.slice_bytes, num_bytes)
             if start != stop:
                 copy(address + start, buffers[take.peer] + take.offset, stop - start)

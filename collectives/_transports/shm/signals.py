@@ -1,4 +1,4 @@
-"""How ranks meet: flags, fingerprints, and waiting.
+"""How the ranks of a host synchronise: flags in shared memory, fingerprints, and waiting.
 
 [Note: steps] All traffic in the segment goes in numbered steps, the same on all ranks; step s uses the half s mod 2 of
 everything (header, table, buffer). In each step, a rank
@@ -18,16 +18,17 @@ This holds across operations, whatever their kinds are, since every rank takes p
 
 [Note: fingerprints] In its first step an operation compares the fingerprints of all ranks, before it trusts data. All
 ranks compare the same bytes, so if one finds a mismatch then all do; and a rank that goes on knows that nobody can find
-one any more. When ranks disagree they stop in that step, and nothing in this segment is written ever after.
+one any more. When ranks disagree they stop in that step, and nothing is written to this segment afterwards.
 
-[Note: sleep] A rank that waits longer sleeps on the half's bell, a word that all ranks share. The last one that comes
-to a step finds all flags raised, writes the step there, and wakes the sleepers: one system call, and each of them
-wakes once. Nobody sleeps through it: a rank raises its flag before it looks at those of the others, so of several that
-come at once, one finds all of them raised, if no rank moves its loads before its store. Only a locked instruction
-stops a processor from that, and taking a lock has one. A sleeper reads the bell before it looks at the flags for the
-last time, and the kernel lets it sleep only if the bell is still the same; it has marked itself before, and the other
-looks at the marks after it has rung, again with a locked instruction (the system call has one, too) in between.
-Several may ring at once: they write the same. (If all of this failed, the sleep would take `FUTEX_WAIT_S`.)
+[Note: sleep] A rank that waits longer sleeps on the half's wakeup word, which all ranks share. The last rank that comes
+to a step finds all flags raised, writes the step into that word, and wakes the sleepers: one system call, and each of
+them wakes once. No wakeup is lost: a rank raises its flag before it reads those of the others, so of several ranks that
+come at once, one finds all flags raised, provided that no rank's loads move before its store. Only a locked instruction
+keeps a processor from that, and taking a lock has one. A sleeper reads the wakeup word before it reads the flags for
+the last time, and the kernel lets it sleep only if the word is still the same; it has marked itself as sleeping before,
+and the other rank reads these marks after it has written the word, again with a locked instruction (the system call has
+one, too) in between. Several ranks may write the word at once: they write the same. (If all of this failed, the sleep
+would end after `FUTEX_WAIT_S`.)
 
 [Note: store order] x86-64 shows the stores of a core to the others in program order, and loads in program order as well
 (Intel SDM volume 3, 9.2; AMD64 APM volume 2, 7.2). A flag is one aligned store of 8 bytes (`memoryview.cast("Q")`
@@ -55,19 +56,19 @@ _WORD: Final = 8
 _WORDS: Final = LINE // _WORD
 MIN_SPINS: Final = 25
 MAX_SPINS: Final = 800
-"""Looks at a flag that keep the interpreter's lock: about 30 us."""
+"""Reads of a flag that keep the interpreter's lock: about 30 us."""
 YIELDS: Final = 100
-"""Looks with a `sched_yield` after each, which lets other threads run: about 60 us when nobody else wants the core."""
+"""Reads with a `sched_yield` after each, which lets other threads run: about 60 us when the core is otherwise idle."""
 
 
 class Signals:
     """The flags of one group as one rank sees them. Used by one thread at a time.
 
     Args:
-        rank: of this process.
-        layout: of the segment.
-        memory: the segment.
-        address: where it is mapped.
+        rank: this process's rank in the group.
+        layout: where everything lies in the segment.
+        memory: the mapped segment.
+        address: the address at which it is mapped.
     """
 
     def __init__(self, rank: int, layout: Layout, memory: mmap.mmap, address: int) -> None:
@@ -81,11 +82,11 @@ class Signals:
         self._header = [self._headers(layout, half) for half in (0, 1)]
         self._flag = [layout.header(half, rank) // _WORD for half in (0, 1)]
         self._peers = [self._peer_flags(half) for half in (0, 1)]
-        self._bell = [layout.bell(half) // _WORD for half in (0, 1)]
+        self._wakeup = [layout.wakeup(half) // _WORD for half in (0, 1)]
         self._mark = layout.sleepers + rank
         self._sleepers = range(layout.sleepers // _WORD, (layout.sleepers + layout.size + _WORD - 1) // _WORD)
         self._fence = threading.Lock()
-        self._opening = False
+        self._is_first_step = False
         self._crowded = layout.size > len(os.sched_getaffinity(0))
         self._spins = 0 if self._crowded else MAX_SPINS
         self._yields = range(1 if self._crowded else YIELDS)
@@ -95,12 +96,12 @@ class Signals:
         return self._bytes[start : start + layout.size * LINE]
 
     def _peer_flags(self, half: int) -> list[tuple[int, int]]:
-        """Rank and flag of the others; those after this rank first, so that not all look at the same one."""
+        """Ranks and flags of the others; those after this rank first, so that ranks begin with different flags."""
         peers = [(self._rank + distance) % self._size for distance in range(1, self._size)]
         return [(peer, self._layout.header(half, peer) // _WORD) for peer in peers]
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         for view in (*self._header, self._words, self._bytes):
             view.release()
 
@@ -110,17 +111,17 @@ class Signals:
 
     # ------------------------------------------------------------ steps
 
-    def open(self) -> None:
-        """An operation begins: its first step compares fingerprints."""
-        self._opening = True
+    def begin_operation(self) -> None:
+        """Has the next step compare fingerprints."""
+        self._is_first_step = True
 
-    def advance(self) -> int:
+    def begin_step(self) -> int:
         """Begins the next step; returns its half, which this rank may write to from now on."""
         self.step += 1
         return self.step & 1
 
-    def meet(self, control: Control) -> None:
-        """Announces what was written in this step, and waits until all ranks have done so.
+    def synchronise(self, control: Control) -> None:
+        """The barrier of a step: announces that this rank has written its data, and waits until all ranks have.
 
         Raises:
             TransportMismatch: in the first step of an operation, when other ranks run another one.
@@ -130,7 +131,7 @@ class Signals:
         step = self.step
         half = step & 1
         words = self._words
-        if self._opening:
+        if self._is_first_step:
             start = self._rank * LINE + _WORD
             self._header[half][start : start + FINGERPRINT_BYTES] = control.fingerprint
         words[self._flag[half]] = step
@@ -148,9 +149,9 @@ class Signals:
                         self._sleep(control)
                         break
         if last:
-            self._ring(half)
-        if self._opening:
-            self._opening = False
+            self._wake_sleepers(half)
+        if self._is_first_step:
+            self._is_first_step = False
             self._compare(control.fingerprint)
 
     def _compare(self, fingerprint: bytes) -> None:
@@ -159,7 +160,7 @@ class Signals:
             raise TransportMismatch(self.views(range(self._size)))
 
     def views(self, ranks: range | list[int]) -> dict[int, str]:
-        """What these ranks run, in words; they must have raised their flags in an operation's first step."""
+        """Describes the operations that these ranks run; they have raised their flags in an operation's first step."""
         headers = self._header[self.step & 1]
         starts = {rank: rank * LINE + _WORD for rank in ranks}
         return {
@@ -169,19 +170,19 @@ class Signals:
 
     # ------------------------------------------------------------ waiting
 
-    def _ring(self, half: int) -> None:
-        """Wakes who sleeps in this step."""
-        bell = self._bell[half]
-        self._words[bell] = self.step
+    def _wake_sleepers(self, half: int) -> None:
+        """Wakes the ranks that sleep in this step."""
+        wakeup = self._wakeup[half]
+        self._words[wakeup] = self.step
         with self._fence:
             pass
         for word in self._sleepers:
             if self._words[word]:
-                futex.wake(self._address + bell * _WORD)
+                futex.wake(self._address + wakeup * _WORD)
                 return
 
     def _yield_for(self, flag: int) -> bool:
-        """Lets others run, a few times; whether the flag came up meanwhile."""
+        """Lets other threads and processes run, a few times; returns whether the flag was raised meanwhile."""
         words, step = self._words, self.step
         for count in self._yields:
             if words[flag] == step:
@@ -191,36 +192,37 @@ class Signals:
         return False
 
     def _sleep(self, control: Control) -> None:
-        """Waits until the flags of all ranks are up."""
+        """Sleeps until the flags of all ranks are raised."""
         words, step = self._words, self.step
         flags = [flag for _, flag in self._peers[step & 1]]
-        bell = self._bell[step & 1]
+        wakeup = self._wakeup[step & 1]
         self._bytes[self._mark] = 1
         try:
             while True:
-                rung = words[bell]
+                seen = words[wakeup]
                 if all(words[flag] == step for flag in flags):
                     return
                 self._check(control)
-                futex.wait(self._address + bell * _WORD, rung, FUTEX_WAIT_S)
+                futex.wait(self._address + wakeup * _WORD, seen, FUTEX_WAIT_S)
         finally:
             self._bytes[self._mark] = 0
 
     def _adapt(self, num_yields: int) -> None:
         """Spins longer or shorter from now on.
 
-        A flag that came after many yields came from another core, and spinning would have seen it sooner. One that came
-        after the first yields came from a rank that runs on this core, and could not as long as this one spun.
+        A flag that was raised after many yields was raised on another core, and spinning would have seen it sooner. One
+        that was raised after the first yields was raised by a rank that shares this core, and was kept from running as
+        long as this rank spun.
         """
         if not self._crowded:
             self._spins = min(2 * self._spins, MAX_SPINS) if num_yields > 2 else max(self._spins // 2, MIN_SPINS)
 
     def _check(self, control: Control) -> None:
-        """Raises when there is no sense in waiting any longer."""
+        """Raises when waiting any longer is pointless."""
         control.check()
         step = self.step
         late = [peer for peer, flag in self._peers[step & 1] if self._words[flag] != step]
-        if self._opening:
+        if self._is_first_step:
             views = self.views([rank for rank in range(self._size) if rank not in late])
             if any(view != views[self._rank] for view in views.values()):
                 raise TransportMismatch(views)

@@ -10,16 +10,16 @@ from rpcdist.collectives._transports.shm import chunk_sizes
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
 
-__all__ = ["Tables"]
+__all__ = ["SizeTables"]
 
 
-class Tables:
-    """One rank's view of all tables. They follow the rules of [Note: steps] in `_signals`, like everything there.
+class SizeTables:
+    """One rank's view of all tables. The rules of [Note: steps] in `signals` hold for them as well.
 
     Args:
-        rank: of this process.
-        layout: of the segment.
-        signals: of this group.
+        rank: this process's rank in the group.
+        layout: where everything lies in the segment.
+        signals: the flags of the group.
     """
 
     def __init__(self, rank: int, layout: Layout, signals: Signals) -> None:
@@ -30,26 +30,26 @@ class Tables:
         self._rows = [[signals.words(layout.table(half, peer), self._width) for peer in ranks] for half in (0, 1)]
 
     def close(self) -> None:
-        """Lets go of the memory."""
+        """Releases the memory."""
         for rows in self._rows:
             for row in rows:
                 row.release()
 
     def publish(self, half: int, operation: Operation) -> None:
-        """Before the first meeting of an operation: says the sizes of this rank's chunks."""
+        """Writes the sizes of this rank's chunks, before the ranks synchronise in the first step of an operation."""
         row = self._rows[half][self._rank]
         sizes = [tensor.nbytes for tensor in (*operation.inputs, *operation.outputs)]
         for index in range(self._width):
             row[index] = sizes[index] if index < len(sizes) else 0
 
-    def agree(self, half: int, operation: Operation) -> int:
-        """After that meeting: the size in bytes of the longest chunk of all ranks.
+    def compare(self, half: int, operation: Operation) -> int:
+        """Returns the size in bytes of the longest chunk of all ranks, after they have synchronised in that step.
 
         Raises:
-            TransportMismatch: the sizes do not fit together; on all ranks.
+            TransportMismatch: the sizes differ; on all ranks.
         """
         rows = [row.tolist() for row in self._rows[half]]
-        problems = chunk_sizes.misfits(operation.kind, rows)
+        problems = chunk_sizes.mismatched_sizes(operation.kind, rows)
         if problems:
             views = self._signals.views(list(problems))
             raise TransportMismatch({rank: f"{views[rank]}, which {text}" for rank, text in problems.items()})

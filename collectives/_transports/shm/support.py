@@ -12,10 +12,10 @@ __all__ = ["unsupported_here"]
 
 
 def unsupported_here() -> str | None:
-    """Why ranks on this machine cannot meet in shared memory, as a clause for a message, or None when they can.
+    """Why ranks on this machine cannot use shared memory, as a clause for a message, or None when they can.
 
-    Flags are plain stores, and the data that they announce was stored before. Only x86-64 is known to show them to
-    other cores in that order; see [Note: store order] in `_signals`.
+    Flags are plain stores, made after those of the data that they announce. Only x86-64 is known to show them to
+    other cores in that order; see [Note: store order] in `signals`.
     """
     machine = platform.machine().lower()
     if machine not in ("x86_64", "amd64"):

@@ -35,10 +35,10 @@ class Links:
     """The sockets of one rank of a group. `get` is for one thread at a time.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         hub: opens and accepts connections.
         name: of the group; random enough that no other group has it.
-        addresses: of the hubs, by rank.
+        addresses: each rank's hub address, by rank.
         unix: as in `SocketHub.connect`.
         sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
     """

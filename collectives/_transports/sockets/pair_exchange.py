@@ -53,11 +53,11 @@ class SmallExchange:
     """One rank's part.
 
     Args:
-        rank: of this process in the group.
-        size: of the group; with more than two ranks it takes nothing.
+        rank: this process's rank in the group.
+        size: number of ranks in the group; with more than two ranks it takes nothing.
         links: connections of the group.
-        pollers: of the transport.
-        spin_policy: of the transport.
+        pollers: those of the transport.
+        spin_policy: how long the transport spins.
     """
 
     def __init__(self, rank: int, size: int, links: Links, pollers: Pollers, spin_policy: SpinPolicy) -> None:
@@ -111,7 +111,7 @@ class SmallExchange:
         return program
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._programs.clear()
 
     # ------------------------------------------------------------ messages

@@ -31,7 +31,7 @@ class PlanRunner:
     """Runs the plan of one operation.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         links: connections of the group.
         control: of the operation.
         frame: makes the headers.
@@ -39,8 +39,8 @@ class PlanRunner:
         reducer: for plans that reduce.
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
         scratch: memory for what arrives to be reduced.
-        pollers: of the transport.
-        spin_policy: of the transport.
+        pollers: those of the transport.
+        spin_policy: how long the transport spins.
     """
 
     def __init__(

@@ -30,8 +30,8 @@ class SocketTransport(Transport):
     """See `Transport`. Nothing is connected before the first operation.
 
     Args:
-        rank: of this process in the group.
-        size: of the group.
+        rank: this process's rank in the group.
+        size: number of ranks in the group.
         hub: of this process; stays open until the transport is closed.
         group_name: the same on all ranks, and of no other transport that lives.
         addresses: `SocketHub.address` of every rank.

@@ -21,8 +21,8 @@ class SpinPolicy:
     Looking keeps a core busy, so there is none of it where this host's ranks are more than its cores.
 
     Args:
-        rank: of this process in the group.
-        addresses: of the hubs, by rank.
+        rank: this process's rank in the group.
+        addresses: each rank's hub address, by rank.
 
     Attributes:
         looks: how often to look, with `os.sched_yield` in between.

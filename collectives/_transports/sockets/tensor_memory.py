@@ -67,5 +67,5 @@ class Scratch:
         return kept[:size_bytes].view(dtype)
 
     def clear(self) -> None:
-        """Gives the memory back."""
+        """Releases the memory."""
         self._kept.clear()
