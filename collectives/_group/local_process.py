@@ -55,7 +55,7 @@ def acquire_local_process(host: str) -> LocalProcess:
     with _lock:
         if _current is None:
             node = acquire_node()
-            hub = SocketHub(node)
+            hub = SocketHub(node.io, node.credentials)
             try:
                 hub.open(host)
             except BaseException:

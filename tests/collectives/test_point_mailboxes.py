@@ -100,7 +100,8 @@ PEER = """
     from rpcdist.collectives._transports.p2p import Mailboxes
     from rpcdist.transport import acquire_node
     from rpcdist.transport.sockets import SocketHub
-    hub = SocketHub(acquire_node())
+    node = acquire_node()
+    hub = SocketHub(node.io, node.credentials)
     hub.open("127.0.0.1")
     print(hub.address)
     member = Mailboxes("test", 1, range(2), hub, "uid", [sys.argv[1], hub.address])

@@ -245,6 +245,7 @@ def test_an_idle_thread_keeps_nothing_alive(pool: WorkerPool) -> None:
 def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one() -> None:
     calls: list[str] = []
     pool = WorkerPool(
+        max_threads=1,
         on_error=lambda error, function: calls.append("error"),
         prepare=lambda: calls.append("prepare"),
         cleanup=lambda: calls.append("cleanup"),

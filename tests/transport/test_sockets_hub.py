@@ -29,14 +29,14 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
-from rpcdist.transport import sockets
-from rpcdist.transport._socket_hub import wire
+from rpcdist.transport import sockets, unix_sockets
+from rpcdist.transport._socket_hub import hub_acceptor, hub_connector
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import HubAddress, SocketHub
 from rpcdist.transport.token import job_token
 
 UNIX = [pytest.param(False, id="tcp")]
-if wire.has_abstract_sockets():
+if unix_sockets.has_abstract_sockets():
     UNIX.append(pytest.param(True, id="unix"))
 
 
@@ -200,7 +200,7 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
 
 def test_a_hub_opens_once_and_needs_a_good_host() -> None:
     with running_node() as node:
-        hub = SocketHub(node)
+        hub = SocketHub(node.io, node.credentials)
         with pytest.raises(ConfigError, match="open"):
             hub.address  # noqa: B018
         with pytest.raises(TransportError):
@@ -267,7 +267,7 @@ def test_strangers_are_turned_away_with_a_log_line(
             while stranger.recv(4096):
                 pass
     wait_for(lambda: "turned away" in caplog.text)
-    wait_for(lambda: not b._unproven)
+    wait_for(lambda: not b._acceptor._unproven)
     assert len(b._room) == 0
     with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
         talk(here, there)
@@ -296,7 +296,7 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
 def test_silence_ends(
     pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(sockets, "HANDSHAKE_LIMIT_S", 0.1)
+    monkeypatch.setattr(hub_acceptor, "HANDSHAKE_LIMIT_S", 0.1)
     with endpoint(pair[1], False) as silent, endpoint(pair[1], False) as half:
         half.sendall(hello()[:10])
         assert silent.recv(1) == b"" and half.recv(1) == b""
@@ -307,13 +307,13 @@ def test_silent_strangers_make_room(
     pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     a, b = pair
-    monkeypatch.setattr(sockets, "MAX_UNPROVEN", 4)
-    monkeypatch.setattr(sockets, "SILENT_HANDSHAKE_LIMIT_S", 0.05)
+    monkeypatch.setattr(hub_acceptor, "MAX_UNPROVEN", 4)
+    monkeypatch.setattr(hub_acceptor, "SILENT_HANDSHAKE_LIMIT_S", 0.05)
     with ExitStack() as stack:
         crowd = [stack.enter_context(endpoint(b, False)) for _ in range(10)]
         with a.connect(b.address, "x", LIMIT_S, unix=False) as here, b.expect("x", LIMIT_S) as there:
             talk(here, there)
-        assert len(b._unproven) <= 4
+        assert len(b._acceptor._unproven) <= 4
         assert crowd[0].recv(1) == b""
     assert "silent, and others are waiting" in caplog.text
 
@@ -367,10 +367,11 @@ def test_connections_may_be_handed_to_a_callback(pair: tuple[SocketHub, SocketHu
 def test_a_unix_peer_of_another_user_is_refused(
     pair: tuple[SocketHub, SocketHub], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    if not wire.has_abstract_sockets():
+    if not unix_sockets.has_abstract_sockets():
         pytest.skip("there are no abstract Unix sockets here")
     a, b = pair
-    monkeypatch.setattr(sockets, "same_user", lambda connection: False)
+    for side in (hub_connector, hub_acceptor):
+        monkeypatch.setattr(side, "same_user", lambda connection: False)
     with pytest.raises(AuthenticationFailed, match="another user"):
         a.connect(b.address, "x", LIMIT_S, unix=True)
     with endpoint(b, True) as stranger:
@@ -386,7 +387,7 @@ def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.
         return await asyncio.gather(*(a.open_connection(b.address, f"x{i}", LIMIT_S) for i in range(number)))
 
     with caplog.at_level(logging.WARNING), ExitStack() as stack:
-        ends = [stack.enter_context(end) for end in a._node.run(connect_all(), LIMIT_S)]
+        ends = [stack.enter_context(end) for end in a._io.run(connect_all(), LIMIT_S)]
         others = [stack.enter_context(b.expect(f"x{i}", LIMIT_S)) for i in range(number)]
         for i, end in enumerate(ends):
             end.sendall(b"%4d" % i)
@@ -400,7 +401,7 @@ FORKING = """
     from rpcdist.transport.sockets import SocketHub
 
     node = acquire_node()
-    hub = SocketHub(node)
+    hub = SocketHub(node.io, node.credentials)
     hub.open("127.0.0.1")
     ends = []
     for unix in (False, True):
@@ -409,7 +410,7 @@ FORKING = """
     mine, theirs = socket.socketpair()      # not ours: stays open in the child
     child = os.fork()
     if child == 0:
-        links = [os.readlink(f"/proc/self/fd/{end.fileno()}") for end in [*ends, waiting, *hub._listeners]]
+        links = [os.readlink(f"/proc/self/fd/{end.fileno()}") for end in [*ends, waiting, *hub._acceptor._listeners]]
         kept = os.readlink(f"/proc/self/fd/{mine.fileno()}").startswith("socket:")
         hub.close()                         # does not wait for the parent's loop
         os._exit(0 if kept and set(links) == {"/dev/null"} else 1)

@@ -20,7 +20,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.time_limits import DESCRIPTOR_SHORTAGE_PAUSE_S
 from rpcdist.transport import fork
 from rpcdist.transport._channels.local_channel import LocalChannel
-from rpcdist.transport._socket_hub.wire import has_abstract_sockets, same_user
+from rpcdist.transport.unix_sockets import has_abstract_sockets, same_user
 
 __all__ = [
     "CHANNELS_VARIABLE",

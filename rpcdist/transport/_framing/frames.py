@@ -85,11 +85,6 @@ def frame(message: rpc_pb2.Message) -> bytes:
     return b"\x0a" + varint(size) + body
 
 
-def unframe(data: bytes) -> rpc_pb2.Message:
-    """The message of one `frame`."""
-    return rpc_pb2.Envelope.FromString(data).messages[0]
-
-
 def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
     """The first bytes of an envelope that carries one chunk; the `size` bytes of the chunk follow."""
     head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(size))

@@ -1,4 +1,4 @@
-"""What travels on a raw socket before it is handed over: addresses, length-prefixed frames and the handshake.
+"""What travels on a raw socket before it is handed over: length-prefixed frames, the handshake and the purpose.
 
     client                                   server
       handshake messages  <------------->            each: 4 bytes length (big-endian), then a `pb.Handshake`
@@ -12,75 +12,23 @@ Both sides read exactly these bytes and never more, so the socket can be given t
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 import struct
-import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Final
 
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import handshake_pb2 as pb
-from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
-from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
-from rpcdist.transport.addresses import join_address, split_address
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
 
-__all__ = [
-    "MAX_PURPOSE_BYTES",
-    "ROLE",
-    "HubAddress",
-    "check_purpose",
-    "connect_tcp",
-    "connect_unix",
-    "has_abstract_sockets",
-    "prove_client",
-    "prove_server",
-    "same_user",
-    "tune",
-]
+__all__ = ["MAX_PURPOSE_BYTES", "ROLE", "check_purpose", "prove_client", "prove_server"]
 
 ROLE: Final = "collective"
 MAX_PURPOSE_BYTES: Final = 512
 _MAX_ANSWER_BYTES: Final = 512
 _LENGTH: Final = struct.Struct(">I")
-_CREDENTIALS: Final = struct.Struct("=iII")  # struct ucred: pid, uid, gid
-_BUFFER_BYTES: Final = 4 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class HubAddress:
-    """Where a hub listens.
-
-    Attributes:
-        host: of the TCP listener.
-        port: of the TCP listener.
-        unix_name: of the abstract Unix listener, without the leading zero byte; empty where there is none.
-    """
-
-    host: str
-    port: int
-    unix_name: str = ""
-
-    def __str__(self) -> str:
-        tcp = join_address(self.host, self.port)
-        return f"{tcp},@{self.unix_name}" if self.unix_name else tcp
-
-    @classmethod
-    def parse(cls, text: str) -> HubAddress:
-        """The inverse of `str`. Raises `ConfigError` for anything else."""
-        tcp, comma, unix = text.partition(",")
-        if comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100):
-            raise ConfigError(f"a hub's address is written host:port or host:port,@name, but it is {text[:200]!r}")
-        return cls(*split_address(tcp), unix[1:])
-
-
-def has_abstract_sockets() -> bool:
-    """Whether Unix sockets with names outside of the file system exist here: on Linux only."""
-    return sys.platform == "linux" and hasattr(socket, "AF_UNIX")
 
 
 def check_purpose(purpose: str) -> str:
@@ -88,38 +36,6 @@ def check_purpose(purpose: str) -> str:
     if not purpose or not purpose.isprintable() or len(purpose.encode()) > MAX_PURPOSE_BYTES:
         raise ConfigError(f"a purpose is printable text of up to {MAX_PURPOSE_BYTES} bytes, not {purpose[:80]!r}")
     return purpose
-
-
-def same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end of a Unix socket belongs to this user, by the kernel's word."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    uid: int = _CREDENTIALS.unpack(raw)[1]
-    return uid == os.getuid()
-
-
-def tune(connection: socket.socket) -> None:
-    """Small messages leave at once. TCP grows its own buffers; those of Unix sockets have to be asked for."""
-    if connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    else:
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-
-
-async def connect_tcp(connection: socket.socket, host: str, port: int) -> None:
-    """Connects; cancelling leaves the socket to its owner. Raises `OSError`."""
-    await asyncio.get_running_loop().sock_connect(connection, (host, port))
-
-
-async def connect_unix(connection: socket.socket, name: str) -> None:
-    """Connects to an abstract name; cancelling leaves the socket to its owner. Raises `OSError`."""
-    pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
-    while True:
-        try:
-            connection.connect("\0" + name)
-            return
-        except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
-            await asyncio.sleep(next(pauses))
 
 
 async def prove_client(connection: socket.socket, side: ClientHandshake, purpose: str) -> None:

@@ -1,0 +1,37 @@
+"""How the address of a socket hub is written."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rpcdist.errors import ConfigError
+from rpcdist.transport.addresses import join_address, split_address
+
+__all__ = ["HubAddress"]
+
+
+@dataclass(frozen=True, slots=True)
+class HubAddress:
+    """Where a hub listens.
+
+    Attributes:
+        host: of the TCP listener.
+        port: of the TCP listener.
+        unix_name: of the abstract Unix listener, without the leading zero byte; empty where there is none.
+    """
+
+    host: str
+    port: int
+    unix_name: str = ""
+
+    def __str__(self) -> str:
+        tcp = join_address(self.host, self.port)
+        return f"{tcp},@{self.unix_name}" if self.unix_name else tcp
+
+    @classmethod
+    def parse(cls, text: str) -> HubAddress:
+        """The inverse of `str`. Raises `ConfigError` for anything else."""
+        tcp, comma, unix = text.partition(",")
+        if comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100):
+            raise ConfigError(f"a hub's address is written host:port or host:port,@name, but it is {text[:200]!r}")
+        return cls(*split_address(tcp), unix[1:])
