@@ -95,6 +95,8 @@ __all__ = [
     "RPC_CLOSE_LIMIT_S",
     "RPC_TIMEOUT_S",
     "RREF_DELETION_LIMIT_S",
+    "SEGMENTS_RETURN_S",
+    "SEGMENTS_TRIM_S",
     "SERVE_LIMIT_S",
     "SHARED_MEMORY_SETUP_LIMIT_S",
     "SHUTDOWN_POLL_S",
@@ -304,6 +306,10 @@ GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel together."""
 BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
+SEGMENTS_RETURN_S: Final = 0.02
+"""Interval at which a session tells its peer which lent segments are free again, if no message does so earlier."""
+SEGMENTS_TRIM_S: Final = 30.0
+"""A segment of shared memory that no message needed for this time is given back to the system."""
 POOL_TICK_S: Final = 0.001
 """Interval at which the pool's monitor looks whether jobs wait for a thread."""
 POOL_CORE_DELAY_S: Final = 0.001

@@ -22,7 +22,7 @@ class Envelope(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., handshake: _Optional[_Union[_handshake_pb2.Handshake, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "transfer", "control_seq", "large", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "transfer", "control_seq", "large", "loans", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -35,9 +35,13 @@ class Message(_message.Message):
     TRANSFER_ABORTED_FIELD_NUMBER: _ClassVar[int]
     CHUNK_CREDIT_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_OFFER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_ANSWER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_NEWS_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
+    LOANS_FIELD_NUMBER: _ClassVar[int]
     WRAPPED_FIELD_NUMBER: _ClassVar[int]
     call: Call
     reply: Reply
@@ -51,11 +55,47 @@ class Message(_message.Message):
     transfer_aborted: TransferAborted
     chunk_credit: ChunkCredit
     autograd: _autograd_pb2.AutogradMessage
+    segment_offer: SegmentOffer
+    segment_answer: SegmentAnswer
+    segment_news: SegmentNews
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
+    loans: _containers.RepeatedCompositeFieldContainer[Loan]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
+
+class Loan(_message.Message):
+    __slots__ = ("buffer", "segment")
+    BUFFER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    buffer: int
+    segment: int
+    def __init__(self, buffer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+
+class SegmentOffer(_message.Message):
+    __slots__ = ("segment", "size")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    size: int
+    def __init__(self, segment: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+
+class SegmentAnswer(_message.Message):
+    __slots__ = ("segment", "accepted")
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    ACCEPTED_FIELD_NUMBER: _ClassVar[int]
+    segment: int
+    accepted: bool
+    def __init__(self, segment: _Optional[int] = ..., accepted: bool = ...) -> None: ...
+
+class SegmentNews(_message.Message):
+    __slots__ = ("returned", "withdrawn")
+    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    returned: _containers.RepeatedScalarFieldContainer[int]
+    withdrawn: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, returned: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "buffer", "offset", "data")

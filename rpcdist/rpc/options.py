@@ -137,6 +137,9 @@ class RpcOptions(RpcBackendOptions):
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
         allow_pickle: whether peers may send values that need pickle. Without it only plain values get through: None,
             bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+        share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
+            A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
+            be resized to more bytes.
         _transports: torch's private argument; the names are checked and otherwise ignored.
         _channels: the same.
 
@@ -165,6 +168,7 @@ class RpcOptions(RpcBackendOptions):
         allow_functions: Sequence[str] | None = None,
         allow_pickle: bool = True,
         autograd_mode: str = "smart",
+        share_payloads: bool = True,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -192,6 +196,7 @@ class RpcOptions(RpcBackendOptions):
         if autograd_mode not in ("smart", "fast"):
             raise ConfigError(f"autograd_mode is 'smart' or 'fast', but got {autograd_mode!r}")
         self.autograd_mode = autograd_mode
+        self.share_payloads = share_payloads
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 

@@ -16,14 +16,16 @@ from typing import Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
+from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT, SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
 from rpcdist.transport._channels.channel import Channel, DirectChannel
 from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.lent_buffers import LentBuffers
+from rpcdist.transport.shared_memory import unavailable
 
-__all__ = ["IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
+__all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,27 @@ class SessionHandler(Protocol):
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         """Memory for a large buffer that was announced."""
 
+    def borrow(self, view: memoryview) -> IncomingBuffer:
+        """A large buffer that lies in memory of the peer, writable; `view` keeps it."""
 
-class NullHandler:
+    @property
+    def shares_payloads(self) -> bool:
+        """Whether large buffers may lie in shared memory, in both directions."""
+
+
+class HeapPayloads:
+    """The part of a `SessionHandler` that says where large buffers arrive: all of them on the heap."""
+
+    shares_payloads = False
+
+    def allocate(self, size_bytes: int) -> IncomingBuffer:
+        return heap_buffer(size_bytes)
+
+    def borrow(self, view: memoryview) -> IncomingBuffer:
+        raise ProtocolViolation("nothing may be lent on this connection")
+
+
+class NullHandler(HeapPayloads):
     """For connections that only make unary calls: nothing but heartbeats may arrive."""
 
     def on_opened(self, session: Session) -> None:
@@ -57,9 +78,6 @@ class NullHandler:
 
     def on_closed(self, session: Session, reason: str) -> None:
         logger.debug("session with %s closed: %s", session.peer.name, reason)
-
-    def allocate(self, size_bytes: int) -> IncomingBuffer:
-        return heap_buffer(size_bytes)
 
 
 class Session:
@@ -95,13 +113,18 @@ class Session:
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
-        self._incoming = Incoming(handler.allocate)
+        self._lent: LentBuffers | None = None
+        if self._channel is not None and handler.shares_payloads and unavailable() is None:
+            self._lent = LentBuffers()
+        self._incoming = Incoming(handler.allocate, self._borrow)
         self._ungranted_bytes = 0
         self._awake = False  # the writer runs, or has been told to
         self._wake: asyncio.Future[None] | None = None
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
         self._is_draining = False
         self._last_sent = self.last_received
+        self._trim_due = self.last_received + SEGMENTS_TRIM_S
+        self._leases_handle: asyncio.TimerHandle | None = None
         self._tick_due = 0.0
         self._tick_handle: asyncio.TimerHandle | None = None
         self._drained: asyncio.Event = asyncio.Event()
@@ -125,11 +148,23 @@ class Session:
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
+        if self._lent is not None:
+            buffers = self._lend(self._lent, message, buffers)
         number = self._outgoing.add(message, buffers)
         if not self._awake and not (_is_awaited(message) and self._send_here()):
             self._awake = True
             self._io.call_soon(self._wake_writer)
         return number
+
+    def _lend(
+        self, lent: LentBuffers, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer]
+    ) -> Sequence[OutgoingBuffer]:
+        """Moves buffers of a message into shared memory; returns what the socket has to carry instead."""
+        if buffers:
+            buffers = lent.put_in(message, buffers, self._outgoing.add_offer)
+        if lent.has_news:
+            self._outgoing.add(lent.news())
+        return buffers
 
     def _send_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
@@ -203,10 +238,13 @@ class Session:
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
         self._close(reason)
         writer.cancel()
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+        for handle in (self._tick_handle, self._leases_handle):
+            if handle is not None:
+                handle.cancel()
         self._drained.set()
         self._ended.set()
+        if self._lent is not None:
+            self._lent.close()
         self._handler.on_closed(self, reason)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -257,6 +295,8 @@ class Session:
             if message.HasField("transfer_aborted"):
                 self._incoming.abort(message.transfer_aborted.transfer)
                 continue
+            if self._lent is not None and self._take_account(self._lent, message):
+                continue
             delivery = self._incoming.announce(message)
             if delivery is not None:
                 messages.append(delivery)
@@ -264,6 +304,35 @@ class Session:
             self._handler.on_messages(self, messages)
         if parsed.HasField("handshake"):
             raise ProtocolViolation("a handshake message arrived after the handshake was finished")
+
+    def _take_account(self, lent: LentBuffers, message: rpc_pb2.Message) -> bool:
+        """Handles a message about shared memory; False if it is about something else."""
+        if message.HasField("segment_news"):
+            lent.take_news(message.segment_news)
+        elif message.HasField("segment_answer"):
+            lent.answered(message.segment_answer)
+        elif message.HasField("segment_offer") and self._channel is not None:
+            self.send(lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
+        else:
+            return False
+        return True
+
+    def _borrow(self, message: rpc_pb2.Message) -> dict[int, IncomingBuffer]:
+        if self._lent is None:
+            raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
+        borrowed = self._lent.take_out(message)
+        if self._leases_handle is None:
+            self._leases_handle = self._io.loop.call_later(SEGMENTS_RETURN_S, self._return_leases, self._lent)
+        return {index: self._handler.borrow(view) for index, view in borrowed.items()}
+
+    def _return_leases(self, lent: LentBuffers) -> None:
+        """What no message takes back in time goes back by itself."""
+        self._leases_handle = None
+        if self.closed_reason is None:
+            if lent.has_news:
+                self.send(lent.news())
+            if lent.has_leases:
+                self._leases_handle = self._io.loop.call_later(SEGMENTS_RETURN_S, self._return_leases, lent)
 
     def place(self, head: ChunkHead) -> memoryview | None:
         """See `FrameReceiver`."""
@@ -327,6 +396,8 @@ class Session:
 
     async def _write_directly(self, channel: DirectChannel) -> None:
         await channel.flush()
+        while (offer := self._outgoing.next_offer()) is not None:
+            await channel.pass_segment(*offer)
         while (parts := self._outgoing.next_parts()) is not None:
             await channel.write_parts(*parts)
             self._last_sent = time.monotonic()
@@ -354,6 +425,11 @@ class Session:
         if silence > self._silence_limit_s and late < interval:
             self._close(f"no sign of life for {silence:.1f} s")
             return
+        if self._lent is not None and now >= self._trim_due:
+            self._trim_due = now + SEGMENTS_TRIM_S
+            self._lent.trim()
+            if self._lent.has_news:
+                self.send(self._lent.news())
         if now - self._last_sent >= interval * 0.9:
             self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
         self._schedule_tick()

@@ -101,6 +101,9 @@ class Segment:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def __del__(self) -> None:
+        self.close()
+
     def fileno(self) -> int:
         """The descriptor; -1 once it is closed."""
         return self._descriptor

@@ -11,8 +11,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.local_channel import LocalChannel
-from rpcdist.transport._framing.incoming import heap_buffer
-from rpcdist.transport.session import Session
+from rpcdist.transport.session import HeapPayloads, Session
 
 __all__ = ["LIMIT_S", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
 
@@ -78,7 +77,7 @@ class Io:
         return self.loop.create_task(coroutine, name=name)
 
 
-class Handler:
+class Handler(HeapPayloads):
     """Remembers what a session tells its owner."""
 
     def __init__(self) -> None:
@@ -98,9 +97,6 @@ class Handler:
 
     def on_closed(self, session: Session, reason: str) -> None:
         self.closed.append(reason)
-
-    def allocate(self, size_bytes: int) -> Any:
-        return heap_buffer(size_bytes)
 
     async def next(self) -> tuple[int, list[bytes]]:
         async with asyncio.timeout(LIMIT_S):

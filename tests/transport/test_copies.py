@@ -20,6 +20,7 @@ from rpcdist.transport import Node, Session, acquire_node
 from rpcdist.transport._framing.frames import CHUNK_BYTES, Chunk, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.session import HeapPayloads
 
 T = TypeVar("T")
 MIB = 1 << 20
@@ -110,7 +111,7 @@ def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
     return incoming.chunk(chunk)
 
 
-class Echo:
+class Echo(HeapPayloads):
     """Both ends of a session of a process with itself: the serving end sends each value back."""
 
     def __init__(self) -> None:

@@ -9,7 +9,8 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.local_channel import LocalChannel
-from rpcdist.transport._framing.incoming import IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import IncomingBuffer
+from rpcdist.transport.session import HeapPayloads
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "open_link"]
 
@@ -25,7 +26,7 @@ class Memory:
         self.view = memoryview(data)
 
 
-class Recorder:
+class Recorder(HeapPayloads):
     """Takes what a session brings; answers calls by their id if it is an echo."""
 
     def __init__(self, echo: bool = False) -> None:
@@ -55,9 +56,6 @@ class Recorder:
         with self._changed:
             self.closed.append(reason)
             self._changed.notify_all()
-
-    def allocate(self, size_bytes: int) -> IncomingBuffer:
-        return heap_buffer(size_bytes)
 
     def wait(self, count: int = 1) -> list[rpc_pb2.Message]:
         with self._changed:

@@ -108,6 +108,13 @@ class Connections:
     def allocate(self, size_bytes: int) -> ReceiveBuffer:
         return ReceiveBuffer.allocate(size_bytes)
 
+    def borrow(self, view: memoryview) -> ReceiveBuffer:
+        return ReceiveBuffer.borrowed(view)
+
+    @property
+    def shares_payloads(self) -> bool:
+        return self._agent.options.share_payloads
+
     def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
         self._agent.on_messages(session, messages)
 

@@ -287,13 +287,15 @@ def _because(broken: str, then: str) -> str:
 class _Forward:
     """Gives the session's events to the agent and its end to the peer first."""
 
-    __slots__ = ("_owner", "_peer", "allocate", "on_messages", "on_opened")
+    __slots__ = ("_owner", "_peer", "allocate", "borrow", "on_messages", "on_opened", "shares_payloads")
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self._peer = peer
         self._owner = owner
         self.on_messages = owner.on_messages
         self.allocate = owner.allocate
+        self.borrow = owner.borrow
+        self.shares_payloads = owner.shares_payloads
         self.on_opened = owner.on_opened
 
     def on_closed(self, session: Session, reason: str) -> None:

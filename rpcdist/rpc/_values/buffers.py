@@ -110,6 +110,14 @@ class ReceiveBuffer:
             _ask_for_huge_pages(memory.data_ptr(), size)
         return cls(memory)
 
+    @classmethod
+    def borrowed(cls, view: memoryview) -> ReceiveBuffer:
+        """Memory of another process that `view` keeps; the tensors on it end the loan when they are freed.
+
+        Its storage cannot grow, like that of tensors in shared memory.
+        """
+        return cls(torch.frombuffer(view, dtype=torch.uint8))
+
     def __repr__(self) -> str:
         return f"<ReceiveBuffer {self.size} bytes>"
 

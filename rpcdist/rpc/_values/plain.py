@@ -386,7 +386,7 @@ class _Reader:
             buffer = self.buffers[index]
             data = buffer.view if isinstance(buffer, ReceiveBuffer) else buffer
             if tag == _STR_BUFFER:
-                return str(data, "utf-8", "surrogatepass")
+                return str(bytes(data), "utf-8", "surrogatepass")  # a copy: lent memory could change while it is read
             if tag == _BYTES_BUFFER:
                 return bytes(data)
             self.made.append(bytearray(data))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Protocol, runtime_checkable
 
 from rpcdist.transport._framing.frames import ChunkHead
+from rpcdist.transport.shared_memory import Segment
 
 __all__ = ["Channel", "DirectChannel", "FrameReceiver"]
 
@@ -57,3 +58,9 @@ class DirectChannel(Channel, Protocol):
 
     async def flush(self) -> None:
         """Writes what `put` has left."""
+
+    async def pass_segment(self, head: bytes, segment: Segment) -> None:
+        """As `write_parts`, of an envelope that takes the descriptor of shared memory along."""
+
+    def take_descriptor(self) -> int | None:
+        """The next descriptor that came; None if none did. The caller closes it."""

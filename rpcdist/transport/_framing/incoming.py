@@ -1,14 +1,14 @@
 """Reassembly of large buffers from chunks: pure bookkeeping, no I/O.
 
 Invariants:
-    1. A message is delivered once, when every byte of every buffer that it announced has arrived.
+    1. A message is delivered once, when every byte of every buffer that it announced has arrived, or was lent.
     2. The chunks of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
     3. Memory is taken when a message is announced, and given back when its transfer is aborted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container, Mapping
 from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -39,23 +39,33 @@ def heap_buffer(size_bytes: int) -> IncomingBuffer:
 
 
 Delivery = tuple[rpc_pb2.Message, list[IncomingBuffer]]
+Borrow = Callable[[rpc_pb2.Message], Mapping[int, IncomingBuffer]]
+"""The buffers of a message that lie in memory which the peer lends, by their index."""
+
+
+def _nothing_is_lent(message: rpc_pb2.Message) -> Mapping[int, IncomingBuffer]:
+    raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
 
 
 class _IncomingTransfer:
     __slots__ = ("buffers", "filled", "message", "missing")
 
-    def __init__(self, message: rpc_pb2.Message, buffers: list[IncomingBuffer], missing: int) -> None:
+    def __init__(self, message: rpc_pb2.Message, buffers: list[IncomingBuffer], lent: Container[int]) -> None:
         self.message = message
         self.buffers = buffers
-        self.filled = [0] * len(buffers)
-        self.missing = missing
+        sizes = message.large
+        self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
+        self.missing = sum(sizes) - sum(self.filled)
 
 
 class Incoming:
     """The transfers of one session that are under way."""
 
-    def __init__(self, allocate: Callable[[int], IncomingBuffer] = heap_buffer) -> None:
+    def __init__(
+        self, allocate: Callable[[int], IncomingBuffer] = heap_buffer, borrow: Borrow = _nothing_is_lent
+    ) -> None:
         self._allocate = allocate
+        self._borrow = borrow
         self._transfers: dict[int, _IncomingTransfer] = {}
 
     def __repr__(self) -> str:
@@ -67,7 +77,8 @@ class Incoming:
         """Takes a message; returns it with its buffers when nothing is missing.
 
         Raises:
-            ProtocolViolation: the transfer number is in use, or no memory can be had for what is announced.
+            ProtocolViolation: the transfer number is in use, no memory can be had for what is announced, or what is
+                said to be lent is not.
         """
         sizes = message.large
         if not sizes:
@@ -75,15 +86,15 @@ class Incoming:
         number = message.transfer
         if number in self._transfers or number == 0:
             raise ProtocolViolation(f"transfer {number} was announced twice")
+        lent = self._borrow(message) if message.loans else {}
         try:
             # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
             allocate = heap_buffer if message.wrapped else self._allocate
-            buffers = [allocate(size) for size in sizes]
+            buffers = [lent[index] if index in lent else allocate(size) for index, size in enumerate(sizes)]
         except (MemoryError, RuntimeError, OverflowError) as exc:
             raise ProtocolViolation(f"no memory for {sum(sizes)} announced bytes: {exc}") from exc
-        missing = sum(sizes)
-        transfer = _IncomingTransfer(message, buffers, missing)
-        if missing:
+        transfer = _IncomingTransfer(message, buffers, lent)
+        if transfer.missing:
             self._transfers[number] = transfer
             return None
         return self._deliver(transfer)

@@ -24,6 +24,7 @@ from rpcdist.transport._framing.frames import (
     chunk_head,
     frame,
 )
+from rpcdist.transport.shared_memory import Segment
 
 __all__ = ["Outgoing", "OutgoingBuffer"]
 
@@ -93,6 +94,7 @@ class Outgoing:
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
         self._transfers: deque[_OutgoingTransfer] = deque()
+        self._offers: deque[tuple[bytes, Segment]] = deque()
         self._held: dict[int, deque[_Entry]] = {}  # by stream with a transfer under way: what stays back
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
@@ -106,7 +108,7 @@ class Outgoing:
 
     def __bool__(self) -> bool:
         """Whether something can be written now; what is held waits for a transfer."""
-        return bool(self._frames or (self._transfers and self._credit_bytes > 0))
+        return bool(self._frames or self._offers or (self._transfers and self._credit_bytes > 0))
 
     @property
     def is_empty(self) -> bool:
@@ -125,7 +127,8 @@ class Outgoing:
         if buffers:
             message.transfer = number = next(self._numbers)
             views = [buffer.view for buffer in buffers]
-            message.large.extend(map(len, views))
+            if not message.large:  # else some of them were lent, and leave an empty view here
+                message.large.extend(map(len, views))
             transfer = _OutgoingTransfer(number, stream, views)
         data = frame(message)
         if len(data) > MAX_FRAME_BYTES:
@@ -133,6 +136,14 @@ class Outgoing:
             data, transfer = self._wrap(message, number, stream, transfer)
         self._frames.append((data, transfer, stream))
         return number
+
+    def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
+        """Queues a message that a descriptor travels with; only the writer of a channel that passes them takes it."""
+        self._offers.append((frame(message), segment))
+
+    def next_offer(self) -> tuple[bytes, Segment] | None:
+        """The bytes, and whose descriptor goes with them; None when nothing is offered."""
+        return self._offers.popleft() if self._offers else None
 
     def _wrap(
         self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None

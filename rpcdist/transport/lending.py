@@ -1,0 +1,330 @@
+"""Large buffers between two processes of one host: the sender copies them into shared memory that it lends.
+
+The lender owns a few segments of memory per session and direction. It copies a buffer into a free segment and names the
+segment in the message. The borrower maps a segment once, and tensors are made on its memory without a copy. When the
+last tensor on it is freed, its *lease* ends, the segment's number goes back with the next message, and the lender uses
+the segment again: warm memory, which costs neither a system call nor a page fault.
+
+[Note: offer first] A segment is used only after the borrower has accepted it. The lender offers a new one beside the
+message that found none free, and that message's buffer travels in the socket, in chunks. So a borrower that cannot map
+memory, or does not want to, costs nothing and loses nothing.
+
+[Note: what is trusted] Segments hold nothing but bytes of tensors and of buffers beside pickles; sizes, shapes and
+types travel in the socket, and the size of a segment is sealed and checked before it is mapped. A peer that writes to
+memory that it has lent spoils values, and never this process's memory safety. What is parsed (text, pickles, bodies of
+values) is copied out first, so it cannot change while it is read.
+
+[Note: who frees] Segments have no name in the file system. When a session ends, both sides let go of its segments;
+tensors that lie in one keep its memory alive through their lease. The kernel frees the memory with the last map,
+however the processes end.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import logging
+import mmap
+import threading
+from collections import deque
+from collections.abc import Iterable
+from typing import Final, NamedTuple
+
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport.shared_memory import Segment, SegmentError
+
+__all__ = ["LEND_FROM_BYTES", "MAX_LENT_BYTES", "MAX_SEGMENTS", "Borrower", "Lender", "Offer", "size_class"]
+
+logger = logging.getLogger(__name__)
+
+LEND_FROM_BYTES: Final = 64 << 10
+"""Smaller buffers travel in the socket: copying 64 KiB through it costs less than keeping account of a segment."""
+
+MAX_LENT_BYTES: Final = 512 << 20
+"""Memory in the segments of one direction of a session. What exceeds it travels in the socket."""
+
+MAX_SEGMENTS: Final = 512
+MAX_OPEN_OFFERS: Final = 8
+"""Offers that the borrower has not answered: a burst of large messages must not make a segment for each of them."""
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and pages come when they are touched
+
+# One array type for every length: ctypes makes (and keeps) a class per length otherwise.
+_Memory: Final = ctypes.c_char * (1 << 62)
+_c_library: Final = ctypes.CDLL(None)  # its calls release the interpreter's lock
+_memmove: Final = _c_library.memmove
+_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_memmove.restype = ctypes.c_void_p
+
+
+def size_class(num_bytes: int) -> int:
+    """The size in bytes of the segment for a buffer: four classes per power of two, so at most a quarter is unused."""
+    step = max(LEND_FROM_BYTES, 1 << (num_bytes - 1).bit_length()) // 8
+    return -(-num_bytes // step) * step
+
+
+class Offer(NamedTuple):
+    """A new segment for the borrower.
+
+    Attributes:
+        number: of the segment, in its session and direction.
+        segment: to be passed to the borrower. Its descriptor is closed when nobody refers to it any more: it may be
+            under way, on another thread, when the session ends.
+    """
+
+    number: int
+    segment: Segment
+
+
+class _Mapped:
+    """A segment that is mapped here."""
+
+    __slots__ = ("address", "map", "number", "size_bytes")
+
+    def __init__(self, number: int, segment: Segment) -> None:
+        self.number = number
+        self.size_bytes = segment.size_bytes
+        self.map: mmap.mmap = segment.map()
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
+        if hasattr(_c_library, "madvise"):
+            _c_library.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size_bytes), _MADV_POPULATE_WRITE)
+
+
+class Lender:
+    """The segments that this process lends in one session. Any thread may call any of it.
+
+    Args:
+        max_bytes: limit of the memory in all segments.
+
+    Invariants:
+        1. A segment is offered, free or lent; only a free one is written to.
+        2. The memory of all segments never exceeds `max_bytes`.
+    """
+
+    def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+        self._numbers = itertools.count(1)
+        self._offered: dict[int, _Mapped] = {}
+        self._free: dict[int, list[_Mapped]] = {}  # by size; the last one that came back, at the end, is the warmest
+        self._fewest_free: dict[int, int] = {}  # by size, since the last `trim`: so many were never needed
+        self._lent: dict[int, _Mapped] = {}
+        self._withdrawn: list[int] = []
+        self._lock = threading.Lock()
+        self._closed = False
+
+    def __repr__(self) -> str:
+        num_free = sum(map(len, self._free.values()))
+        return f"<Lender {len(self._lent)} lent, {num_free} free, {self._num_bytes} B>"
+
+    def lend(self, view: memoryview) -> int | None:
+        """Copies a buffer into a free segment; returns the segment's number.
+
+        None if the buffer is small, or no segment is free: then it travels in the socket, and `offer` helps the next.
+        """
+        num_bytes = view.nbytes
+        if num_bytes < LEND_FROM_BYTES:
+            return None
+        with self._lock:
+            free = self._free.get(size_class(num_bytes))
+            if not free:
+                return None
+            mapped = free.pop()
+            self._lent[mapped.number] = mapped
+            if len(free) < self._fewest_free.get(mapped.size_bytes, 0):
+                self._fewest_free[mapped.size_bytes] = len(free)
+        try:
+            _copy(mapped, view)
+        except BaseException:
+            self.returned([mapped.number])
+            raise
+        return mapped.number
+
+    def offer(self, num_bytes: int) -> Offer | None:
+        """A new segment for buffers of this size; None if there may not be another one now."""
+        size_bytes = size_class(num_bytes)
+        with self._lock:
+            if num_bytes < LEND_FROM_BYTES or self._closed or not self._make_room(size_bytes):
+                return None
+            number = next(self._numbers)
+            try:
+                segment = Segment.create(size_bytes)
+                mapped = _Mapped(number, segment)
+            except SegmentError as exc:
+                logger.warning("large tensors travel in the socket from now on: %s", exc)
+                self._max_bytes = 0
+                return None
+            self._num_bytes += size_bytes
+            self._offered[number] = mapped
+        return Offer(number, segment)
+
+    def _make_room(self, size_bytes: int) -> bool:
+        """Withdraws free segments of other sizes until one of this size may be made; False if that is not enough."""
+        if len(self._offered) >= MAX_OPEN_OFFERS:
+            return False
+        for size, free in self._free.items():
+            while size != size_bytes and free and not self._has_room(size_bytes):
+                self._withdraw(free.pop(0))
+        return self._has_room(size_bytes)
+
+    def _withdraw(self, mapped: _Mapped) -> None:
+        self._num_bytes -= mapped.size_bytes
+        self._withdrawn.append(mapped.number)
+
+    def trim(self) -> None:
+        """Withdraws the segments that were free all the time since it was called last."""
+        with self._lock:
+            for size, free in self._free.items():
+                num_unused = min(self._fewest_free.get(size, 0), len(free))
+                for mapped in free[:num_unused]:
+                    self._withdraw(mapped)
+                del free[:num_unused]
+                self._fewest_free[size] = len(free)
+
+    def _has_room(self, size_bytes: int) -> bool:
+        num_segments = len(self._offered) + len(self._lent) + sum(map(len, self._free.values()))
+        return self._num_bytes + size_bytes <= self._max_bytes and num_segments < MAX_SEGMENTS
+
+    @property
+    def has_withdrawn(self) -> bool:
+        """Whether `take_withdrawn` has something to report."""
+        return bool(self._withdrawn)
+
+    def take_withdrawn(self) -> list[int]:
+        """The segments that the borrower may forget, each reported once."""
+        with self._lock:
+            withdrawn, self._withdrawn = self._withdrawn, []
+        return withdrawn
+
+    def answered(self, number: int, accepted: bool) -> None:
+        """The borrower has mapped an offered segment, or refused it; after a refusal nothing is offered any more."""
+        with self._lock:
+            mapped = self._offered.pop(number, None)
+            if mapped is None:
+                raise ProtocolViolation(f"segment {number} was answered, but not offered")
+            if accepted:
+                self._free.setdefault(mapped.size_bytes, []).append(mapped)
+            else:
+                self._num_bytes -= mapped.size_bytes
+                self._max_bytes = 0
+
+    def returned(self, numbers: Iterable[int]) -> None:
+        """Leases of the borrower have ended."""
+        with self._lock:
+            for number in numbers:
+                mapped = self._lent.pop(number, None)
+                if mapped is None and not self._closed:
+                    raise ProtocolViolation(f"segment {number} was returned, but not lent")
+                if mapped is not None:
+                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+
+    def close(self) -> None:
+        """The session has ended; idempotent."""
+        with self._lock:
+            self._closed = True
+            self._offered.clear()
+            self._free.clear()
+            self._lent.clear()
+            self._num_bytes = 0
+
+
+def _copy(mapped: _Mapped, view: memoryview) -> None:
+    try:
+        source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    except TypeError:  # memory that may only be read has no address for ctypes
+        memoryview(mapped.map)[: view.nbytes] = view.cast("B") if view.format != "B" else view
+    else:
+        _memmove(mapped.address, source, view.nbytes)
+
+
+class _Lease:
+    """Keeps a borrowed segment mapped, and reports when nobody uses it any more."""
+
+    __slots__ = ("_ended", "_mapped")
+
+    def __init__(self, mapped: _Mapped, ended: deque[int]) -> None:
+        self._mapped = mapped
+        self._ended = ended
+
+    def __del__(self) -> None:
+        self._ended.append(self._mapped.number)  # finalizers run anywhere: nothing but this is safe there
+
+
+class Borrower:
+    """The segments that the peer lends in one session. On the I/O loop, but for `take_ended` and the end of leases.
+
+    Args:
+        max_bytes: a peer that offers more than this in total is refused.
+    """
+
+    def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self._known: dict[int, _Mapped] = {}
+        self._in_use: set[int] = set()
+        self._ended: deque[int] = deque()
+
+    def __repr__(self) -> str:
+        return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether tensors here lie in borrowed memory, as far as is known."""
+        return bool(self._in_use)
+
+    def offered(self, number: int, size_bytes: int, descriptor: int) -> bool:
+        """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case."""
+        num_bytes = sum(mapped.size_bytes for mapped in self._known.values())
+        if number in self._known or num_bytes + size_bytes > self._max_bytes or len(self._known) >= MAX_SEGMENTS:
+            Segment(descriptor, size_bytes).close()
+            return False
+        try:
+            with Segment.received(descriptor, size_bytes) as segment:
+                self._known[number] = _Mapped(number, segment)
+        except SegmentError as exc:
+            logger.warning("large tensors of this peer arrive through the socket: %s", exc)
+            return False
+        return True
+
+    def borrow(self, number: int, num_bytes: int) -> memoryview:
+        """The first bytes of a lent segment, writable; the segment is in use until the view and all on it are freed.
+
+        Raises:
+            ProtocolViolation: there is no such segment, it is in use already, or it is smaller.
+        """
+        mapped = self._known.get(number)
+        if mapped is None or number in self._in_use or num_bytes > mapped.size_bytes:
+            problem = "is not known" if mapped is None else "is in use" if number in self._in_use else "is smaller"
+            raise ProtocolViolation(
+                f"a buffer of {num_bytes} bytes is said to lie in segment {number}, which {problem}"
+            )
+        self._in_use.add(number)
+        memory = _Memory.from_address(mapped.address)
+        memory.lease = _Lease(mapped, self._ended)  # type: ignore[attr-defined]
+        return memoryview(memory).cast("B")[:num_bytes]
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether `take_ended` has something to report."""
+        return bool(self._ended)
+
+    def take_ended(self) -> list[int]:
+        """The segments whose leases have ended; tell the lender."""
+        ended = []
+        try:
+            while True:  # any thread may do this at the same time, so looking before would not help
+                number = self._ended.popleft()
+                self._in_use.discard(number)
+                ended.append(number)
+        except IndexError:
+            return ended
+
+    def withdrawn(self, numbers: Iterable[int]) -> None:
+        """The peer will not use these segments again."""
+        for number in numbers:
+            if number in self._in_use or self._known.pop(number, None) is None:
+                raise ProtocolViolation(f"segment {number} was withdrawn, which is not known or in use")
+
+    def close(self) -> None:
+        """The session has ended. Memory that tensors use stays until they are freed; idempotent."""
+        self._known.clear()
+        self._in_use.clear()

@@ -1,0 +1,124 @@
+"""The large buffers of one session's messages that lie in shared memory, in both directions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.outgoing import OutgoingBuffer
+from rpcdist.transport.lending import Borrower, Lender
+from rpcdist.transport.shared_memory import Segment
+
+__all__ = ["LentBuffers"]
+
+
+class _Nothing:
+    """Stands in a message's list of buffers for one that was lent: no chunk of it follows."""
+
+    view: Final = memoryview(b"")
+
+
+_NOTHING: Final = _Nothing()
+
+
+class LentBuffers:
+    """What a session does about shared memory; `Lender` and `Borrower` keep the accounts.
+
+    `put_in`, `news` and the properties may be used on any thread, the rest on the I/O loop.
+    """
+
+    def __init__(self) -> None:
+        self._lender = Lender()
+        self._borrower = Borrower()
+
+    def __repr__(self) -> str:
+        return f"<LentBuffers {self._lender!r}, {self._borrower!r}>"
+
+    def put_in(
+        self,
+        message: rpc_pb2.Message,
+        buffers: Sequence[OutgoingBuffer],
+        offer: Callable[[rpc_pb2.Message, Segment], None],
+    ) -> Sequence[OutgoingBuffer]:
+        """Copies buffers of a message into segments that are free, and says so in the message.
+
+        Args:
+            message: about to be sent.
+            buffers: the large buffers of it.
+            offer: sends an offer of a new segment to the peer.
+
+        Returns:
+            As many buffers; those that were lent have no bytes.
+        """
+        left = list(buffers)
+        for index, buffer in enumerate(buffers):
+            number = self._lender.lend(buffer.view)
+            if number is not None:
+                message.loans.add(buffer=index, segment=number)
+                left[index] = _NOTHING
+            elif (made := self._lender.offer(buffer.view.nbytes)) is not None:
+                pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
+                offer(rpc_pb2.Message(segment_offer=pb), made.segment)
+        if message.loans:
+            message.large.extend(buffer.view.nbytes for buffer in buffers)
+        return left
+
+    def take_out(self, message: rpc_pb2.Message) -> dict[int, memoryview]:
+        """The buffers of a message that lie in segments of the peer, by their index.
+
+        Raises:
+            ProtocolViolation: a segment is not known, too small, or used by a message before.
+        """
+        sizes = message.large
+        views = {}
+        for loan in message.loans:
+            if loan.buffer >= len(sizes) or loan.buffer in views:
+                raise ProtocolViolation(f"a loan for buffer {loan.buffer} of {len(sizes)}")
+            views[loan.buffer] = self._borrower.borrow(loan.segment, sizes[loan.buffer])
+        return views
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the peer should be told of segments that are free, or gone."""
+        return self._borrower.has_ended or self._lender.has_withdrawn
+
+    @property
+    def has_leases(self) -> bool:
+        """Whether tensors here lie in memory of the peer, as far as is known."""
+        return self._borrower.has_leases
+
+    def news(self) -> rpc_pb2.Message:
+        """What the peer should be told, as a message; it is told once."""
+        news = rpc_pb2.SegmentNews(returned=self._borrower.take_ended(), withdrawn=self._lender.take_withdrawn())
+        return rpc_pb2.Message(segment_news=news)
+
+    def take_news(self, news: rpc_pb2.SegmentNews) -> None:
+        """The peer tells us."""
+        self._lender.returned(news.returned)
+        self._borrower.withdrawn(news.withdrawn)
+
+    def answer_to(self, offer: rpc_pb2.SegmentOffer, descriptor: int | None) -> rpc_pb2.Message:
+        """Maps memory that the peer offers; returns the answer.
+
+        Raises:
+            ProtocolViolation: no descriptor came with the offer.
+        """
+        if descriptor is None:
+            raise ProtocolViolation("memory was offered without a descriptor")
+        accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
+        return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
+
+    def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:
+        """The peer has mapped memory that was offered, or does not want it."""
+        self._lender.answered(answer.segment, answer.accepted)
+
+    def trim(self) -> None:
+        """Gives memory back that no message has needed since the last call."""
+        self._lender.trim()
+
+    def close(self) -> None:
+        """The session has ended; tensors that lie in memory of the peer keep it."""
+        self._lender.close()
+        self._borrower.close()

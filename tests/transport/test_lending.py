@@ -1,0 +1,186 @@
+"""Lending memory to a process of the same host: who has which segment when, limits, violations, and what is freed."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport import lending
+from rpcdist.transport.lending import LEND_FROM_BYTES, Borrower, Lender, size_class
+from rpcdist.transport.shared_memory import unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
+
+SIZE = LEND_FROM_BYTES
+
+
+class Pair:
+    """A lender and a borrower, with what goes between them done by hand."""
+
+    def __init__(self, max_bytes: int = 1 << 24) -> None:
+        self.lender = Lender(max_bytes)
+        self.borrower = Borrower()
+
+    def offer(self, size: int = SIZE) -> int | None:
+        made = self.lender.offer(size)
+        if made is None:
+            return None
+        accepted = self.borrower.offered(made.number, made.segment.size_bytes, os.dup(made.segment.fileno()))
+        self.lender.answered(made.number, accepted)
+        return made.number
+
+    def pass_back(self) -> None:
+        self.lender.returned(self.borrower.take_ended())
+        self.borrower.withdrawn(self.lender.take_withdrawn())
+
+
+@pytest.fixture
+def pair() -> Iterator[Pair]:
+    pair = Pair()
+    yield pair
+    pair.lender.close()
+    pair.borrower.close()
+
+
+@given(st.integers(LEND_FROM_BYTES, 1 << 40))
+def test_at_most_a_quarter_of_a_segment_is_unused(size: int) -> None:
+    assert size <= size_class(size) <= 1.25 * size + 1
+    assert size_class(size_class(size)) == size_class(size)
+
+
+def test_the_bytes_are_there_without_a_copy_and_the_segment_comes_back(pair: Pair) -> None:
+    assert pair.lender.lend(memoryview(bytearray(SIZE))) is None  # no segment yet
+    assert pair.offer() == 1
+    data = os.urandom(SIZE)
+    assert pair.lender.lend(memoryview(data)) == 1
+    view = pair.borrower.borrow(1, SIZE)
+    assert view == data and not view.readonly
+    part = view[10:20]
+    del view
+    assert pair.borrower.take_ended() == []  # a slice keeps it
+    assert pair.lender.lend(memoryview(data)) is None
+    assert part == data[10:20]
+    del part
+    pair.pass_back()
+    assert pair.lender.lend(memoryview(bytearray(data))) == 1
+    assert pair.borrower.borrow(1, SIZE) == data
+
+
+def test_the_last_one_that_came_back_is_used_first(pair: Pair) -> None:
+    numbers = [pair.offer(), pair.offer()]
+    assert numbers == [1, 2]
+    assert [pair.lender.lend(memoryview(bytearray(SIZE))) for _ in range(3)] == [2, 1, None]
+    pair.lender.returned([2])
+    pair.lender.returned([1])
+    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 1
+
+
+def test_small_buffers_are_not_lent(pair: Pair) -> None:
+    pair.offer()
+    assert pair.lender.lend(memoryview(bytearray(SIZE - 1))) is None
+    assert pair.lender.offer(SIZE - 1) is None
+
+
+def test_nothing_is_lent_beyond_the_limit() -> None:
+    pair = Pair(max_bytes=2 * SIZE)
+    assert [pair.offer(), pair.offer(), pair.offer()] == [1, 2, None]
+    pair.lender.close()
+
+
+def test_free_segments_of_other_sizes_make_room() -> None:
+    pair = Pair(max_bytes=4 * SIZE)
+    assert [pair.offer() for _ in range(4)] == [1, 2, 3, 4]
+    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 4
+    assert pair.offer(2 * SIZE) == 5
+    pair.pass_back()
+    with pytest.raises(ProtocolViolation, match="segment 1, which is not known"):
+        pair.borrower.borrow(1, SIZE)
+    assert pair.offer(4 * SIZE) is None  # one is lent
+    pair.lender.close()
+
+
+def test_what_was_not_needed_for_a_while_is_given_back(pair: Pair) -> None:
+    for _ in range(3):
+        pair.offer()
+    pair.lender.trim()  # nothing was free all the time until now
+    pair.pass_back()
+    pair.lender.returned([n for n in [pair.lender.lend(memoryview(bytearray(SIZE)))] if n])
+    pair.lender.trim()
+    assert sorted(pair.lender.take_withdrawn()) == [1, 2]
+    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 3
+
+
+def test_offers_without_answer_are_few(pair: Pair) -> None:
+    made = [pair.lender.offer(SIZE) for _ in range(lending.MAX_OPEN_OFFERS + 1)]
+    assert made[-1] is None and None not in made[:-1]
+
+
+def test_after_a_refusal_nothing_is_offered(pair: Pair) -> None:
+    made = pair.lender.offer(SIZE)
+    assert made is not None
+    pair.lender.answered(made.number, False)
+    assert pair.lender.offer(SIZE) is None
+    assert pair.lender.lend(memoryview(bytearray(SIZE))) is None
+
+
+def test_a_borrower_refuses_what_is_not_as_announced(pair: Pair) -> None:
+    made = pair.lender.offer(SIZE)
+    assert made is not None
+    assert not pair.borrower.offered(1, 2 * SIZE, os.dup(made.segment.fileno()))
+    reading, writing = os.pipe()
+    os.close(writing)
+    assert not pair.borrower.offered(2, SIZE, reading)
+    unsealed = os.memfd_create("not sealed")
+    os.truncate(unsealed, SIZE)
+    assert not pair.borrower.offered(3, SIZE, unsealed)
+    assert not Borrower(max_bytes=SIZE - 1).offered(4, SIZE, os.dup(made.segment.fileno()))
+    for closed in (reading, unsealed):
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(closed)
+
+
+def test_what_a_peer_may_not_say(pair: Pair) -> None:
+    pair.offer()
+    view = pair.borrower.borrow(1, SIZE)
+    with pytest.raises(ProtocolViolation, match="is in use"):
+        pair.borrower.borrow(1, SIZE)
+    with pytest.raises(ProtocolViolation, match="withdrawn"):
+        pair.borrower.withdrawn([1])
+    with pytest.raises(ProtocolViolation, match="withdrawn"):
+        pair.borrower.withdrawn([7])
+    with pytest.raises(ProtocolViolation, match="not lent"):
+        pair.lender.returned([1])
+    with pytest.raises(ProtocolViolation, match="not offered"):
+        pair.lender.answered(1, True)
+    del view
+    pair.borrower.take_ended()
+    with pytest.raises(ProtocolViolation, match="is smaller"):
+        pair.borrower.borrow(1, SIZE + 1)
+
+
+def test_memory_in_use_outlives_the_session_and_nothing_else_does() -> None:
+    gc.collect()
+    maps, descriptors = _num_maps(), len(os.listdir("/proc/self/fd"))
+    pair = Pair()
+    pair.offer()
+    assert pair.lender.lend(memoryview(b"\7" * SIZE)) == 1
+    view = pair.borrower.borrow(1, SIZE)
+    pair.lender.close()
+    pair.borrower.close()
+    pair.lender.returned([1])  # late news are no violation
+    assert view[SIZE - 1] == 7
+    assert _num_maps() == maps + 1
+    del view
+    assert _num_maps() == maps
+    assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def _num_maps() -> int:
+    with open("/proc/self/maps") as lines:
+        return sum("memfd:rpcdist" in line for line in lines)
