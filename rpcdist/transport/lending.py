@@ -25,10 +25,11 @@ import ctypes
 import itertools
 import logging
 import mmap
+import os
 import threading
 from collections import deque
-from collections.abc import Iterable
-from typing import Final, NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, Final, NamedTuple
 
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.shared_memory import Segment, SegmentError
@@ -51,10 +52,24 @@ _MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and 
 
 # One array type for every length: ctypes makes (and keeps) a class per length otherwise.
 _Memory: Final = ctypes.c_char * (1 << 62)
-_c_library: Final = ctypes.CDLL(None)  # its calls release the interpreter's lock
-_memmove: Final = _c_library.memmove
-_memmove.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_memmove.restype = ctypes.c_void_p
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+
+
+def _declare(name: str, result: type, *arguments: type) -> Any:
+    """A function of the C library; calls of it release the interpreter's lock. None where no memory can be shared."""
+    if os.name != "posix":
+        return None
+    function = getattr(ctypes.CDLL(None, use_errno=True), name)
+    function.restype, function.argtypes = result, arguments
+    return function
+
+
+_memmove: Final = _declare("memmove", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
+_madvise: Final = _declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_munmap: Final = _declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_mmap: Final = _declare(
+    "mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t
+)
 
 
 def size_class(num_bytes: int) -> int:
@@ -77,17 +92,27 @@ class Offer(NamedTuple):
 
 
 class _Mapped:
-    """A segment that is mapped here."""
+    """A segment that is mapped here, until this object is freed.
 
-    __slots__ = ("address", "map", "number", "size_bytes")
+    Python's own `mmap` keeps a descriptor open for each map, and a process may have a thousand.
+    """
+
+    __slots__ = ("_unmap", "address", "number", "size_bytes")
 
     def __init__(self, number: int, segment: Segment) -> None:
         self.number = number
         self.size_bytes = segment.size_bytes
-        self.map: mmap.mmap = segment.map()
-        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.map))
-        if hasattr(_c_library, "madvise"):
-            _c_library.madvise(ctypes.c_void_p(self.address), ctypes.c_size_t(self.size_bytes), _MADV_POPULATE_WRITE)
+        self._unmap: Callable[[int, int], int] = _munmap  # when the interpreter ends, globals go first
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
+        if self.address in (0, _MAP_FAILED):
+            self.address = 0
+            raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
+        _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._unmap(self.address, self.size_bytes)
 
 
 class Lender:
@@ -232,7 +257,7 @@ def _copy(mapped: _Mapped, view: memoryview) -> None:
     try:
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
     except TypeError:  # memory that may only be read has no address for ctypes
-        memoryview(mapped.map)[: view.nbytes] = view.cast("B") if view.format != "B" else view
+        _memmove(mapped.address, bytes(view), view.nbytes)
     else:
         _memmove(mapped.address, source, view.nbytes)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from typing import Final
 
@@ -9,7 +10,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.outgoing import OutgoingBuffer
 from rpcdist.transport.lending import Borrower, Lender
-from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.shared_memory import Segment, unavailable
 
 __all__ = ["LentBuffers"]
 
@@ -27,9 +28,13 @@ class LentBuffers:
     """What a session does about shared memory; `Lender` and `Borrower` keep the accounts.
 
     `put_in`, `news` and the properties may be used on any thread, the rest on the I/O loop.
+
+    Args:
+        allowed: whether this process wants to share memory; it refuses the peer's otherwise.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, allowed: bool) -> None:
+        self._allowed = allowed and unavailable() is None
         self._lender = Lender()
         self._borrower = Borrower()
 
@@ -52,6 +57,8 @@ class LentBuffers:
         Returns:
             As many buffers; those that were lent have no bytes.
         """
+        if not self._allowed:
+            return buffers
         left = list(buffers)
         for index, buffer in enumerate(buffers):
             number = self._lender.lend(buffer.view)
@@ -107,7 +114,11 @@ class LentBuffers:
         """
         if descriptor is None:
             raise ProtocolViolation("memory was offered without a descriptor")
-        accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
+        if self._allowed:
+            accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
+        else:
+            accepted = False
+            os.close(descriptor)
         return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
 
     def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:

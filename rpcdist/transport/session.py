@@ -23,7 +23,6 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.lent_buffers import LentBuffers
-from rpcdist.transport.shared_memory import unavailable
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
@@ -113,9 +112,7 @@ class Session:
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
-        self._lent: LentBuffers | None = None
-        if self._channel is not None and handler.shares_payloads and unavailable() is None:
-            self._lent = LentBuffers()
+        self._lent = None if self._channel is None else LentBuffers(handler.shares_payloads)
         self._incoming = Incoming(handler.allocate, self._borrow)
         self._ungranted_bytes = 0
         self._awake = False  # the writer runs, or has been told to

@@ -13,7 +13,7 @@ from rpcdist.ids import Identity
 from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport.session import HeapPayloads, Session
 
-__all__ = ["LIMIT_S", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
+__all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
 
 LIMIT_S = 20.0
 
@@ -77,10 +77,18 @@ class Io:
         return self.loop.create_task(coroutine, name=name)
 
 
+class Borrowed:
+    """A buffer that was not copied."""
+
+    def __init__(self, view: memoryview) -> None:
+        self.view = view
+
+
 class Handler(HeapPayloads):
     """Remembers what a session tells its owner."""
 
-    def __init__(self) -> None:
+    def __init__(self, shares_payloads: bool) -> None:
+        self.shares_payloads = shares_payloads
         self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
         self.opened = 0
         self.closed: list[str] = []
@@ -98,6 +106,10 @@ class Handler(HeapPayloads):
     def on_closed(self, session: Session, reason: str) -> None:
         self.closed.append(reason)
 
+    def borrow(self, view: memoryview) -> Any:
+        assert self.shares_payloads
+        return Borrowed(view)
+
     async def next(self) -> tuple[int, list[bytes]]:
         async with asyncio.timeout(LIMIT_S):
             message, buffers = await self.received.get()
@@ -110,12 +122,15 @@ class Pair:
     Args:
         streams: the two ends of a channel.
         silence_limit_s: of both sessions.
+        shares: which of them may use shared memory.
     """
 
-    def __init__(self, streams: Sequence[Any], silence_limit_s: float = 60.0) -> None:
+    def __init__(
+        self, streams: Sequence[Any], silence_limit_s: float = 60.0, shares: tuple[bool, bool] = (False, False)
+    ) -> None:
         io: Any = Io()
         self.streams = streams
-        self.handlers = [Handler(), Handler()]
+        self.handlers = [Handler(shares[0]), Handler(shares[1])]
         self.sessions = [
             Session(
                 io,
@@ -158,7 +173,8 @@ class ChannelPair(Pair):
         sockets: of the two ends.
     """
 
-    def __init__(self, silence_limit_s: float = 60.0) -> None:
+    def __init__(self, silence_limit_s: float = 60.0, shares: tuple[bool, bool] = (False, False)) -> None:
         self.sockets = socket.socketpair()
         names = ("the server", "the client")
-        super().__init__([LocalChannel(*end) for end in zip(self.sockets, names, strict=True)], silence_limit_s)
+        ends = [LocalChannel(*end) for end in zip(self.sockets, names, strict=True)]
+        super().__init__(ends, silence_limit_s, shares)

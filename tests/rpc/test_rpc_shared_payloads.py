@@ -1,0 +1,167 @@
+"""Large tensors in memory that two processes share: what their users see, and what is left when one dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from leak_guard import LeakGuard
+from rpc_victims import Victims, forkserver_pid, until
+
+from rpcdist import rpc
+from rpcdist.errors import WorkerLost
+from rpcdist.transport.shared_memory import unavailable
+
+pytestmark = [
+    pytest.mark.multiproc,
+    pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}"),
+]
+
+MIB = 1 << 20
+kept: list[Any] = []
+
+
+@pytest.fixture
+def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
+    leak_guard.exempt_child(forkserver_pid())
+    with Victims() as victims:
+        yield victims
+
+
+def num_segments(pid: int | str = "self") -> int:
+    """How many segments of shared memory a process has mapped."""
+    return Path(f"/proc/{pid}/maps").read_text().count("memfd:rpcdist")
+
+
+def echo(value: Any) -> Any:
+    return value
+
+
+def keep(value: Any) -> None:
+    kept.append(value)
+
+
+def total() -> float:
+    return float(sum(value.sum() for value in kept))
+
+
+def echo_all(to: str) -> None:
+    """Runs in a worker: values of many kinds come back as they were, again and again."""
+    base = torch.arange(MIB, dtype=torch.float32)
+    tensors = [base, base.view(1024, 1024).t(), torch.arange(MIB).bfloat16(), base[::2]]
+    for _ in range(4):
+        for tensor in tensors:
+            back = rpc.rpc_sync(to, echo, (tensor,))
+            assert torch.equal(back, tensor) and back.dtype == tensor.dtype
+        for value in ("text \N{SNOWMAN}" * MIB, b"bytes" * MIB):
+            assert rpc.rpc_sync(to, echo, (value,)) == value
+        array = rpc.rpc_sync(to, echo, (np.arange(MIB),))
+        assert (array == np.arange(MIB)).all() and array.flags.writeable
+        parts = rpc.rpc_sync(to, echo, ({"a": [base[: MIB // 2], base[MIB // 2 :]], "b": torch.ones(3)},))
+        assert torch.equal(torch.cat(parts["a"]), base) and torch.equal(parts["b"], torch.ones(3))
+
+
+def write_to_it(to: str) -> list[float]:
+    tensor = torch.zeros(MIB)
+    for _ in range(3):
+        back = rpc.rpc_sync(to, echo, (tensor,))
+        back += 1  # ours alone: neither the argument nor a later value changes with it
+    return [float(tensor.sum()), float(back.sum()), float(rpc.rpc_sync(to, echo, (tensor,)).sum())]
+
+
+def aliases(to: str) -> bool:
+    tensor = torch.zeros(MIB)
+    for _ in range(3):
+        first, second = rpc.rpc_sync(to, echo, ((tensor, tensor[10:]),))
+    first[10] = 7.0
+    return bool(second[0] == 7.0)
+
+
+def call_many(to: str, count: int) -> int:
+    """Returns how many segments this process has mapped then."""
+    tensor = torch.ones(MIB // 4)
+    for _ in range(count):
+        rpc.rpc_sync(to, echo, (tensor,))
+    return num_segments()
+
+
+def keep_at(to: str, count: int) -> None:
+    for _ in range(count):
+        rpc.rpc_sync(to, keep, (torch.ones(MIB),))
+
+
+def send_and_lose(to: str) -> str:
+    tensor = torch.ones(MIB)
+    try:
+        for _ in range(1_000_000):
+            rpc.rpc_sync(to, echo, (tensor,))
+    except WorkerLost as exc:
+        return exc.worker
+    return "nobody"
+
+
+def sum_in_a_child(to: str) -> tuple[float, float]:
+    """A forked child reads and writes a received tensor; returns its sum there, and the parent's sum afterwards."""
+    tensor = torch.ones(MIB)
+    for _ in range(3):
+        received = rpc.rpc_sync(to, echo, (tensor,))
+    reading, writing = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.write(writing, str(received.numpy().sum()).encode())
+        received.numpy().fill(0)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    os.close(writing)
+    with open(reading) as pipe:
+        return float(pipe.read()), float(received.sum())
+
+
+@pytest.mark.parametrize("share_payloads", [True, False])
+def test_values_of_many_kinds(victims: Victims, share_payloads: bool) -> None:
+    world = victims.world("a", "b", share_payloads=share_payloads)
+    world["a"].run(echo_all, "b")
+    assert (world["a"].run(call_many, "b", 10) > 0) is share_payloads
+    world.shutdown()
+
+
+def test_what_a_received_tensor_is(victims: Victims) -> None:
+    world = victims.world("a", "b")
+    assert world["a"].run(write_to_it, "b") == [0.0, float(MIB), 0.0]
+    assert world["a"].run(aliases, "b")
+    assert world["a"].run(sum_in_a_child, "b") == (float(MIB), 0.0)  # as after `share_memory_()`
+    world.shutdown()
+
+
+def test_few_segments_serve_many_calls_and_none_is_left(victims: Victims) -> None:
+    world = victims.world("a", "b")
+    assert 0 < world["a"].run(call_many, "b", 500) <= 16
+    world.shutdown()
+    until(lambda: all(num_segments(worker.pid) == 0 for worker in world), "the end of all segments")
+
+
+def test_a_lender_that_is_killed_takes_nothing_along(victims: Victims) -> None:
+    world = victims.world("a", "b")
+    world["b"].run(keep_at, "a", 5)
+    world["b"].kill()
+    until(lambda: 0 < num_segments(world["a"].pid) <= 5, "the end of the lender's segments")
+    assert world["a"].run(total) == 5.0 * MIB
+    world["a"].run(kept_clear)
+    until(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")
+
+
+def kept_clear() -> None:
+    kept.clear()
+
+
+def test_a_borrower_that_is_killed_leaves_nothing_with_the_lender(victims: Victims) -> None:
+    world = victims.world("a", "b")
+    sending = world["a"].begin(send_and_lose, "b")
+    until(lambda: num_segments(world["b"].pid) > 0, "the first loan")
+    world["b"].kill()
+    assert sending.result() == "b"
+    until(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")

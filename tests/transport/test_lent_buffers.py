@@ -1,0 +1,197 @@
+"""Large buffers in shared memory, on sessions over a pair of Unix sockets: what is lent, what comes back, and abuse."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import socket
+import threading
+from collections.abc import AsyncIterator, Callable
+from typing import Any, TypeVar
+
+import pytest
+from session_pairs import LIMIT_S, Bytes, ChannelPair, call
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.transport._channels import local_channel
+from rpcdist.transport._framing.frames import frame
+from rpcdist.transport.lending import LEND_FROM_BYTES
+from rpcdist.transport.shared_memory import Segment, unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
+
+T = TypeVar("T")
+LARGE = LEND_FROM_BYTES
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[ChannelPair]:
+    pair = ChannelPair(shares=(True, True))
+    await asyncio.sleep(0)
+    yield pair
+    await pair.end()
+
+
+async def exchange(pair: ChannelPair, data: bytes, side: int = 0) -> bytes:
+    """Sends a buffer; returns what arrived, whose memory is free again then."""
+    pair.sessions[side].send(call(1), [Bytes(data)])
+    _, buffers = await pair.handlers[1 - side].next()
+    return buffers[0]
+
+
+def lender(pair: ChannelPair, side: int = 0) -> Any:
+    lent = pair.sessions[side]._lent
+    assert lent is not None
+    return lent._lender
+
+
+async def until(condition: Callable[[], T]) -> T:
+    """Lets the sessions run until the condition is true."""
+    async with asyncio.timeout(LIMIT_S):
+        while True:
+            if value := condition():
+                return value
+            await asyncio.sleep(0)
+
+
+async def until_free(pair: ChannelPair, size: int = LARGE) -> None:
+    """Until the first side has a segment that it may use."""
+    await until(lambda: lender(pair)._free.get(size))
+
+
+async def until_returned(pair: ChannelPair, side: int = 0) -> None:
+    """Leases go back by a timer of the session, if no message takes them along."""
+    await until(lambda: not lender(pair, side)._lent)
+
+
+async def test_the_first_message_goes_through_the_socket_and_the_next_ones_do_not(pair: ChannelPair) -> None:
+    assert await exchange(pair, b"a" * LARGE) == b"a" * LARGE
+    for letter in (b"b", b"c"):
+        await until_free(pair)
+        pair.sessions[0].send(call(2), [Bytes(letter * LARGE)])
+        async with asyncio.timeout(LIMIT_S):
+            message, [buffer] = await pair.handlers[1].received.get()
+        assert len(message.loans) == 1 and list(message.large) == [LARGE]
+        assert buffer.view == letter * LARGE
+        del buffer
+        await until_returned(pair)
+    assert len(lender(pair)._free[LARGE]) == 1
+
+
+@pytest.mark.parametrize("side", [0, 1])
+async def test_messages_in_a_row_use_few_segments_and_none_stays_lent(pair: ChannelPair, side: int) -> None:
+    for number in range(50):
+        data = bytes([number]) * LARGE
+        assert await exchange(pair, data, side) == data
+        assert await exchange(pair, b"an answer, which takes the news along", 1 - side)
+    await until_returned(pair, side)
+    assert len(lender(pair, side)._free[LARGE]) <= 3
+
+
+async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:
+    sizes = [40_000, LARGE, 0, LARGE, 100]
+    for _ in range(4):
+        pair.sessions[0].send(call(3), [Bytes(os.urandom(1)[:1] * size) for size in sizes])
+        number, received = await pair.handlers[1].next()
+        assert number == 3 and [len(data) for data in received] == sizes
+        assert all(len(set(data)) <= 1 for data in received)
+
+
+async def test_threads_that_send_at_the_same_time(pair: ChannelPair) -> None:
+    def send(thread: int) -> None:
+        for _ in range(20):
+            pair.sessions[0].send(call(thread), [Bytes(bytes([thread]) * LARGE)])
+
+    threads = [threading.Thread(target=send, args=(thread,)) for thread in range(1, 5)]
+    for thread in threads:
+        thread.start()
+    for _ in range(80):
+        number, [data] = await pair.handlers[1].next()
+        assert data == bytes([number]) * LARGE
+    for thread in threads:
+        thread.join(LIMIT_S)
+    await until_returned(pair)
+
+
+@pytest.mark.parametrize("shares", [(True, False), (False, True)], ids=["receiver refuses", "sender does not lend"])
+async def test_one_side_that_does_not_share_is_enough(shares: tuple[bool, bool]) -> None:
+    pair = ChannelPair(shares=shares)
+    for _ in range(20):
+        assert await exchange(pair, b"a" * LARGE) == b"a" * LARGE
+    assert lender(pair)._num_bytes == 0
+    await pair.end()
+
+
+async def test_a_descriptor_arrives_when_the_socket_was_full(pair: ChannelPair) -> None:
+    pair.sessions[0].send(call(1), [Bytes(b"x" * (64 << 20))])  # its chunks fill the socket
+    pair.sessions[0].send(call(2), [Bytes(b"y" * LARGE)])
+    received = dict([await pair.handlers[1].next(), await pair.handlers[1].next()])
+    assert {number: len(buffers[0]) for number, buffers in received.items()} == {1: 64 << 20, 2: LARGE}
+    await until_free(pair)
+    await until_free(pair, 64 << 20)
+
+
+async def test_memory_that_somebody_uses_outlives_the_session(pair: ChannelPair) -> None:
+    await exchange(pair, b"a" * LARGE)
+    await until_free(pair)
+    pair.sessions[0].send(call(2), [Bytes(b"b" * LARGE)])
+    message, [buffer] = await pair.handlers[1].received.get()
+    assert len(message.loans) == 1
+    descriptors = len(os.listdir("/proc/self/fd"))
+    await pair.end()
+    assert buffer.view == b"b" * LARGE
+    del buffer
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == descriptors - 2  # the sockets
+
+
+# ---------------------------------------------------------------- a peer that abuses it
+
+
+async def closed_reason(pair: ChannelPair, side: int = 0) -> str:
+    return await until(lambda: pair.sessions[side].closed_reason) or ""
+
+
+def raw(message: rpc_pb2.Message) -> bytes:
+    data = frame(message)
+    return len(data).to_bytes(4, "little") + data
+
+
+@pytest.mark.parametrize(
+    ("message", "reason"),
+    [
+        (rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE}), "without a descriptor"),
+        (rpc_pb2.Message(segment_answer={"segment": 1, "accepted": True}), "was answered, but not offered"),
+        (rpc_pb2.Message(segment_news={"returned": [1]}), "was returned, but not lent"),
+        (rpc_pb2.Message(segment_news={"withdrawn": [1]}), "was withdrawn"),
+        (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"segment": 7}]), "which is not known"),
+        (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"buffer": 1}]), "buffer 1 of 1"),
+    ],
+    ids=["offer", "answer", "returned", "withdrawn", "loan", "index"],
+)
+async def test_a_lie_ends_the_session(pair: ChannelPair, message: rpc_pb2.Message, reason: str) -> None:
+    pair.sockets[1].send(raw(message))
+    assert reason in await closed_reason(pair)
+
+
+async def test_descriptors_that_nobody_announced_end_the_session(pair: ChannelPair) -> None:
+    with Segment.create(LARGE) as segment:
+        descriptors = len(os.listdir("/proc/self/fd"))
+        for _ in range(local_channel._MAX_DESCRIPTORS + 1):
+            message = rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat())
+            socket.send_fds(pair.sockets[1], [raw(message)], [segment.fileno()])
+        assert "passes descriptors" in await closed_reason(pair)
+        await pair.end()
+        assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+
+
+async def test_a_descriptor_of_something_else_is_refused_and_closed(pair: ChannelPair) -> None:
+    reading, writing = os.pipe()
+    message = rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE})
+    socket.send_fds(pair.sockets[1], [raw(message)], [reading])
+    os.close(reading)
+    with pytest.raises(BrokenPipeError):  # when its last reader is gone
+        await until(lambda: not os.write(writing, b"x"))
+    os.close(writing)
+    assert "was answered, but not offered" in await closed_reason(pair, side=1)  # the refusal; this end offered nothing
