@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from leak_guard import LeakGuard
-from rpc_victims import Victims, forkserver_pid, until
 
 from rpcdist import rpc
 from rpcdist.errors import WorkerLost
+from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = [
@@ -24,13 +22,6 @@ pytestmark = [
 
 MIB = 1 << 20
 kept: list[Any] = []
-
-
-@pytest.fixture
-def victims(leak_guard: LeakGuard) -> Iterator[Victims]:
-    leak_guard.exempt_child(forkserver_pid())
-    with Victims() as victims:
-        yield victims
 
 
 def num_segments(pid: int | str = "self") -> int:
@@ -122,46 +113,46 @@ def sum_in_a_child(to: str) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("share_payloads", [True, False])
-def test_values_of_many_kinds(victims: Victims, share_payloads: bool) -> None:
-    world = victims.world("a", "b", share_payloads=share_payloads)
+def test_values_of_many_kinds(worker_pool: WorkerPool, share_payloads: bool) -> None:
+    world = worker_pool.world("a", "b", share_payloads=share_payloads)
     world["a"].run(echo_all, "b")
     assert (world["a"].run(call_many, "b", 10) > 0) is share_payloads
     world.shutdown()
 
 
-def test_what_a_received_tensor_is(victims: Victims) -> None:
-    world = victims.world("a", "b")
+def test_what_a_received_tensor_is(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
     assert world["a"].run(write_to_it, "b") == [0.0, float(MIB), 0.0]
     assert world["a"].run(aliases, "b")
     assert world["a"].run(sum_in_a_child, "b") == (float(MIB), 0.0)  # as after `share_memory_()`
     world.shutdown()
 
 
-def test_few_segments_serve_many_calls_and_none_is_left(victims: Victims) -> None:
-    world = victims.world("a", "b")
+def test_few_segments_serve_many_calls_and_none_is_left(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
     assert 0 < world["a"].run(call_many, "b", 500) <= 16
     world.shutdown()
-    until(lambda: all(num_segments(worker.pid) == 0 for worker in world), "the end of all segments")
+    eventually(lambda: all(num_segments(worker.pid) == 0 for worker in world), "the end of all segments")
 
 
-def test_a_lender_that_is_killed_takes_nothing_along(victims: Victims) -> None:
-    world = victims.world("a", "b")
+def test_a_lender_that_is_killed_takes_nothing_along(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
     world["b"].run(keep_at, "a", 5)
     world["b"].kill()
-    until(lambda: 0 < num_segments(world["a"].pid) <= 5, "the end of the lender's segments")
+    eventually(lambda: 0 < num_segments(world["a"].pid) <= 5, "the end of the lender's segments")
     assert world["a"].run(total) == 5.0 * MIB
     world["a"].run(kept_clear)
-    until(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")
+    eventually(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")
 
 
 def kept_clear() -> None:
     kept.clear()
 
 
-def test_a_borrower_that_is_killed_leaves_nothing_with_the_lender(victims: Victims) -> None:
-    world = victims.world("a", "b")
+def test_a_borrower_that_is_killed_leaves_nothing_with_the_lender(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
     sending = world["a"].begin(send_and_lose, "b")
-    until(lambda: num_segments(world["b"].pid) > 0, "the first loan")
+    eventually(lambda: num_segments(world["b"].pid) > 0, "the first loan")
     world["b"].kill()
     assert sending.result() == "b"
-    until(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")
+    eventually(lambda: num_segments(world["a"].pid) == 0, "the end of all segments")
