@@ -97,6 +97,7 @@ __all__ = [
     "RREF_DELETION_LIMIT_S",
     "SEGMENTS_RETURN_S",
     "SEGMENTS_TRIM_S",
+    "SELECT_LIMIT_S",
     "SERVE_LIMIT_S",
     "SHARED_MEMORY_SETUP_LIMIT_S",
     "SHUTDOWN_POLL_S",
@@ -122,25 +123,25 @@ PEER_TIMEOUT_S: Final = 10.0
 """Silence on a session, measured by both ends; then the session is closed, and the peer lost if it cannot be reached.
 The default of `peer_timeout`."""
 HEARTBEATS_PER_PEER_TIMEOUT: Final = 4
-"""An idle session sends a heartbeat after this part of the peer timeout; a few may be late before the peer is lost."""
+"""Heartbeats of an idle session in each peer timeout: a few may be late or lost before the peer is."""
 LAST_ATTEMPT_SHARE: Final = 0.2
-"""Time to connect anew to a peer whose silence has used up the peer timeout; without an answer it is lost."""
+"""Part of the peer timeout that is left for connecting anew once silence has used it up; then the peer is lost."""
 REFUSED_GRACE_S: Final = 0.5
 """A worker that refuses connections may be restarting its listener; one that refuses for longer is lost at once."""
 LEASE_IN_PEER_TIMEOUTS: Final = 3
-"""An owner keeps references of a user that it does not hear from; afterwards it drops them."""
+"""An owner keeps the references of a user that it does not hear from this long; then it drops them."""
 AGENT_TICK_S: Final = 0.1
-"""Interval at which an RPC agent looks for ended leases and peers to give up."""
+"""Interval at which an RPC agent ends leases, and sends what finalizers of references have queued."""
 GROUP_SILENCE_LIMIT_S: Final = 10
-"""Silence between rank 0 and another rank, measured by the kernel (TCP keep-alive); then the rank counts as lost."""
+"""Silence between the hosts of rank 0 and another rank, noticed by the kernel (TCP keep-alive); the rank is lost."""
 STORE_CHECK_INTERVAL_S: Final = 0.25
 """A rank that waits in the store for others looks at this interval whether one of them has failed."""
 NCCL_ERROR_POLL_S: Final = 0.1
 """Interval at which the watchdog asks NCCL for asynchronous errors; an error ends the group."""
 DDP_NOTICE_POLL_S: Final = 2.0
-"""A rank that waits for a gradient bucket looks this often for notices of ranks that have failed."""
+"""A rank that waits for a gradient bucket looks this often for notices of ranks that gave up or are late."""
 POOL_EXHAUSTED_LIMIT_S: Final = 30.0
-"""A worker pool at its cap of threads in which no job ends for this long fails the waiting jobs (`PoolExhausted`)."""
+"""A worker pool at its cap of threads in which no job ends; then the jobs that waited fail with `PoolExhausted`."""
 LAUNCH_CAUSE_LIMIT_S: Final = 1.0
 """`launch` gives the other ranks this time to report a better reason when a rank fails because it lost another one."""
 
@@ -185,13 +186,13 @@ NCCL_GROUP_TIMEOUT_S: Final = 600.0
 GROUP_ANSWER_LIMIT_S: Final = 0.7
 """After a time-out rank 0 asks all ranks where they are; ranks that do not answer are named as missing."""
 GROUP_VERDICT_LIMIT_S: Final = 1.5
-"""A rank that lost a connection or ran out of time waits for rank 0 to say why; then it states what it knows itself."""
+"""A rank that lost a connection or ran out of time waits for rank 0 to say why; then it says what it knows."""
 GROUP_SEND_LIMIT_S: Final = 2.0
-"""One message of the group's watch; a rank that does not take it is behind, and the message is dropped."""
+"""One message between rank 0 and another rank about the state of the group; a rank that does not take it misses it."""
 HOST_PROBE_LIMIT_S: Final = 5.0
 """The test whether two ranks share a host; without an answer they use sockets."""
 SHARED_MEMORY_SETUP_LIMIT_S: Final = 20.0
-"""Setting up shared memory among the ranks of a host; afterwards the group uses sockets."""
+"""Setting up shared memory among the ranks of a host; then the group uses sockets there."""
 GROUP_CONNECT_LIMIT_S: Final = 120.0
 """A connection between two ranks: a rank accepts however busy its user code is, so one that does not is gone."""
 STORE_TIMEOUT_S: Final = 300.0
@@ -201,7 +202,7 @@ STORE_GRACE_S: Final = 10.0
 AGENT_STORE_CONNECT_LIMIT_S: Final = 5.0
 """One attempt to reach the store of torchrun's agent; further attempts follow until the rendezvous times out."""
 MIN_ATTEMPT_S: Final = 0.1
-"""The last attempt to connect before a deadline gets at least this much time."""
+"""Any attempt to connect gets at least this much time, also the last one before a deadline."""
 FILE_LOCK_LIMIT_S: Final = 30.0
 """The lock of a file store, which is held for microseconds: a process that uses the file must be stopped."""
 PIPELINE_GRACE_S: Final = 5.0
@@ -214,7 +215,7 @@ GRAPHVIZ_LIMIT_S: Final = 60.0
 RPC_CLOSE_LIMIT_S: Final = 5.0
 """Each step of an RPC agent's close: its connections, its coroutines, its threads. What is left is logged."""
 LAST_REPLIES_LIMIT_S: Final = 2.0
-"""Replies under way at a graceful `shutdown`; then the connections are closed all the same."""
+"""Replies under way at a graceful `shutdown`; then the connections are closed in any case."""
 RREF_DELETION_LIMIT_S: Final = 10.0
 """A worker that leaves gives its references back; what the owners did not confirm by then ends with the lease."""
 LEAVE_CONNECT_LIMIT_S: Final = 1.0
@@ -234,7 +235,7 @@ LINK_CLOSE_LIMIT_S: Final = 2.0
 LISTENER_STOP_LIMIT_S: Final = 2.0
 """The end of the local channel's listener and of the sessions that came through it."""
 GRPC_STOP_GRACE_S: Final = 0.2
-"""What gRPC's server lets running calls have before it cuts them off."""
+"""What gRPC's server has for running calls when a listener stops; then it cuts them off."""
 HUB_CLOSE_LIMIT_S: Final = 5.0
 """The end of the listeners for raw sockets."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0
@@ -242,7 +243,7 @@ GROUP_FAREWELL_LIMIT_S: Final = 4.0
 GROUP_EXIT_LIMIT_S: Final = 1.0
 """Each group that is left open when the program exits."""
 NCCL_ABORT_LIMIT_S: Final = 1.0
-"""The end of an aborted NCCL communicator."""
+"""The end of an NCCL communicator whose group could not be set up."""
 NCCL_CLOSE_LIMIT_S: Final = 60.0
 """The watchdog's thread when a group is destroyed: freeing a communicator can take NCCL long."""
 PROGRESS_STOP_LIMIT_S: Final = 5.0
@@ -301,9 +302,9 @@ REFUSAL_LOG_PERIOD_S: Final = 60.0
 ACKNOWLEDGE_DELAY_S: Final = 0.01
 """Control messages that arrive within this time are acknowledged together."""
 CONTEXT_DROP_DELAY_S: Final = 0.05
-"""Autograd contexts that end within this time are released together on the other workers."""
+"""Autograd contexts that hold little memory and end within this time are released together on other workers."""
 GRADIENT_HOLD_LIMIT_S: Final = 0.001
-"""Small gradients that become ready within this time travel together."""
+"""Small gradients that become ready within this time travel to other workers together."""
 BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
 SEGMENTS_RETURN_S: Final = 0.02
@@ -318,6 +319,8 @@ POOL_STALL_S: Final = 0.005
 """No job has ended for this long while others wait: handlers block, and the pool gets more threads."""
 POOL_IDLE_LIMIT_S: Final = 5.0
 """A thread of the pool that had nothing to do for this long ends."""
+SELECT_LIMIT_S: Final = 3600.0
+"""One call of `select`, whose argument the operating system limits; the wait then goes on."""
 IDLE_RECHECK_S: Final = 60.0
 """A group's thread without work wakes up this often; it is woken by work at once."""
 FUTEX_WAIT_S: Final = 0.01
@@ -345,7 +348,11 @@ DEPENDENCIES: Final = (
     ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "whoever connects gives the local channel up first"),
     ("HANDSHAKE_LIMIT_S", ("SILENT_HANDSHAKE_LIMIT_S",), "only silent sockets make room before the limit"),
     ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
-    ("GROUP_VERDICT_LIMIT_S", ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"), "rank 0 collects the answers first"),
+    (
+        "GROUP_VERDICT_LIMIT_S",
+        ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
+        "rank 0 collects answers first; messages travel, too",
+    ),
     ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
     ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
     ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
@@ -366,11 +373,9 @@ DEPENDENCIES: Final = (
     ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
     ("FILE_LOCK_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
     ("TORCH_STORE_LONGEST_PAUSE_S", ("TORCH_STORE_FIRST_PAUSE_S",), "pauses grow"),
-    ("AGENT_TICK_S", ("ACKNOWLEDGE_DELAY_S",), "acknowledgements leave before anybody resends"),
     ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),
     ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
     ("NCCL_ERROR_POLL_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
-    ("GROUP_VERDICT_LIMIT_S", ("NCCL_ERROR_POLL_S",), "NCCL's own error is known before the verdict is given up"),
     ("MPI_LONG_PAUSE_S", ("MPI_SHORT_PAUSE_S",), "pauses grow"),
 )
 """A limit, those whose sum it must exceed, and why."""

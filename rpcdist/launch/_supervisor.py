@@ -6,7 +6,6 @@ import selectors
 import signal
 import time
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from rpcdist.deadline import Deadline
 from rpcdist.launch._progress import Outcome, Progress
@@ -17,11 +16,10 @@ from rpcdist.time_limits import (
     LAUNCH_EXIT_LIMIT_S,
     LAUNCH_KILL_LIMIT_S,
     LAUNCH_TERMINATE_LIMIT_S,
+    SELECT_LIMIT_S,
 )
 
 __all__ = ["run_job"]
-
-_LONGEST_WAIT_S: Final = 3600.0  # of one call of `select`, whose argument has a limit of its own
 
 
 def run_job(
@@ -47,7 +45,7 @@ def _wait(processes: Sequence[RankProcess], progress: Progress, stop: StopSignal
         looked_at = time.monotonic()
         while not (outcome := stop.received or progress.outcome(time.monotonic())):
             wait_s = progress.next_deadline() - time.monotonic()
-            ready = selector.select(max(0.0, min(wait_s, _LONGEST_WAIT_S)))
+            ready = selector.select(max(0.0, min(wait_s, SELECT_LIMIT_S)))
             alive_at, looked_at = looked_at, time.monotonic()
             for key, _ in ready:
                 if key.fileobj is not stop and not _read(key.data, progress, alive_at, looked_at):

@@ -1,0 +1,92 @@
+"""All limits are in `rpcdist/time_limits.py`, which compares those that depend on each other, and in its page."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rpcdist import time_limits
+
+ROOT = Path(__file__).resolve().parents[1]
+MODULE = ROOT / "rpcdist" / "time_limits.py"
+TEST_KIT = ROOT / "rpcdist" / "testing"  # its times are multiples of a unit that its users scale
+SOURCES = sorted(
+    {file.resolve() for folder in ("rpcdist", "autograd", "collectives") for file in (ROOT / folder).rglob("*.py")}
+    - {MODULE, *TEST_KIT.rglob("*.py")}
+)
+LIMITS = {name: getattr(time_limits, name) for name in time_limits.__all__ if name != "DEPENDENCIES"}
+
+
+def constants(file: Path) -> list[str]:
+    """Names of constants of a module and its classes that say that they are times."""
+    targets: list[ast.expr] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Assign):
+            targets += node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets.append(node.target)
+    names = [target.id for target in targets if isinstance(target, ast.Name)]
+    return [name for name in names if name.isupper() and name.endswith(("_S", "_MS", "_US"))]
+
+
+def test_no_other_module_defines_a_time() -> None:
+    assert len(SOURCES) > 200
+    found = {str(file.relative_to(ROOT)): names for file in SOURCES if (names := constants(file))}
+    assert not found, f"these belong into rpcdist/time_limits.py: {found}"
+
+
+def test_every_limit_is_used_or_compared() -> None:
+    text = "".join(file.read_text() for file in SOURCES)
+    assert [name for name in LIMITS if name not in text] == []
+
+
+def test_the_module_lists_what_it_defines() -> None:
+    assert sorted(time_limits.__all__) == sorted({*constants_of_any_kind(MODULE)})
+
+
+def constants_of_any_kind(file: Path) -> list[str]:
+    body = ast.parse(file.read_text()).body
+    return [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
+
+
+@pytest.mark.parametrize(("longer", "shorter", "why"), time_limits.DEPENDENCIES, ids=lambda value: str(value)[:40])
+def test_a_violated_dependency_is_named(longer: str, shorter: tuple[str, ...], why: str) -> None:
+    changed = {**LIMITS, longer: sum(LIMITS[name] for name in shorter)}
+    with pytest.raises(ValueError, match=f"{longer} must exceed "):
+        time_limits._check(changed)
+    assert why
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("LEASE_IN_PEER_TIMEOUTS", 2),
+        ("HEARTBEATS_PER_PEER_TIMEOUT", 1),
+        ("LAST_ATTEMPT_SHARE", 0.0),
+        ("LAST_ATTEMPT_SHARE", 1.0),
+    ],
+)
+def test_a_factor_out_of_bounds_is_named(name: str, value: float) -> None:
+    with pytest.raises(ValueError, match=name):
+        time_limits._check({**LIMITS, name: value})
+
+
+def test_the_comparison_survives_the_option_that_removes_assertions(tmp_path: Path) -> None:
+    text = MODULE.read_text()
+    changed = text.replace("GROUP_VERDICT_LIMIT_S: Final = 1.5", "GROUP_VERDICT_LIMIT_S: Final = 0.5")
+    assert changed != text
+    (tmp_path / "changed_limits.py").write_text(changed)
+    command = [sys.executable, "-O", "-c", "import changed_limits"]
+    run = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode != 0
+    assert "GROUP_VERDICT_LIMIT_S must exceed GROUP_ANSWER_LIMIT_S" in run.stderr
+
+
+def test_the_page_has_the_tables_of_the_module() -> None:
+    script = ROOT / "tools" / "time_limits_tables.py"
+    run = subprocess.run([sys.executable, script, "--check"], capture_output=True, text=True, timeout=60, check=False)
+    assert run.returncode == 0, run.stdout + run.stderr
