@@ -10,16 +10,19 @@ import logging
 import zlib
 from typing import TYPE_CHECKING, ClassVar, Final
 
-from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
-from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
+from rpcdist.collectives._group.engine import Engine
+from rpcdist.collectives._group.engine_backend import EngineBackend
+from rpcdist.collectives._group.failure import GroupFailure
 from rpcdist.collectives._group.group_watch import GroupWatch
+from rpcdist.collectives._group.reporting import Reporter
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._mpi.mpi_library import Pause, load_mpi
 from rpcdist.collectives._mpi.mpi_messages import MpiMessages
 from rpcdist.collectives._mpi.mpi_transport import MpiTransport, abandon
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.errors import ConfigError
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -50,55 +53,37 @@ class MpiBackend(EngineBackend):
     name: ClassVar[str] = "mpi"
 
     def __init__(self, context: GroupContext) -> None:
-        super().__init__(context)
         self._mpi: ModuleType = load_mpi()
-        self._watch: GroupWatch | None = None
-        self._communicators = self._make_communicators(self._deadline)
+        state = GroupState(context.name, context.rank, context.ranks)
+        deadline = Deadline.after(context.timeout_s)
+        self._watch = GroupWatch(context, state, deadline) if context.size > 1 else None
+        try:
+            self._communicators = _make_communicators(self._mpi, context, deadline)
+        except BaseException:
+            if self._watch is not None:
+                self._watch.give_up()
+            raise
         agreement, data, headers, elements = self._communicators
-        transport = MpiTransport(self._mpi, agreement, data)
-        self._engine = GroupEngine(transport, context.name, context.ranks, context.timeout_s)
-        self._mpi_messages = MpiMessages(
-            self._mpi, headers, elements, context.name, context.ranks, self._fail_everywhere
+        self._mpi_messages = MpiMessages(self._mpi, headers, elements, context.name, context.ranks, self._report)
+        engine = Engine(
+            MpiTransport(self._mpi, agreement, data),
+            state,
+            timeout_s=context.timeout_s,
+            recorder=context.process.recorder,
+            reporter=Reporter() if self._watch is None else self._watch.reporter,
+            on_failure=self._mpi_messages.fail,
         )
-        self._engine.on_failure = self._tell_messages
-        if context.size > 1:
-            self._watch = GroupWatch(context, self._engine, self._deadline)
-            self._engine.reporter = self._watch.watch
-        close_at_exit(self)
+        super().__init__(context, engine, self._mpi_messages)
+        if self._watch is None:
+            engine.opened()
+        else:
+            self._watch.hand_over(engine)
+
+    def _report(self, failure: GroupFailure) -> None:
+        self._engine.fail_everywhere(failure)
 
     def __repr__(self) -> str:
         return f"<MpiBackend rank {self.context.rank} of {self.context.size}, {self._engine!r}>"
-
-    # ------------------------------------------------------------ beginning
-
-    def _make_communicators(self, deadline: Deadline) -> list[MPI.Intracomm]:
-        """Several, so that what a group does in parallel cannot meet: each has its own space of messages."""
-        world = self._mpi.COMM_WORLD
-        ranks = [int(text) for text in exchange_values(self.context, "mpi", str(world.Get_rank()), deadline)]
-        if len(set(ranks)) < len(ranks):
-            raise ConfigError(
-                f"group {self.context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes here, "
-                f"and the ranks of this group are {ranks} to it: start all of them with one `mpirun -n N`, the one of "
-                "the MPI that mpi4py uses"
-            )
-        group = world.Get_group().Incl(ranks)
-        tag = zlib.crc32(self.context.name.encode()) % (_SAFE_TAGS - _NUM_COMMUNICATORS)
-        made = [world.Create_group(group, tag + index) for index in range(_NUM_COMMUNICATORS)]
-        group.Free()
-        for communicator in made:
-            communicator.Set_errhandler(self._mpi.ERRORS_RETURN)
-        return made
-
-    # ------------------------------------------------------------ failing and closing
-
-    @property
-    def _messages(self) -> Messages:
-        return self._mpi_messages
-
-    def _tell_messages(self, error: CollectiveError) -> None:
-        failure = self._engine.failure
-        assert failure is not None, error
-        self._mpi_messages.fail(failure)
 
     def close(self, timeout_s: float) -> None:
         if self._closed:
@@ -107,13 +92,14 @@ class MpiBackend(EngineBackend):
         deadline = Deadline.after(timeout_s)
         drained = self._engine.close(deadline.remaining_s())
         drained = self._mpi_messages.close(deadline) and drained
-        if drained and self._engine.failure is None and self._all_are_closing(deadline):
+        if drained and self._engine.state.failure is None and self._all_are_closing(deadline):
             for communicator in self._communicators:
                 communicator.Free()
         else:
             abandon(self._communicators)  # MPI may still use them
         if self._watch is not None:
-            self._watch.close(self._engine.sequence)
+            self._watch.leave(self._engine.state.sequence)
+            self._watch.release()
         self._engine.free()
 
     def _all_are_closing(self, deadline: Deadline) -> bool:
@@ -121,8 +107,27 @@ class MpiBackend(EngineBackend):
         request = self._communicators[0].Ibarrier()
         pause = Pause()
         while not request.Test():
-            if deadline.expired() or self._engine.failure is not None or self._engine.departed:
+            if deadline.expired() or self._engine.state.failure is not None or self._engine.state.departed:
                 abandon(request)
                 return False
             pause()
         return True
+
+
+def _make_communicators(mpi: ModuleType, context: GroupContext, deadline: Deadline) -> list[MPI.Intracomm]:
+    """Several, so that what a group does in parallel cannot meet: each has its own space of messages."""
+    world = mpi.COMM_WORLD
+    ranks = [int(text) for text in exchange_values(context, "mpi", str(world.Get_rank()), deadline)]
+    if len(set(ranks)) < len(ranks):
+        raise ConfigError(
+            f"group {context.name!r} has {len(ranks)} ranks, but MPI knows {world.Get_size()} processes here, "
+            f"and the ranks of this group are {ranks} to it: start all of them with one `mpirun -n N`, the one of "
+            "the MPI that mpi4py uses"
+        )
+    group = world.Get_group().Incl(ranks)
+    tag = zlib.crc32(context.name.encode()) % (_SAFE_TAGS - _NUM_COMMUNICATORS)
+    communicators = [world.Create_group(group, tag + index) for index in range(_NUM_COMMUNICATORS)]
+    group.Free()
+    for communicator in communicators:
+        communicator.Set_errhandler(mpi.ERRORS_RETURN)
+    return communicators

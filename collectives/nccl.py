@@ -15,22 +15,21 @@ from typing import ClassVar, Final, Generic, TypeVar
 
 import torch
 
-from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
-from rpcdist.collectives._group.engine import Reporter
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.flight_records import MessageLog, Record
 from rpcdist.collectives._group.group_watch import GroupWatch
+from rpcdist.collectives._group.reporting import Reporter
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
 from rpcdist.collectives._nccl.watchdog import NcclWatchdog
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
-from rpcdist.collectives.flight_recorder import MessageLog, Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveTimeout, ConfigError
-from rpcdist.time_limits import NCCL_ABORT_LIMIT_S
 
 __all__ = ["NcclBackend", "NcclOptions"]
 
@@ -57,7 +56,7 @@ class NcclOptions:
 
 
 @dataclass(slots=True)
-class _Message:
+class _PendingMessage:
     """A send or receive of a batch that is being put together."""
 
     call: Callable[[torch.Tensor, int, CudaStream], None]
@@ -101,50 +100,49 @@ class NcclBackend(GroupBackend):
         self._blocking_wait = _flag(options.blocking_wait, BLOCKING_VARIABLE)
         self._check = _flag(options.check, CHECK_VARIABLE)
         self._runtime: Runtime = CudaRuntime(default_device(context)) if runtime is None else runtime
+        state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
-        self._communicator = communicator or self._connect(deadline)
+        self._watch = GroupWatch(context, state, deadline) if reporter is None and context.size > 1 else None
+        try:
+            self._communicator = communicator or self._connect(deadline)
+        except BaseException:
+            if self._watch is not None:
+                self._watch.give_up()
+            raise
         self._calls = NcclCalls(self._runtime, self._communicator, context.rank, context.size)
         self._side_stream = self._runtime.new_stream()
         self._order = threading.Lock()  # what is enqueued in one order here has to have that order on all ranks
         self._batch = threading.local()
         self._log = MessageLog(context.name, context.ranks)
         self._closed = False
-        self._watchdog = NcclWatchdog(context, self._runtime, self._communicator)
-        self._watch: GroupWatch | None = None
-        if reporter is not None:
-            self._watchdog.reporter = reporter
-        elif context.size > 1:
-            self._open_watch(deadline)
-        close_at_exit(self)
+        if reporter is None:
+            reporter = Reporter() if self._watch is None else self._watch.reporter
+        recorder = context.process.recorder
+        self._watchdog = NcclWatchdog(state, self._runtime, self._communicator, recorder, reporter)
+        if self._watch is None:
+            self._watchdog.opened()
+        else:
+            self._watch.hand_over(self._watchdog)
+        context.process.close_at_exit(self)
 
     def __repr__(self) -> str:
         device = self._runtime.device
         return f"<NcclBackend rank {self.context.rank} of {self.context.size} on {device}, {self._watchdog!r}>"
 
-    # ------------------------------------------------------------ beginning
+    # ------------------------------------------------------------ making
 
     def _connect(self, deadline: Deadline) -> Communicator:
-        """Meets the other ranks in the store, then in NCCL, which by itself would wait for a missing one forever."""
-        mine = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
-        unique_id = bytes.fromhex(exchange_values(self.context, "nccl", mine, deadline)[0])
-        made = _bounded(
+        """Meets the other ranks in the store first: NCCL by itself would wait for a missing one forever."""
+        proposed = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
+        unique_id = bytes.fromhex(exchange_values(self.context, "nccl", proposed, deadline)[0])
+        return _bounded(
             lambda: self._runtime.connect(self.context.size, unique_id, self.context.rank),
             deadline,
             f"the NCCL communicator of group {self.context.name!r}",
         )
-        return made
-
-    def _open_watch(self, deadline: Deadline) -> None:
-        try:
-            self._watch = GroupWatch(self.context, self._watchdog, deadline)
-        except BaseException:
-            self._watchdog.fail(GroupFailure(FailureKind.ABORTED, "its ranks could not reach one another"))
-            self._watchdog.close(Deadline.after(NCCL_ABORT_LIMIT_S))
-            raise
-        self._watchdog.reporter = self._watch.watch
 
     def split(self, context: GroupContext | None, *, reporter: Reporter | None = None) -> NcclBackend | None:
-        """Makes a smaller group that shares what this one holds of connections and memory.
+        """Makes a smaller group that shares the connections and memory of this one.
 
         Every rank of this group calls it, at the same place in its order of operations. Groups made by one call have no
         ranks in common.
@@ -163,8 +161,9 @@ class NcclBackend(GroupBackend):
         key = 0 if context is None else context.rank
         what = f"the split of group {self.context.name!r}"
         with self._order:
-            if self._watchdog.failure is not None:
-                raise self._watchdog.failure.error(what)
+            failure = self._watchdog.state.failure
+            if failure is not None:
+                raise failure.error(what)
             try:
                 deadline = Deadline.after(self.context.timeout_s)
                 communicator = _bounded(lambda: self._communicator.commSplit(color, key), deadline, what)
@@ -185,7 +184,7 @@ class NcclBackend(GroupBackend):
         finish: Callable[[], None] | None = None,
         result: list[torch.Tensor] | None = None,
     ) -> Work:
-        self._refuse_what_cannot_be(operation.inputs + operation.outputs)
+        self._check_tensors(operation.inputs + operation.outputs)
         keep = [*operation.inputs, *operation.outputs]
         with self._order:
             work = self._register(operation, timeout_s, keep, result)
@@ -213,7 +212,7 @@ class NcclBackend(GroupBackend):
             title = f"{describe_fingerprint(operation.fingerprint(number))} of group {self.context.name!r}"
             blocking = self._blocking_wait or operation.kind is Kind.BARRIER
             return NcclWork(
-                title, self._runtime, self._deadline(timeout_s), keep, record, blocking=blocking, result=result
+                title, number, self._runtime, self._deadline(timeout_s), keep, record, blocking=blocking, result=result
             )
 
         return self._watchdog.register(make, collective=True)
@@ -241,10 +240,10 @@ class NcclBackend(GroupBackend):
 
     def _compare(self, operation: Operation, work: NcclWork) -> None:
         """The slow check of `NcclOptions.check`: everybody publishes and reads what everybody is about to do."""
-        number = self._watchdog.sequence
-        mine = operation.fingerprint(number)
+        number = self._watchdog.state.sequence
+        fingerprint = operation.fingerprint(number)
         try:
-            texts = exchange_values(self.context, f"check/{number}", mine.hex(), work.deadline)
+            texts = exchange_values(self.context, f"check/{number}", fingerprint.hex(), work.deadline)
         except RuntimeError as exc:
             failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.TIMEOUT, str(exc)))
             raise failure.error(work.title) from exc
@@ -252,9 +251,7 @@ class NcclBackend(GroupBackend):
             self.context.store.delete_key(f"check/{number - 1}/{self.context.rank}")
         if len(set(texts)) > 1:
             views = [describe_fingerprint(bytes.fromhex(text)) for text in texts]
-            said = "; ".join(f"rank {rank} called {view}" for rank, view in zip(self.context.ranks, views, strict=True))
-            reason = f"the ranks called different operations: {said}"
-            failure = self._watchdog.fail_everywhere(GroupFailure(FailureKind.MISMATCH, reason))
+            failure = self._watchdog.fail_everywhere(self._watchdog.state.mismatch(dict(enumerate(views))))
             raise failure.error(work.title)
 
     # ------------------------------------------------------------ messages
@@ -291,9 +288,10 @@ class NcclBackend(GroupBackend):
         timeout_s: float | None,
         finish: Callable[[], None] | None,
     ) -> Work:
-        self._refuse_what_cannot_be((tensor,))
+        self._check_tensors((tensor,))
         work = NcclWork(
             title,
+            0,
             self._runtime,
             self._deadline(timeout_s),
             [tensor],
@@ -302,8 +300,8 @@ class NcclBackend(GroupBackend):
             result=[tensor],
         )
         self._watchdog.register(lambda _: work, collective=False)
-        message = _Message(call, tensor, peer, work, finish)
-        batch: list[_Message] | None = getattr(self._batch, "messages", None)
+        message = _PendingMessage(call, tensor, peer, work, finish)
+        batch: list[_PendingMessage] | None = getattr(self._batch, "messages", None)
         if batch is not None:
             batch.append(message)
             return work
@@ -316,12 +314,12 @@ class NcclBackend(GroupBackend):
         self._batch.messages = []
 
     def end_batch(self) -> None:
-        messages: list[_Message] = self._batch.messages
+        messages: list[_PendingMessage] = self._batch.messages
         self._batch.messages = None
         if messages:
             self._start(messages, asynchronous=True)
 
-    def _start(self, messages: list[_Message], asynchronous: bool) -> None:
+    def _start(self, messages: list[_PendingMessage], asynchronous: bool) -> None:
         with self._order:
             stream = self._stream(asynchronous)
             try:
@@ -359,7 +357,7 @@ class NcclBackend(GroupBackend):
         elif (error := work.exception()) is not None:
             raise error
 
-    def _refuse_what_cannot_be(self, tensors: tuple[torch.Tensor, ...]) -> None:
+    def _check_tensors(self, tensors: tuple[torch.Tensor, ...]) -> None:
         device = self._runtime.device
         for tensor in tensors:
             if tensor.device != device:
@@ -377,10 +375,11 @@ class NcclBackend(GroupBackend):
 
     # ------------------------------------------------------------ ending
 
+    def lost_ranks(self) -> dict[int, str]:
+        return self._watchdog.state.lost_ranks()
+
     def abort(self, reason: str) -> None:
-        me = self.context.ranks[self.context.rank]
-        failure = GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}")
-        self._watchdog.fail_everywhere(failure)
+        self._watchdog.fail_everywhere(self._watchdog.state.aborted(reason))
 
     def close(self, timeout_s: float) -> None:
         if self._closed:
@@ -388,7 +387,8 @@ class NcclBackend(GroupBackend):
         self._closed = True
         self._watchdog.close(Deadline.after(timeout_s))
         if self._watch is not None:
-            self._watch.close(self._watchdog.sequence)
+            self._watch.leave(self._watchdog.state.sequence)
+            self._watch.release()
 
 
 def default_device(context: GroupContext) -> torch.device:

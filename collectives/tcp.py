@@ -8,14 +8,15 @@ import os
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rpcdist.collectives._group.at_exit import close_at_exit
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, connect_watch, exchange_addresses
-from rpcdist.collectives._group.engine_backend import EngineBackend, GroupEngine, Messages
-from rpcdist.collectives._group.local_process import LocalProcess, acquire_local_process, bind_host
-from rpcdist.collectives._group.setup_watch import SetupWatch
+from rpcdist.collectives._group.bootstrap import Bootstrap
+from rpcdist.collectives._group.engine import Engine
+from rpcdist.collectives._group.engine_backend import EngineBackend
+from rpcdist.collectives._group.failure import GroupFailure
+from rpcdist.collectives._group.group_watch import GroupWatch
+from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.shared_hosts import find_hosts, share_memory
-from rpcdist.collectives._group.watch import Watch
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._transports.base import Transport
 from rpcdist.collectives._transports.hierarchical import HierarchicalTransport, Hosts
 from rpcdist.collectives._transports.p2p.mailboxes import Mailboxes
@@ -24,7 +25,6 @@ from rpcdist.collectives._transports.single import SingleRankTransport
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError
-from rpcdist.time_limits import THREAD_GRACE_S
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["TcpBackend", "TcpOptions"]
@@ -69,55 +69,38 @@ class TcpBackend(EngineBackend):
     name: ClassVar[str] = "tcp"
 
     def __init__(self, context: GroupContext) -> None:
-        super().__init__(context)
         options = context.options if isinstance(context.options, TcpOptions) else TcpOptions()
-        self._process: LocalProcess | None = None
-        self._watch: Watch | None = None
-        self._transport: Transport
-        if context.size == 1:
-            self._transport = SingleRankTransport()
-            self._mailboxes = Mailboxes(context.name, 0, context.ranks)
-            self._engine = self._new_engine()
-        else:
-            self._process = acquire_local_process(bind_host(context.store))
-            try:
-                self._open(self._process, options, self._deadline)
-            except BaseException:
-                self._process.release()
-                raise
-        close_at_exit(self)
-
-    def _open(self, process: LocalProcess, options: TcpOptions, deadline: Deadline) -> None:
-        context, hub = self.context, process.hub
-        bootstrap = exchange_addresses(context, hub, deadline, options.unix_sockets)
-        setup = SetupWatch(context)
-        self._watch = Watch(process.node, context.rank, context.ranks, context.name, setup)
+        state = GroupState(context.name, context.rank, context.ranks)
+        deadline = Deadline.after(context.timeout_s)
+        self._watch = GroupWatch(context, state, deadline, options.unix_sockets) if context.size > 1 else None
         try:
-            sockets = connect_watch(context, hub, bootstrap, deadline)
-            self._watch.start(sockets, deadline.remaining_s() + THREAD_GRACE_S)
-            checked = dataclasses.replace(context, check=setup.check)
-            self._transport = _make_transport(checked, hub, bootstrap, options, deadline)
+            self._transport = _make_transport(context, self._watch, options, deadline)
         except BaseException:
-            self._watch.close(0)
+            if self._watch is not None:
+                self._watch.give_up()
             raise
-        self._mailboxes = Mailboxes(context.name, context.rank, context.ranks, hub, bootstrap.uid, bootstrap.addresses)
-        self._engine = self._new_engine()
-        self._engine.reporter = self._watch
-        setup.end(self._engine)
+        self._mailboxes = _make_mailboxes(context, self._watch)
+        engine = Engine(
+            self._transport,
+            state,
+            timeout_s=context.timeout_s,
+            recorder=context.process.recorder,
+            reporter=Reporter() if self._watch is None else self._watch.reporter,
+            on_failure=self._fail_messages,
+            on_departure=self._mailboxes.peer_lost,
+        )
+        super().__init__(context, engine, self._mailboxes)
+        if self._watch is None:
+            engine.opened()
+        else:
+            self._watch.hand_over(engine)
 
-    def _new_engine(self) -> GroupEngine:
-        engine = GroupEngine(self._transport, self.context.name, self.context.ranks, self.context.timeout_s)
-        engine.on_failure = self._mailboxes.fail
-        engine.on_departure = self._mailboxes.peer_lost
-        return engine
+    def _fail_messages(self, failure: GroupFailure) -> None:
+        self._mailboxes.fail(failure.error(f"send or recv in group {self.context.name!r}"))
 
     def __repr__(self) -> str:
         medium = type(self._transport).__name__.removesuffix("Transport")
         return f"<TcpBackend rank {self.context.rank} of {self.context.size}, {medium}, {self._engine!r}>"
-
-    @property
-    def _messages(self) -> Messages:
-        return self._mailboxes
 
     def close(self, timeout_s: float) -> None:
         if self._closed:
@@ -126,22 +109,30 @@ class TcpBackend(EngineBackend):
         deadline = Deadline.after(timeout_s)
         self._engine.close(timeout_s)
         self._mailboxes.drain(deadline.remaining_s())
-        self._free()
-        if self._process is not None:
-            self._process.release()
-
-    def _free(self) -> None:
         self._mailboxes.close()
         if self._watch is not None:
-            self._watch.close(self._engine.sequence)
+            self._watch.leave(self._engine.state.sequence)
         self._transport.close()
         self._engine.free()
+        if self._watch is not None:
+            self._watch.release()
+
+
+def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxes:
+    if watch is None:
+        return Mailboxes(context.name, context.rank, context.ranks)
+    bootstrap = watch.bootstrap
+    return Mailboxes(context.name, context.rank, context.ranks, watch.hub, bootstrap.uid, bootstrap.addresses)
 
 
 def _make_transport(
-    context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, options: TcpOptions, deadline: Deadline
+    context: GroupContext, watch: GroupWatch | None, options: TcpOptions, deadline: Deadline
 ) -> Transport:
     """The fastest transport that the ranks share."""
+    if watch is None:
+        return SingleRankTransport()
+    hub, bootstrap = watch.hub, watch.bootstrap
+    context = dataclasses.replace(context, check=watch.check)
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:
@@ -155,18 +146,18 @@ def _make_transport(
     addresses = list(bootstrap.addresses)
     if len(hosts.members) == context.size:
         return SocketTransport(context.rank, context.size, hub, f"{bootstrap.uid}/all", addresses)
-    mine = hosts.members[hosts.index_of(context.rank)]
+    on_host = hosts.members[hosts.index_of(context.rank)]
     local: Transport
     if segment is None:
         local = SingleRankTransport()
     else:
-        local = ShmTransport(mine.index(context.rank), len(mine), segment)
+        local = ShmTransport(on_host.index(context.rank), len(on_host), segment)
     if len(hosts.members) == 1:
         return local
-    return _make_hybrid(context, hub, bootstrap, hosts, local)
+    return _make_hierarchical(context, hub, bootstrap, hosts, local)
 
 
-def _make_hybrid(
+def _make_hierarchical(
     context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, hosts: Hosts, local: Transport
 ) -> Transport:
     leaders = hosts.leaders

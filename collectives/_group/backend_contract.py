@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
+from rpcdist.collectives._group.local_process import LocalProcess
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives.work import Work
 
@@ -31,6 +32,7 @@ class GroupContext:
         options: `pg_options` of the caller, or None.
         device: the device that the caller bound the group to, or None.
         check: raises when a member cannot come any more; None where nobody would know.
+        process: what the groups of this process share.
     """
 
     name: str
@@ -41,6 +43,7 @@ class GroupContext:
     options: object | None = None
     device: torch.device | None = None
     check: Callable[[], None] | None = None
+    process: LocalProcess = field(default_factory=LocalProcess, repr=False)
 
     @property
     def size(self) -> int:

@@ -46,12 +46,21 @@ def open_group(
     """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
     opened: dict[str, GroupBackend] = {}
     by_device: dict[str, GroupBackend] = {}
+    process = current_world().process
     try:
         names = BackendConfig(backend).device_backend_map
         for device_type, backend_name in names.items():
             if backend_name not in opened:
                 context = GroupContext(
-                    name, rank, ranks, PrefixStore(backend_name, store), timeout.total_seconds(), options, device, check
+                    name,
+                    rank,
+                    ranks,
+                    PrefixStore(backend_name, store),
+                    timeout.total_seconds(),
+                    options,
+                    device,
+                    check,
+                    process,
                 )
                 opened[backend_name] = make(backend_name, context)
             by_device[device_type] = opened[backend_name]

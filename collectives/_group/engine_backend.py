@@ -1,38 +1,23 @@
-"""What the backends whose operations run on an `Engine` (`tcp` and `mpi`) have in common."""
+"""The common part of the backends whose operations run on an `Engine`: `tcp` and `mpi`."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.engine import Engine
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.flight_records import MessageLog
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import PartControl
-from rpcdist.collectives.flight_recorder import MessageLog
 from rpcdist.collectives.work import Work
-from rpcdist.deadline import Deadline
 
-__all__ = ["EngineBackend", "GroupEngine", "Messages"]
-
-
-class GroupEngine(Engine):
-    """An engine whose operations may go on in `finish` with further ones, whose sizes the first one finds out."""
-
-    def run_part(self, operation: Operation) -> None:
-        """See `GroupBackend.run_part`."""
-        job = self._current
-        assert job is not None, "run_part is for the `finish` of a running operation"
-        self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
+__all__ = ["EngineBackend", "Messages"]
 
 
 class Messages(Protocol):
-    """What carries a group's messages; see `GroupBackend.send` and `GroupBackend.recv`."""
+    """Carries a group's messages; see `GroupBackend.send` and `GroupBackend.recv`."""
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work: ...
 
@@ -49,23 +34,24 @@ class Messages(Protocol):
 
 
 class EngineBackend(GroupBackend):
-    """A backend made of an engine for collectives, and of messages.
+    """A backend made of an engine, which runs the collectives, and of messages.
 
-    A subclass sets `_engine` in its constructor.
+    Args:
+        context: of the group.
+        engine: runs the group's operations.
+        messages: carries the group's messages.
     """
 
     runs_parts = True
-    _engine: GroupEngine
 
-    def __init__(self, context: GroupContext) -> None:
+    def __init__(self, context: GroupContext, engine: Engine, messages: Messages) -> None:
         self.context = context
-        self._deadline = Deadline.after(context.timeout_s)
+        self._engine = engine
+        self._messages = messages
+        self._recorder = context.process.recorder
         self._log = MessageLog(context.name, context.ranks)
         self._closed = False
-
-    @property
-    @abstractmethod
-    def _messages(self) -> Messages: ...
+        context.process.close_at_exit(self)
 
     def submit(
         self,
@@ -116,7 +102,7 @@ class EngineBackend(GroupBackend):
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int, start: Callable[[], Work]
     ) -> Work:
         record = self._log.record(operation, tensor, peer, tag)
-        flight_recorder.note(record)
+        self._recorder.note(record)
         try:
             work = start()
         except BaseException as exc:
@@ -126,14 +112,7 @@ class EngineBackend(GroupBackend):
         return work
 
     def lost_ranks(self) -> dict[int, str]:
-        failure, left = self._engine.failure, dict.fromkeys(self._engine.departed, "it left the default group")
-        lost = failure is not None and failure.kind is FailureKind.LOST
-        return {**(dict.fromkeys(failure.ranks, failure.reason) if failure and lost else {}), **left}
+        return self._engine.state.lost_ranks()
 
     def abort(self, reason: str) -> None:
-        me = self.context.ranks[self.context.rank]
-        self._fail_everywhere(GroupFailure(FailureKind.ABORTED, f"rank {me} aborted the group: {reason}"))
-
-    def _fail_everywhere(self, failure: GroupFailure) -> None:
-        if self._engine.fail(failure):
-            self._engine.reporter.report(failure)
+        self._engine.fail_everywhere(self._engine.state.aborted(reason))

@@ -1,67 +1,68 @@
-"""What the watch of a group tells before there is an engine: that a rank died while the group was made."""
+"""`SetupWatch`: notices that a rank died or gave up while the group is made."""
 
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Protocol
 
-from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
-from rpcdist.collectives._group.watch import WatchListener
+from rpcdist.collectives._group.failure import GroupFailure
+from rpcdist.collectives._group.reporting import WatchListener
+from rpcdist.collectives._group.state import FailureHeard, GroupState, RankLeft
 
-__all__ = ["SetupWatch"]
+__all__ = ["OpenGroup", "SetupWatch"]
+
+
+class OpenGroup(WatchListener, Protocol):
+    """The engine or watchdog of a group that is made."""
+
+    def opened(self) -> None:
+        """All ranks are connected: acts on what was heard while the group was made."""
 
 
 class SetupWatch(WatchListener):
-    """Keeps what the watch tells until there is an engine, and passes everything on to it from then on.
+    """Keeps in the group's state what the watch hears, until there is an engine to act on it.
 
     Args:
-        context: of the group.
+        state: the state of the new group, which its engine goes on with.
+        check: raises when a member of the group cannot come any more; None where nobody would know.
     """
 
-    def __init__(self, context: GroupContext) -> None:
-        self._context = context
+    def __init__(self, state: GroupState, check: Callable[[], None] | None) -> None:
+        self._state = state
+        self._check = check
         self._lock = threading.Lock()
-        self._engine: WatchListener | None = None
-        self._failure: GroupFailure | None = None
-        self._departures: list[tuple[int, int]] = []
+        self._group: OpenGroup | None = None
 
     def check(self) -> None:
         """Raises when the group cannot be made any more."""
-        title = f"making group {self._context.name!r}"
-        if self._context.check is not None:
-            self._context.check()
-        if self._failure is not None:
-            raise self._failure.error(title)
-        if self._departures:
-            rank, _ = self._departures[0]
-            reason = f"rank {self._context.ranks[rank]} gave up; see what it raised"
-            raise GroupFailure(FailureKind.LOST, reason, (rank,)).error(title)
-
-    def end(self, engine: WatchListener) -> None:
-        """The group is made."""
-        with self._lock:
-            self._engine = engine
-            failure, departures = self._failure, self._departures
-        for departure in departures:
-            engine.rank_left(*departure)
+        if self._check is not None:
+            self._check()
+        failure = self._state.setup_failure()
         if failure is not None:
-            engine.fail(failure)
+            raise failure.error(f"making group {self._state.group!r}")
+
+    def end(self, group: OpenGroup) -> None:
+        """The group is made: passes on what is heard from now on, and lets the group act on what was heard so far."""
+        with self._lock:
+            self._group = group
+        group.opened()
 
     # ------------------------------------------------------------ WatchListener
 
-    def fail(self, failure: GroupFailure) -> bool:
-        with self._lock:
-            if self._engine is None:
-                self._failure = self._failure or failure
-                return True
-        return self._engine.fail(failure)
+    def fail(self, failure: GroupFailure) -> None:
+        with self._lock:  # so that nothing is written to the state here once the group has it
+            if self._group is None:
+                self._state.handle(FailureHeard(failure))
+                return
+        self._group.fail(failure)
 
     def rank_left(self, rank: int, last_sequence: int) -> None:
         with self._lock:
-            if self._engine is None:
-                self._departures.append((rank, last_sequence))
+            if self._group is None:
+                self._state.handle(RankLeft(rank, last_sequence))
                 return
-        self._engine.rank_left(rank, last_sequence)
+        self._group.rank_left(rank, last_sequence)
 
     def where(self) -> tuple[int, str]:
-        return (0, "is making the group") if self._engine is None else self._engine.where()
+        return self._state.where(0.0) if self._group is None else self._group.where()

@@ -22,10 +22,11 @@ import json
 import logging
 import socket
 from collections.abc import Coroutine
-from typing import Final, Protocol
+from typing import Final
 
-from rpcdist.collectives._group.engine import Reporter
-from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure, list_ranks
+from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure
+from rpcdist.collectives._group.reporting import Reporter, WatchListener
+from rpcdist.collectives._group.verdict import timeout_verdict
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import (
     CANCELLED_TASKS_LIMIT_S,
@@ -36,23 +37,13 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import Node
 
-__all__ = ["Watch", "WatchListener"]
+__all__ = ["Watch"]
 
 logger = logging.getLogger(__name__)
 
 MAX_MESSAGE_BYTES: Final = 64 * 1024
 
 Message = dict[str, object]
-
-
-class WatchListener(Protocol):
-    """Who acts on what the watch learns. Called on the I/O loop; must not block."""
-
-    def fail(self, failure: GroupFailure) -> bool: ...
-
-    def rank_left(self, rank: int, last_sequence: int) -> None: ...
-
-    def where(self) -> tuple[int, str]: ...
 
 
 class _Connection:
@@ -243,21 +234,7 @@ class Watch(Reporter):
                     await self._answered.wait()
         except TimeoutError:
             pass  # who does not answer is named below
-        self._failed(self._verdict(title, sequence), 0)
-
-    def _verdict(self, title: str, sequence: int) -> GroupFailure:
-        silent = [rank for rank in range(len(self._world_ranks)) if rank not in self._answers]
-        late = [rank for rank, (reached, _) in sorted(self._answers.items()) if reached < sequence]
-        details = [f"rank {self._world_ranks[rank]} {self._answers[rank][1]}" for rank in late]
-        details += [f"rank {self._world_ranks[rank]} does not answer" for rank in silent]
-        missing = tuple(sorted(late + silent))
-        if not missing:
-            details = [f"rank {self._world_ranks[rank]} {text}" for rank, (_, text) in sorted(self._answers.items())]
-            reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}"
-            return GroupFailure(FailureKind.TIMEOUT, reason)
-        names = list_ranks([self._world_ranks[rank] for rank in missing])
-        reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}"
-        return GroupFailure(FailureKind.TIMEOUT, reason, missing)
+        self._failed(timeout_verdict(title, sequence, self._answers, self._world_ranks), 0)
 
     # ------------------------------------------------------------ life
 

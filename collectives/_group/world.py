@@ -14,6 +14,7 @@ from contextvars import ContextVar
 from typing import Final, cast
 
 from rpcdist.collectives._group.kept_store import KeptStore
+from rpcdist.collectives._group.local_process import LocalProcess
 from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -49,6 +50,7 @@ class World:
         groups: all groups by name, in the order of their creation.
         num_created: number of groups that got a number since `init_process_group`.
         store: the part of the store that belongs to this initialisation; None before it.
+        process: what the backends of all groups share.
         kept_store: the store that the last initialisation opened.
     """
 
@@ -57,6 +59,7 @@ class World:
         self.groups: dict[str, ProcessGroup] = {}
         self.num_created = 0
         self.store: Store | None = None
+        self.process = LocalProcess()
         self.kept_store = KeptStore()
         self._num_hashed: dict[tuple[int, ...], int] = {}
 

@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import torch
 
+from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._nccl.nccl_library import CudaEvent, CudaStream, Runtime
-from rpcdist.collectives.flight_recorder import Record
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, CollectiveTimeout
@@ -28,6 +28,7 @@ class NcclWork(Work):
 
     Args:
         title: what it is, for errors.
+        sequence: number of a collective; 0 for a message.
         runtime: of the group's device.
         deadline: after which the group's watchdog ends the group.
         keep: tensors that have to live until the device is done: no others may get their memory before that.
@@ -39,6 +40,7 @@ class NcclWork(Work):
     def __init__(
         self,
         title: str,
+        sequence: int,
         runtime: Runtime,
         deadline: Deadline,
         keep: list[torch.Tensor],
@@ -48,6 +50,7 @@ class NcclWork(Work):
         result: list[torch.Tensor] | None = None,
     ) -> None:
         super().__init__(title, result)
+        self.sequence = sequence
         self.deadline = deadline
         self.record = record
         self._runtime = runtime

@@ -221,7 +221,7 @@ def missing(rank: int, size: int, absent: int) -> None:
         backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), timeout_s=0.5)
     else:
         deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and backend()._engine.failure is None:
+        while time.monotonic() < deadline and backend()._engine.state.failure is None:
             time.sleep(0.01)
         backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
 

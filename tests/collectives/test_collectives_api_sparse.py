@@ -12,7 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import rpcdist.collectives as c
-from rpcdist.collectives import ReduceOp, flight_recorder
+from rpcdist.collectives import ReduceOp
+from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.collectives._group.world import current_world
 from rpcdist.errors import CollectiveMismatch, ConfigError, RankLost
 
 BACKENDS = ["tcp", "local"]  # operations with parts, and without
@@ -140,9 +142,7 @@ def test_what_is_not_supported_is_refused_before_anything_is_sent() -> None:
 
 
 def test_messages_are_recorded_with_numbers_of_their_own() -> None:
-    flight_recorder._records.clear()
-
-    def on_rank(rank: int) -> None:
+    def on_rank(rank: int) -> FlightRecorder:
         c.barrier()
         if rank == 0:
             c.send(torch.ones(3, dtype=torch.int16), 1, tag=7)
@@ -154,9 +154,10 @@ def test_messages_are_recorded_with_numbers_of_their_own() -> None:
             assert work is not None and work.wait(20)
             with pytest.raises(RankLost, match="rank 0: it left the group"):
                 c.recv(torch.zeros(1), 0, tag=9)
+        return current_world().process.recorder
 
-    run_ranks(2, on_rank, backend="tcp")
-    entries = json.loads(flight_recorder.dump(3))["entries"]
+    recorders = run_ranks(2, on_rank, backend="tcp")
+    entries = [entry for recorder in recorders for entry in json.loads(recorder.dump(3))["entries"]]
     shown = sorted(
         (entry["operation"], entry["sequence"], entry["dtype"], entry["detail"], entry["state"])
         for entry in entries
@@ -172,4 +173,3 @@ def test_messages_are_recorded_with_numbers_of_their_own() -> None:
     assert [entry["input_sizes"] for entry in entries if entry["operation"] == "send"] == [[3], [2]]
     assert all(entry["started_ns"] and entry["ended_ns"] for entry in entries)
     assert {entry["sequence"] for entry in entries if entry["family"] == "collective"} == {1}
-    flight_recorder._records.clear()

@@ -13,8 +13,11 @@ import pytest
 import torch
 
 from rpcdist.collectives import flight_recorder
-from rpcdist.collectives._group.engine import Engine, Reporter
+from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.flight_records import FOLDER_VARIABLE, FlightRecorder
+from rpcdist.collectives._group.reporting import Reporter
+from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.base import (
     Control,
@@ -76,7 +79,7 @@ class NotedReports(Reporter):
 
 @pytest.fixture(autouse=True)
 def dump_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setenv(flight_recorder.FOLDER_VARIABLE, str(tmp_path / "flight"))
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path / "flight"))
     return tmp_path / "flight"
 
 
@@ -86,9 +89,28 @@ def transport() -> ScriptedTransport:
 
 
 @pytest.fixture
-def engine(transport: ScriptedTransport) -> Iterator[Engine]:
-    engine = Engine(transport, "g", (10, 11, 12), LIMIT_S)
-    engine.reporter = NotedReports()
+def recorder() -> FlightRecorder:
+    return FlightRecorder()
+
+
+@pytest.fixture
+def reports() -> NotedReports:
+    return NotedReports()
+
+
+@pytest.fixture
+def told() -> list[GroupFailure]:
+    """The failures that the messages of the group are told of."""
+    return []
+
+
+@pytest.fixture
+def engine(
+    transport: ScriptedTransport, recorder: FlightRecorder, reports: NotedReports, told: list[GroupFailure]
+) -> Iterator[Engine]:
+    state = GroupState("g", 1, (10, 11, 12))
+    engine = Engine(transport, state, timeout_s=LIMIT_S, recorder=recorder, reporter=reports, on_failure=told.append)
+    engine.opened()
     yield engine
     if transport.gate is not None:
         transport.gate.set()
@@ -98,11 +120,6 @@ def engine(transport: ScriptedTransport) -> Iterator[Engine]:
 
 def submit(engine: Engine, asynchronous: bool = False, timeout_s: float | None = None) -> Work:
     return engine.submit(Operation(Kind.BARRIER), asynchronous, timeout_s, None, None)
-
-
-def reports(engine: Engine) -> NotedReports:
-    assert isinstance(engine.reporter, NotedReports)
-    return engine.reporter
 
 
 def test_a_blocking_operation_of_an_idle_group_runs_on_the_callers_thread(
@@ -139,12 +156,12 @@ def test_two_threads_take_turns(engine: Engine, transport: ScriptedTransport) ->
     assert [sequence for _, sequence, _ in transport.seen] == list(range(1, 601))
 
 
-def test_operations_can_be_given_a_name(engine: Engine) -> None:
+def test_operations_can_be_given_a_name(engine: Engine, recorder: FlightRecorder) -> None:
     with flight_recorder.record_comm("the optimizer's"):
         submit(engine)
         submit(engine, asynchronous=True).wait(LIMIT_S)
     submit(engine)
-    assert [record.label for record in flight_recorder.entries()[-3:]] == ["the optimizer's"] * 2 + [""]
+    assert [record.label for record in recorder.entries()] == ["the optimizer's"] * 2 + [""]
 
 
 @pytest.mark.parametrize("how", ["a blocking call", "waiting for another"])
@@ -186,7 +203,12 @@ def test_finish_runs_before_work_is_done(engine: Engine) -> None:
     ],
 )  # fmt: skip
 def test_what_a_transport_finds_ends_the_group_and_is_reported(
-    engine: Engine, transport: ScriptedTransport, error: Exception, expected: type[CollectiveError], texts: list[str]
+    engine: Engine,
+    transport: ScriptedTransport,
+    reports: NotedReports,
+    error: Exception,
+    expected: type[CollectiveError],
+    texts: list[str],
 ) -> None:
     transport.error = error
     with pytest.raises(expected) as first:
@@ -197,20 +219,22 @@ def test_what_a_transport_finds_ends_the_group_and_is_reported(
     transport.error = None
     with pytest.raises(expected, match="barrier #2 of group 'g'"):
         submit(engine)
-    assert len(reports(engine).failures) == 1
+    assert len(reports.failures) == 1
     assert len(transport.seen) == 1
 
 
-def test_an_error_of_this_rank_is_raised_as_it_is_and_reported(engine: Engine, transport: ScriptedTransport) -> None:
+def test_an_error_of_this_rank_is_raised_as_it_is_and_reported(
+    engine: Engine, transport: ScriptedTransport, reports: NotedReports
+) -> None:
     transport.error = KeyboardInterrupt()
     with pytest.raises(KeyboardInterrupt):
         submit(engine)
-    assert "rank 11 raised KeyboardInterrupt" in reports(engine).failures[0].reason
+    assert "rank 11 raised KeyboardInterrupt" in reports.failures[0].reason
 
 
-def test_a_failure_told_by_others_frees_whoever_waits(engine: Engine, transport: ScriptedTransport) -> None:
-    told: list[CollectiveError] = []
-    engine.on_failure = told.append
+def test_a_failure_told_by_others_frees_whoever_waits(
+    engine: Engine, transport: ScriptedTransport, reports: NotedReports, told: list[GroupFailure]
+) -> None:
     transport.gate = threading.Event()
     works = [submit(engine, asynchronous=True) for _ in range(3)]
     assert transport.entered.wait(LIMIT_S)
@@ -220,7 +244,7 @@ def test_a_failure_told_by_others_frees_whoever_waits(engine: Engine, transport:
             work.wait(LIMIT_S)
         assert raised.value.ranks == (2,)
     assert len(told) == 1
-    assert reports(engine).failures == []  # everybody knows already
+    assert reports.failures == []  # everybody knows already
     assert not engine.fail(GroupFailure(FailureKind.ABORTED, "too late"))
 
 
@@ -230,11 +254,11 @@ def test_a_failure_makes_the_descriptor_readable(engine: Engine) -> None:
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == [engine.wakeup_fd]
 
 
-def test_the_deadline_counts_from_the_call(engine: Engine, transport: ScriptedTransport) -> None:
+def test_the_deadline_counts_from_the_call(engine: Engine, transport: ScriptedTransport, reports: NotedReports) -> None:
     transport.gate = threading.Event()
     with pytest.raises(CollectiveTimeout, match="rank 12"):
         submit(engine, timeout_s=0.05)
-    assert reports(engine).timeouts == [(1, frozenset({2}))]
+    assert reports.timeouts == [(1, frozenset({2}))]
 
 
 def test_a_wait_that_times_out_leaves_the_operation_running(engine: Engine, transport: ScriptedTransport) -> None:

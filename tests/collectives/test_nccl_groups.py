@@ -91,22 +91,20 @@ def test_split_group_of_other_backends_only_needs_the_members(stand_ins: list[St
 
 
 def test_messages_are_recorded(stand_ins: list[StandInRuntime]) -> None:
-    flight_recorder._records.clear()
-
-    def on_rank(rank: int) -> None:
+    def on_rank(rank: int) -> list[flight_recorder.Record]:
         if rank == 0:
             c.send(torch.ones(3), 1)
         else:
             c.recv(torch.zeros(3), 0)
         c.barrier()
+        return flight_recorder.entries()
 
-    run_ranks(2, on_rank, backend="cpu:nccl")
-    points = [each for each in flight_recorder.entries() if each.family == "point"]
+    records = [record for rank in run_ranks(2, on_rank, backend="cpu:nccl") for record in rank]
+    points = [each for each in records if each.family == "point"]
     assert sorted((each.operation, each.sequence, each.detail, each.state) for each in points) == [
         ("recv", 1, "from rank 0, tag 0", "done"),
         ("send", 1, "to rank 1, tag 0", "done"),
     ]
-    flight_recorder._records.clear()
 
 
 def test_sparse_tensors(stand_ins: list[StandInRuntime]) -> None:

@@ -1,0 +1,188 @@
+"""The records of the flight recorder: what ran, when, and how it ended."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextvars import ContextVar
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from rpcdist.collectives.work import Work
+from rpcdist.errors import ConfigError
+
+__all__ = ["FOLDER_VARIABLE", "FlightRecorder", "MessageLog", "Record", "label"]
+
+logger = logging.getLogger(__name__)
+
+VERSION: Final = 1
+DEFAULT_SIZE: Final = 1000
+SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
+FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
+
+label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
+"""The name that the program gives the operations that it calls now; see `record_comm`."""
+
+
+class Record:
+    """One operation of one rank. Times are in nanoseconds since the epoch.
+
+    Attributes:
+        group: the group's name.
+        family: "collective", or "point" for send and recv, which each rank numbers by itself.
+        sequence: its number among the group's operations of that family.
+        operation: e.g. "all_reduce".
+        dtype: e.g. "float32"; empty without tensors.
+        input_sizes, output_sizes: the numbers of elements, tensor by tensor.
+        detail: the reduce operation, or the other rank and the tag.
+        label: what `record_comm` named it; usually empty.
+        state: "queued", "running", "done" or "failed".
+        error: why it failed.
+    """
+
+    __slots__ = (
+        "detail", "dtype", "ended_ns", "error", "family", "group", "input_sizes", "label", "operation", "output_sizes",
+        "queued_ns", "sequence", "started_ns", "state",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        group: str,
+        sequence: int,
+        operation: str,
+        dtype: str = "",
+        input_sizes: list[int] | None = None,
+        output_sizes: list[int] | None = None,
+        detail: str = "",
+        family: str = "collective",
+    ) -> None:
+        self.family = family
+        self.group = group
+        self.sequence = sequence
+        self.operation = operation
+        self.dtype = dtype
+        self.input_sizes = input_sizes or []
+        self.output_sizes = output_sizes or []
+        self.detail = detail
+        self.label = label.get()
+        self.state = "queued"
+        self.error = ""
+        self.queued_ns = time.time_ns()
+        self.started_ns = 0
+        self.ended_ns = 0
+
+    def start(self) -> None:
+        self.state = "running"
+        self.started_ns = time.time_ns()
+
+    def end(self, error: BaseException | None = None) -> None:
+        self.ended_ns = time.time_ns()
+        self.state = "done" if error is None else "failed"
+        if error is not None:
+            self.error = str(error)
+
+    def follow(self, work: Work) -> None:
+        """Ends with the work; `start` it before."""
+        work.when_done(lambda done: self.end(done.exception()))
+
+    def to_json(self) -> dict[str, object]:
+        return {name: getattr(self, name) for name in self.__slots__}
+
+
+class MessageLog:
+    """Numbers and records the messages of one group on one rank; any thread.
+
+    Args:
+        group: the group's name.
+        world_ranks: of the members, by rank in the group.
+    """
+
+    def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
+        self._group = group
+        self._world_ranks = world_ranks
+        self._numbers = itertools.count(1)
+
+    def record(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
+        """A record that runs from now on; `note` it. `peer` is None for whichever rank sends first."""
+        sizes, sends = [tensor.numel()], operation == "send"
+        whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
+        made = Record(
+            self._group,
+            next(self._numbers),
+            operation,
+            str(tensor.dtype).removeprefix("torch."),
+            sizes if sends else None,
+            None if sends else sizes,
+            f"{'to' if sends else 'from'} {whom}, tag {tag}",
+            "point",
+        )
+        made.start()
+        return made
+
+
+class FlightRecorder:
+    """Remembers the newest operations of the groups of one process; any thread.
+
+    Attributes:
+        note: remembers a record. Appending to a deque is atomic, so that no operation takes a lock for it.
+    """
+
+    def __init__(self) -> None:
+        self._records: deque[Record] = deque(maxlen=_capacity())
+        self._dump_lock = threading.Lock()
+        self.note: Callable[[Record], None] = self._records.append
+
+    def __repr__(self) -> str:
+        return f"<FlightRecorder with {len(self._records)} operations>"
+
+    def entries(self) -> list[Record]:
+        """The operations that are remembered, oldest first."""
+        return list(self._records)
+
+    def dump(self, rank: int | None = None) -> str:
+        """All of it as JSON text: `{"version", "pid", "rank", "time_ns", "entries": [...]}`."""
+        fields = {"version": VERSION, "pid": os.getpid(), "rank": rank, "time_ns": time.time_ns()}
+        return json.dumps({**fields, "entries": [record.to_json() for record in self.entries()]})
+
+    def write_dump(self, rank: int) -> Path | None:
+        """Writes the dump to `rank<rank>.json` in a folder that only this user can read, replacing an older one.
+
+        Returns:
+            The file; None, with a warning in the log, when it could not be written: that must not hide the failure
+            itself.
+        """
+        folder = _folder()
+        path = folder / f"rank{rank}.json"
+        try:
+            with self._dump_lock:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                handle, temporary = tempfile.mkstemp(prefix=".rank", dir=folder)
+                with os.fdopen(handle, "w") as file:
+                    file.write(self.dump(rank))
+                os.replace(temporary, path)
+        except OSError as exc:
+            logger.warning("the flight recorder could not write %s: %s", path, exc)
+            return None
+        return path
+
+
+def _capacity() -> int:
+    text = os.environ.get(SIZE_VARIABLE, str(DEFAULT_SIZE))
+    if not text.isdigit():
+        raise ConfigError(f"{SIZE_VARIABLE} has to be a whole number of operations, not {text!r}")
+    return int(text)
+
+
+def _folder() -> Path:
+    """Where failures are written to."""
+    user = os.getuid() if hasattr(os, "getuid") else "user"
+    return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")

@@ -1,0 +1,277 @@
+"""`GroupState`: what one rank knows of its group, as a pure state machine: events in, actions out.
+
+Rules: no socket, clock, thread, lock or logging lives here. A shell (the engine, the NCCL watchdog, the setup watch)
+turns what it sees into events, calls `handle` under its own lock, and carries out the actions without the lock. Times
+are passed in. Queries may be called without the lock: what they read is replaced, never changed in place.
+
+Invariants:
+
+ 1. The first failure is final. `FailOperations` is returned once in the life of a group, `TellRanks` at most once.
+ 2. A failure that this rank found is told to the other ranks; one that it heard of is not, as they were told, too.
+ 3. A rank that left took part in all operations up to its last sequence number: only later ones fail because of it.
+    If several left, the first one is the reason: the others may have given up because of it.
+ 4. While the group is made nothing that is heard is acted on: `Opened` acts on all of it, departures first.
+ 5. Accepted operations are numbered 1, 2, 3, ...; none is accepted once the group failed or closes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure, list_ranks
+
+__all__ = [
+    "Action",
+    "Closing",
+    "Event",
+    "FailOperations",
+    "FailureFound",
+    "FailureHeard",
+    "GroupState",
+    "NoteDeparture",
+    "Opened",
+    "RankLeft",
+    "RunningOperation",
+    "TellRanks",
+    "WakeRunning",
+]
+
+
+# ---------------------------------------------------------------- events
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """All ranks are connected: operations may be called."""
+
+
+@dataclass(frozen=True, slots=True)
+class FailureFound:
+    """This rank found out that the group failed."""
+
+    failure: GroupFailure
+
+
+@dataclass(frozen=True, slots=True)
+class FailureHeard:
+    """Another rank found out that the group failed."""
+
+    failure: GroupFailure
+
+
+@dataclass(frozen=True, slots=True)
+class RankLeft:
+    """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
+
+    rank: int
+    last_sequence: int
+
+
+@dataclass(frozen=True, slots=True)
+class Closing:
+    """This rank destroys the group."""
+
+
+Event = Opened | FailureFound | FailureHeard | RankLeft | Closing
+
+
+# ---------------------------------------------------------------- actions
+
+
+@dataclass(frozen=True, slots=True)
+class FailOperations:
+    """End the running operation, those that wait, and all messages with this failure."""
+
+    failure: GroupFailure
+
+
+@dataclass(frozen=True, slots=True)
+class TellRanks:
+    """Report the failure to the other ranks."""
+
+    failure: GroupFailure
+
+
+@dataclass(frozen=True, slots=True)
+class WakeRunning:
+    """Let the running operation check the state again: it cannot be finished any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class NoteDeparture:
+    """No message will come from this rank any more."""
+
+    rank: int
+    reason: str
+
+
+Action = FailOperations | TellRanks | WakeRunning | NoteDeparture
+
+
+class RunningOperation(Protocol):
+    """The operation that a rank is in."""
+
+    @property
+    def sequence(self) -> int: ...
+
+    @property
+    def title(self) -> str: ...
+
+
+# ---------------------------------------------------------------- the machine
+
+
+class GroupState:
+    """See the module's text.
+
+    Args:
+        group: the group's name.
+        rank: rank of this process in the group.
+        world_ranks: ranks of the members in the world, by rank in the group; errors name these.
+
+    Attributes:
+        failure: why the group ended; None while it works.
+        departed: rank to the last sequence number that it took part in, for ranks that left, in their order.
+        refusal: why operations that are called now are refused; None while they are accepted.
+        sequence: number of operations accepted so far.
+        current: the running operation; the shell sets it.
+        last: title of the operation that ended last; the shell sets it.
+        last_ended: when that was, in seconds of a monotonic clock.
+    """
+
+    def __init__(self, group: str, rank: int, world_ranks: tuple[int, ...]) -> None:
+        self.group = group
+        self.rank = rank
+        self.world_ranks = world_ranks
+        self.failure: GroupFailure | None = None
+        self.departed: dict[int, int] = {}
+        self.refusal: GroupFailure | None = None
+        self.sequence = 0
+        self.current: RunningOperation | None = None
+        self.last: object | None = None
+        self.last_ended = 0.0
+        self._opened = False
+
+    def __repr__(self) -> str:
+        phase = "failed" if self.failure else "closing" if self.refusal else "open" if self._opened else "being made"
+        return f"<GroupState of {self.group!r}: rank {self.rank} of {len(self.world_ranks)}, {phase}, #{self.sequence}>"
+
+    def handle(self, event: Event) -> list[Action]:
+        """Takes an event in, and returns the actions to carry out, in order."""
+        match event:
+            case Opened():
+                return self._open()
+            case FailureFound(failure):
+                return self._fail(failure, [TellRanks(failure)])
+            case FailureHeard(failure):
+                return self._fail(failure, [])
+            case RankLeft(rank, last_sequence):
+                return self._leave(rank, last_sequence)
+            case Closing():
+                self.refusal = self.refusal or GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
+                return []
+
+    def accept(self) -> int:
+        """The sequence number of an operation that is called now; ask for `refusal` first."""
+        self.sequence += 1
+        return self.sequence
+
+    def _open(self) -> list[Action]:
+        self._opened = True
+        actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason) for rank in self.departed]
+        return [*actions, FailOperations(self.failure)] if self.failure is not None else actions
+
+    def _fail(self, failure: GroupFailure, tell: list[Action]) -> list[Action]:
+        if self.failure is not None:
+            return []
+        self.failure = self.refusal = failure
+        return [FailOperations(failure), *tell] if self._opened else tell
+
+    def _leave(self, rank: int, last_sequence: int) -> list[Action]:
+        self.departed = {**self.departed, rank: last_sequence}
+        if not self._opened:
+            return []
+        actions: list[Action] = [NoteDeparture(rank, self.departure(rank).reason)]
+        current = self.current  # it may end meanwhile
+        if current is not None and current.sequence > last_sequence:
+            return [WakeRunning(), *actions]
+        return actions
+
+    # ------------------------------------------------------------ verdicts
+
+    def departure(self, rank: int) -> GroupFailure:
+        """The failure of operations that a rank left before."""
+        reason = f"rank {self.world_ranks[rank]} left the group (destroy_process_group) after #{self.departed[rank]}"
+        return GroupFailure(FailureKind.LOST, reason, (rank,))
+
+    def departure_before(self, sequence: int) -> GroupFailure | None:
+        """The failure of this operation because somebody left before it; None if nobody did."""
+        for rank, last_sequence in self.departed.items():
+            if sequence > last_sequence:
+                return self.departure(rank)
+        return None
+
+    def setup_failure(self) -> GroupFailure | None:
+        """Why the group cannot be made; None while it can."""
+        if self.failure is not None:
+            return self.failure
+        for rank in self.departed:
+            reason = f"rank {self.world_ranks[rank]} gave up; see what it raised"
+            return GroupFailure(FailureKind.LOST, reason, (rank,))
+        return None
+
+    def explains(self, rank: int | None) -> bool:
+        """Whether it is known why a rank does not answer; with None, why an operation does not end."""
+        return self.failure is not None or rank in self.departed
+
+    def lost_connection(self, rank: int, reason: str, sequence: int) -> GroupFailure:
+        """The failure of an operation during which the connection with a rank broke."""
+        departure = self.departure_before(sequence)
+        if departure is not None:
+            return departure
+        if rank in self.departed:
+            return self.departure(rank)
+        ends = f"rank {self.world_ranks[self.rank]} with rank {self.world_ranks[rank]}"
+        return GroupFailure(FailureKind.LOST, f"the connection of {ends} broke: {reason}", (rank,))
+
+    def timed_out(self, waiting_for: frozenset[int]) -> GroupFailure:
+        """The failure of an operation that ran out of time, as far as this rank can see."""
+        if not waiting_for:
+            return GroupFailure(FailureKind.TIMEOUT, "it timed out")
+        names = list_ranks([self.world_ranks[rank] for rank in waiting_for])
+        reason = f"it timed out on rank {self.world_ranks[self.rank]}, which waits for {names}"
+        return GroupFailure(FailureKind.TIMEOUT, reason, tuple(sorted(waiting_for)))
+
+    def mismatch(self, views: dict[int, str]) -> GroupFailure:
+        """The failure of ranks that called different operations."""
+        calls = "; ".join(f"rank {self.world_ranks[rank]} called {view}" for rank, view in sorted(views.items()))
+        return GroupFailure(FailureKind.MISMATCH, f"the ranks called different operations: {calls}")
+
+    def raised(self, error: BaseException) -> GroupFailure:
+        """The failure of an operation that raised something unexpected on this rank."""
+        reason = f"rank {self.world_ranks[self.rank]} raised {type(error).__name__}: {error}"
+        return GroupFailure(FailureKind.ERROR, reason)
+
+    def aborted(self, reason: str) -> GroupFailure:
+        """The failure of a group that this rank aborts."""
+        return GroupFailure(FailureKind.ABORTED, f"rank {self.world_ranks[self.rank]} aborted the group: {reason}")
+
+    def lost_ranks(self) -> dict[int, str]:
+        """The ranks that are known to be gone, and why."""
+        left = dict.fromkeys(self.departed, "it left the default group")
+        if self.failure is None or self.failure.kind is not FailureKind.LOST:
+            return left
+        return {**dict.fromkeys(self.failure.ranks, self.failure.reason), **left}
+
+    def where(self, now: float) -> tuple[int, str]:
+        """The newest operation that this rank has called, and what it does now, in words."""
+        if not self._opened:
+            return 0, "is making the group"
+        current = self.current  # it may end meanwhile
+        if current is not None:
+            return self.sequence, f"is in {current.title}"
+        if self.last is None:
+            return self.sequence, "has called nothing yet"
+        ago = f"{now - self.last_ended:.1f} s ago"
+        return self.sequence, f"finished {self.last} {ago} and has called nothing since"

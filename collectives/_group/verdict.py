@@ -1,0 +1,34 @@
+"""The verdict on an operation that timed out: rank 0 asks all ranks where they are, and decides who is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure, list_ranks
+
+__all__ = ["timeout_verdict"]
+
+
+def timeout_verdict(
+    title: str, sequence: int, answers: Mapping[int, tuple[int, str]], world_ranks: tuple[int, ...]
+) -> GroupFailure:
+    """Names the ranks that did not come to an operation. Pure.
+
+    Args:
+        title: the operation that timed out.
+        sequence: its number.
+        answers: rank to its newest operation and what it does, for the ranks that answered.
+        world_ranks: ranks of the members in the world, by rank in the group.
+    """
+    silent = [rank for rank in range(len(world_ranks)) if rank not in answers]
+    late = [rank for rank, (reached, _) in sorted(answers.items()) if reached < sequence]
+    details = [f"rank {world_ranks[rank]} {answers[rank][1]}" for rank in late]
+    details += [f"rank {world_ranks[rank]} does not answer" for rank in silent]
+    missing = tuple(sorted(late + silent))
+    if not missing:
+        details = [f"rank {world_ranks[rank]} {text}" for rank, (_, text) in sorted(answers.items())]
+        reason = f"{title} timed out though all ranks have come to it: {'; '.join(details)}"
+        return GroupFailure(FailureKind.TIMEOUT, reason)
+    names = list_ranks([world_ranks[rank] for rank in missing])
+    reason = f"{title} timed out; {names} did not arrive: {'; '.join(details)}"
+    return GroupFailure(FailureKind.TIMEOUT, reason, missing)

@@ -1,0 +1,245 @@
+"""The pure state of a group: events in, actions out."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.state import (
+    Action,
+    Closing,
+    Event,
+    FailOperations,
+    FailureFound,
+    FailureHeard,
+    GroupState,
+    NoteDeparture,
+    Opened,
+    RankLeft,
+    TellRanks,
+    WakeRunning,
+)
+from rpcdist.collectives._group.verdict import timeout_verdict
+
+WORLD = (10, 11, 12)
+LOST = GroupFailure(FailureKind.LOST, "rank 12 was lost: its process ended", (2,))
+ABORTED = GroupFailure(FailureKind.ABORTED, "rank 10 aborted the group: enough")
+
+
+@dataclass
+class Running:
+    """An operation, as the state sees it."""
+
+    sequence: int
+    title: str = "all_reduce #3 of group 'g'"
+
+
+def new_state(opened: bool = True) -> GroupState:
+    state = GroupState("g", 1, WORLD)
+    if opened:
+        state.handle(Opened())
+    return state
+
+
+def left(rank: int, after: int) -> NoteDeparture:
+    return NoteDeparture(rank, f"rank {WORLD[rank]} left the group (destroy_process_group) after #{after}")
+
+
+@pytest.mark.parametrize(
+    ("events", "actions"),
+    [
+        pytest.param([Opened()], [], id="nothing happened"),
+        pytest.param([Opened(), FailureFound(LOST)], [FailOperations(LOST), TellRanks(LOST)], id="found: told"),
+        pytest.param([Opened(), FailureHeard(LOST)], [FailOperations(LOST)], id="heard: not told"),
+        pytest.param(
+            [Opened(), FailureHeard(LOST), FailureFound(ABORTED)], [FailOperations(LOST)], id="the first is final"
+        ),
+        pytest.param(
+            [Opened(), FailureFound(ABORTED), FailureFound(LOST)],
+            [FailOperations(ABORTED), TellRanks(ABORTED)],
+            id="the first is final, and told once",
+        ),
+        pytest.param([Opened(), RankLeft(0, 4)], [left(0, 4)], id="a departure harms nobody by itself"),
+        pytest.param([FailureHeard(LOST)], [], id="while the group is made nothing is acted on"),
+        pytest.param([RankLeft(2, 0), FailureHeard(LOST)], [], id="likewise"),
+        pytest.param(
+            [FailureHeard(LOST), RankLeft(2, 0), RankLeft(0, 0), Opened()],
+            [left(2, 0), left(0, 0), FailOperations(LOST)],
+            id="opening acts on what was heard, departures first",
+        ),
+        pytest.param([Opened(), Closing(), FailureHeard(LOST)], [FailOperations(LOST)], id="closing may fail"),
+    ],
+)
+def test_events_in_actions_out(events: list[Event], actions: list[Action]) -> None:
+    state = GroupState("g", 1, WORLD)
+    assert [action for event in events for action in state.handle(event)] == actions
+
+
+@pytest.mark.parametrize(
+    ("running", "actions"),
+    [
+        pytest.param(None, [left(0, 2)], id="idle"),
+        pytest.param(Running(2), [left(0, 2)], id="it took part in the running operation"),
+        pytest.param(Running(3), [WakeRunning(), left(0, 2)], id="it left before the running operation"),
+        pytest.param(Running(0), [left(0, 2)], id="a message has no number"),
+    ],
+)
+def test_a_departure_wakes_what_cannot_be_finished(running: Running | None, actions: list[Action]) -> None:
+    state = new_state()
+    state.current = running
+    assert state.handle(RankLeft(0, 2)) == actions
+
+
+def test_operations_are_numbered_until_they_are_refused() -> None:
+    state = new_state()
+    assert [state.accept() for _ in range(3)] == [1, 2, 3] and state.refusal is None
+    state.handle(Closing())
+    assert state.refusal is not None and "destroyed on this rank" in str(state.refusal) and state.failure is None
+    state.handle(FailureHeard(LOST))
+    assert state.refusal is LOST and state.failure is LOST
+    state.handle(Closing())
+    assert state.refusal is LOST
+
+
+@pytest.mark.parametrize(
+    ("departures", "sequence", "lost", "reason"),
+    [
+        ([], 5, 2, "the connection of rank 11 with rank 12 broke: end of stream"),
+        ([(2, 3)], 5, 2, "rank 12 left the group (destroy_process_group) after #3"),
+        ([(0, 4)], 5, 2, "rank 10 left the group (destroy_process_group) after #4"),  # rank 2 gave up because of that
+        ([(0, 4), (2, 4)], 5, 2, "rank 10 left the group (destroy_process_group) after #4"),
+        ([(0, 5)], 5, 2, "the connection of rank 11 with rank 12 broke: end of stream"),
+        ([(2, 5)], 5, 2, "rank 12 left the group (destroy_process_group) after #5"),
+    ],
+)
+def test_why_a_connection_broke(departures: list[tuple[int, int]], sequence: int, lost: int, reason: str) -> None:
+    state = new_state()
+    for rank, last_sequence in departures:
+        state.handle(RankLeft(rank, last_sequence))
+    failure = state.lost_connection(lost, "end of stream", sequence)
+    assert (failure.kind, failure.reason) == (FailureKind.LOST, reason)
+
+
+@pytest.mark.parametrize(
+    ("events", "reason"),
+    [
+        ([], None),
+        ([RankLeft(2, 0), RankLeft(0, 0)], "rank 12 gave up; see what it raised"),
+        ([RankLeft(2, 0), FailureHeard(LOST)], LOST.reason),
+        ([FailureHeard(LOST)], LOST.reason),
+    ],
+)
+def test_why_a_group_cannot_be_made(events: list[Event], reason: str | None) -> None:
+    state = new_state(opened=False)
+    for event in events:
+        state.handle(event)
+    failure = state.setup_failure()
+    assert (None if failure is None else failure.reason) == reason
+
+
+def test_what_this_rank_says_of_itself() -> None:
+    state = new_state()
+    assert state.timed_out(frozenset()).reason == "it timed out"
+    assert state.timed_out(frozenset({0, 2})) == GroupFailure(
+        FailureKind.TIMEOUT, "it timed out on rank 11, which waits for ranks 10, 12", (0, 2)
+    )
+    assert state.mismatch({2: "b", 0: "a"}).reason == (
+        "the ranks called different operations: rank 10 called a; rank 12 called b"
+    )
+    assert state.raised(KeyError("x")).reason == "rank 11 raised KeyError: 'x'"
+    assert state.aborted("enough").reason == "rank 11 aborted the group: enough"
+
+
+def test_which_ranks_are_gone() -> None:
+    state = new_state()
+    assert state.lost_ranks() == {}
+    state.handle(RankLeft(0, 3))
+    state.handle(FailureHeard(LOST))
+    assert state.lost_ranks() == {2: LOST.reason, 0: "it left the default group"}
+    assert state.explains(None) and state.explains(0) and state.explains(1)
+
+
+def test_where_a_rank_is() -> None:
+    state = new_state(opened=False)
+    assert state.where(7.0) == (0, "is making the group")
+    state.handle(Opened())
+    assert state.where(7.0) == (0, "has called nothing yet")
+    state.current = Running(state.accept())
+    assert state.where(7.0) == (1, "is in all_reduce #3 of group 'g'")
+    state.current, state.last, state.last_ended = None, "barrier #1", 5.0
+    assert state.where(7.0) == (1, "finished barrier #1 2.0 s ago and has called nothing since")
+
+
+FAILURES = st.builds(GroupFailure, st.sampled_from(FailureKind), st.text(max_size=3))
+EVENTS = st.one_of(
+    st.builds(FailureFound, FAILURES),
+    st.builds(FailureHeard, FAILURES),
+    st.builds(RankLeft, st.integers(0, 2), st.integers(0, 5)),
+    st.builds(Closing),
+)
+
+
+@given(st.lists(EVENTS, max_size=8), st.integers(0, 8), st.integers(1, 6))
+def test_the_invariants_hold_in_every_order(events: list[Event], opened_at: int, running: int) -> None:
+    state = new_state(opened=False)
+    state.current = Running(running)
+    opened_at = min(opened_at, len(events))
+    per_event = [state.handle(event) for event in [*events[:opened_at], Opened(), *events[opened_at:]]]
+    actions = [action for each in per_event for action in each]
+    failures = [event.failure for event in events if isinstance(event, FailureFound | FailureHeard)]
+
+    # 1, 2: the first failure is final; it ends the operations once, and is told if it was found here.
+    assert state.failure == (failures[0] if failures else None)
+    assert [action for action in actions if isinstance(action, FailOperations)] == [
+        FailOperations(failure) for failure in failures[:1]
+    ]
+    first = next((event for event in events if isinstance(event, FailureFound | FailureHeard)), None)
+    told = [action for action in actions if isinstance(action, TellRanks)]
+    assert told == ([TellRanks(first.failure)] if isinstance(first, FailureFound) else [])
+
+    # 3: every rank that left is noted, and only later operations fail because of it.
+    departures = [event for event in events if isinstance(event, RankLeft)]
+    noted = {action.rank for action in actions if isinstance(action, NoteDeparture)}
+    assert noted == {event.rank for event in departures} == set(state.departed)
+    for sequence in range(1, 8):
+        failure = state.departure_before(sequence)
+        assert (failure is None) == all(sequence <= last for last in state.departed.values())
+
+    # 4: nothing but telling happens before the group is open.
+    assert all(isinstance(action, TellRanks) for each in per_event[:opened_at] for action in each)
+
+    # 5: operations are refused once the group failed or closes.
+    assert (state.refusal is None) == (not failures and not any(isinstance(event, Closing) for event in events))
+
+
+@pytest.mark.parametrize("event", [Opened(), FailureFound(LOST), RankLeft(1, 2), TellRanks(LOST), WakeRunning()])
+def test_events_and_actions_are_frozen(event: Event | Action) -> None:
+    with pytest.raises((dataclasses.FrozenInstanceError, TypeError, AttributeError)):
+        event.extra = 1  # type: ignore[union-attr]
+
+
+ANSWERS = {0: (5, "is in it"), 1: (5, "is in it"), 2: (4, "finished all_reduce #4 2.0 s ago")}
+
+
+@pytest.mark.parametrize(
+    ("answers", "missing", "text"),
+    [
+        (ANSWERS, (2,), "x #5 timed out; rank 12 did not arrive: rank 12 finished all_reduce #4 2.0 s ago"),
+        ({0: ANSWERS[0]}, (1, 2), "ranks 11, 12 did not arrive: rank 11 does not answer; rank 12 does not answer"),
+        ({1: ANSWERS[1], 2: ANSWERS[2]}, (0, 2), "rank 12 finished all_reduce #4 2.0 s ago; rank 10 does not answer"),
+        (
+            dict.fromkeys(range(3), (5, "is in it")),
+            (),
+            "x #5 timed out though all ranks have come to it: rank 10 is in it; rank 11 is in it; rank 12 is in it",
+        ),
+    ],
+)
+def test_the_verdict_on_a_timeout(answers: dict[int, tuple[int, str]], missing: tuple[int, ...], text: str) -> None:
+    failure = timeout_verdict("x #5", 5, answers, WORLD)
+    assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, missing)
+    assert text in failure.reason
