@@ -10,6 +10,7 @@ if __name__ != "rpcdist.autograd":
     )
 
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError, ContextNotFound
+from rpcdist.autograd._autograd_worker import AutogradWorker as AutogradWorker
 from rpcdist.autograd._draw import draw
 from rpcdist.autograd._group_run import Captured, is_in_backward, queue_callback
 from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private ones here, and programs use them
@@ -28,7 +29,6 @@ from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private
     get_gradients,
     is_available,
 )
-from rpcdist.autograd._worker import AutogradWorker as AutogradWorker
 
 __all__ = [
     "AutogradError",

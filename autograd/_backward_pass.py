@@ -23,7 +23,6 @@ from rpcdist.autograd._context import Context, worker_of
 from rpcdist.autograd._graph_analysis import Analysis, analyse
 from rpcdist.autograd._group_run import Captured, GroupRun
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend
-from rpcdist.autograd._messenger import Messenger
 from rpcdist.autograd._pass_events import (
     Finished,
     GradientArrived,
@@ -37,6 +36,7 @@ from rpcdist.autograd._pass_events import (
     Started,
     Verdicts,
 )
+from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import encode_verdicts
 from rpcdist.deadline import Deadline
@@ -72,7 +72,7 @@ class BackwardPass:
     `prepare` sets them, and `start` follows.
 
     Args:
-        messenger: sends the messages of the pass.
+        sender: sends the messages of the pass.
         context: the context whose gradients are computed.
         id: of the pass, the same on all workers; its high bits are the worker where it began.
         on_end: called once, when the pass has ended on this worker; on any thread.
@@ -85,7 +85,7 @@ class BackwardPass:
 
     def __init__(
         self,
-        messenger: Messenger,
+        sender: PassSender,
         context: Context,
         id: int,
         on_end: Callable[[BackwardPass], object],
@@ -97,8 +97,8 @@ class BackwardPass:
         self.error: BaseException | None = None
         self.is_over = False
         self._on_end = on_end
-        self._messenger = messenger
-        self._state = PassState(messenger.id)
+        self._sender = sender
+        self._state = PassState(sender.id)
         self._analysis: Analysis | None = None
         self._counts: dict[int, int] = {}
         self._options = PassOptions()
@@ -145,7 +145,7 @@ class BackwardPass:
             if self._is_draining:
                 return
             self._is_draining = True
-        self._messenger.submit(self._drain)
+        self._sender.submit(self._drain)
 
     def can_wait(self, sender: int, begin: autograd_pb2.BackwardBegin) -> bool:
         """Whether a neighbour's begin has no consequences yet, because all its verdicts are open."""
@@ -213,11 +213,11 @@ class BackwardPass:
         self.post(lambda: self.fail(self._late()))
 
     def _late(self) -> DeadlineExceeded:
-        names = self._messenger.name_of
+        names = self._sender.name_of
         waits = [f"worker {names(peer)!r} {why}" for peer, why in sorted(self._state.waits_for().items())]
         return DeadlineExceeded(
             "RPC ran for more than set timeout and will now be marked with an error: backward of autograd context "
-            f"{self.context.id} on worker {names(self._messenger.id)!r} ({'; '.join(waits) or 'a gate waits'})"
+            f"{self.context.id} on worker {names(self._sender.id)!r} ({'; '.join(waits) or 'a gate waits'})"
         )
 
     def _guarded(self, job: Job) -> None:
@@ -238,7 +238,7 @@ class BackwardPass:
             if not isinstance(action, Run):
                 self._carry_out(action)
             elif action.pending:
-                self._messenger.submit(self._guarded, lambda run=action: self._execute_blocking(run))
+                self._sender.submit(self._guarded, lambda run=action: self._execute_blocking(run))
             else:
                 self._ready.append(action)
 
@@ -250,11 +250,11 @@ class BackwardPass:
                 message = self._message()
                 message.verdicts.SetInParent()
                 encode_verdicts(verdicts, self._counts, message.verdicts)
-                self._messenger.send(to, message, self)
+                self._sender.send(to, message, self)
             case SendDone(to):
                 message = self._message()
                 message.done.SetInParent()
-                self._messenger.send(to, message, self)
+                self._sender.send(to, message, self)
                 self._end(None)
             case Finished():
                 self._end(None)
@@ -269,7 +269,7 @@ class BackwardPass:
             begin.timeout_us = max(1, int(self._options.deadline.remaining_s() * 1e6))
         encode_verdicts(received, self._counts, begin.received)
         self._involved.add(to)
-        self._messenger.send(to, message, self)
+        self._sender.send(to, message, self)
 
     def _message(self) -> autograd_pb2.AutogradMessage:
         return autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
@@ -317,7 +317,7 @@ class BackwardPass:
         if self.error is not None:
             raise RuntimeError("the backward pass was ended while a gate waited for a gradient") from self.error
         raise DeadlineExceeded(
-            f"the gradient of what was sent to worker {self._messenger.name_of(send.to)!r} did not come in time"
+            f"the gradient of what was sent to worker {self._sender.name_of(send.to)!r} did not come in time"
         )
 
     def collect(self, captured: Captured) -> None:
@@ -332,12 +332,12 @@ class BackwardPass:
             messages.append(recv.id)
             values.append([None if gradient is None else gradient.detach() for gradient in gradients])
         for sender, (messages, values) in by_sender.items():
-            if sender == self._messenger.id:
+            if sender == self._sender.id:
                 self.gradients_arrived(messages, lambda values=values: values)  # type: ignore[misc]
             else:
                 body = self._message()
                 body.gradients.messages.extend(messages)
-                self._messenger.send_gradients(sender, body, values, self)
+                self._sender.send_gradients(sender, body, values, self)
 
     # ------------------------------------------------------------ the end
 
@@ -351,8 +351,8 @@ class BackwardPass:
             return
         error = exc
         if not issubclass(type(exc), BackwardError | DeadlineExceeded):  # a user's exception may break `isinstance`
-            me = self._messenger.id
-            error = BackwardError(me, self._messenger.name_of(me), type(exc).__qualname__, text_of(exc))
+            me = self._sender.id
+            error = BackwardError(me, self._sender.name_of(me), type(exc).__qualname__, text_of(exc))
             error.__cause__ = exc
         self.abort(error, traceback_of(exc))
 
@@ -366,9 +366,9 @@ class BackwardPass:
             aborted.worker, aborted.worker_name = error.node, error.worker
             aborted.type_name, aborted.text, aborted.traceback = error.type_name, error.text, error.traceback or text
         else:
-            aborted.worker, aborted.worker_name = self._messenger.id, self._messenger.name_of(self._messenger.id)
+            aborted.worker, aborted.worker_name = self._sender.id, self._sender.name_of(self._sender.id)
             aborted.type_name, aborted.text, aborted.traceback = type(error).__qualname__, text_of(error), text
-        self._messenger.spread(self._involved | {worker_of(self.id)}, message)
+        self._sender.spread(self._involved | {worker_of(self.id)}, message)
 
     def _end(self, error: BaseException | None) -> bool:
         with self._changed:

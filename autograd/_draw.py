@@ -8,9 +8,9 @@ from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
 
+from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import Context
 from rpcdist.autograd._graph_analysis import analyse
-from rpcdist.autograd._worker import AutogradWorker
 from rpcdist.rpc import api
 from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._current import current_agent

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import torch
 
 from rpcdist.autograd._autograd_errors import AutogradError
+from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import Context, id_limit
-from rpcdist.autograd._worker import AutogradWorker
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, ConfigError
 from rpcdist.rpc._autograd_hooks import current_autograd

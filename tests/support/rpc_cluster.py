@@ -59,10 +59,7 @@ class Cluster:
     def threads(self) -> set[threading.Thread]:
         """The agent's threads, which may stay, and may start at any time."""
         pool = self.agent.pool
-        found = {worker.thread for worker in list(pool._workers)}
-        if pool._monitor is not None:
-            found.add(pool._monitor)
-        return found
+        return {worker.thread for worker in list(pool._workers)} | {pool._monitor._thread}
 
     def outstanding(self) -> list[str]:
         """The calls and streams that are still in flight anywhere."""

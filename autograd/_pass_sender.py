@@ -13,7 +13,7 @@ from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import LargeBuffer, encode_into
 
-__all__ = ["MessageOwner", "Messenger"]
+__all__ = ["MessageOwner", "PassSender"]
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class MessageOwner(Protocol):
         """Ends the pass on all workers."""
 
 
-class Messenger:
+class PassSender:
     """The connections of one worker, as its backward passes use them. Any thread may call any method.
 
     Args:
@@ -85,10 +85,10 @@ class Messenger:
 class _SendObserver:
     """Fails a pass when one of its messages was not sent."""
 
-    __slots__ = ("_messenger", "_owner", "_to")
+    __slots__ = ("_owner", "_sender", "_to")
 
-    def __init__(self, messenger: Messenger, owner: MessageOwner, to: int) -> None:
-        self._messenger = messenger
+    def __init__(self, sender: PassSender, owner: MessageOwner, to: int) -> None:
+        self._sender = sender
         self._owner = owner
         self._to = to
 
@@ -99,10 +99,10 @@ class _SendObserver:
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         if session.closed_reason is not None:
-            self._fail(self._messenger.lost(self._to, session.closed_reason))
+            self._fail(self._sender.lost(self._to, session.closed_reason))
 
     def on_not_sent(self, silence_s: float, reason: str) -> None:
-        self._fail(self._messenger.lost(self._to, reason, silence_s))
+        self._fail(self._sender.lost(self._to, reason, silence_s))
 
     def _fail(self, exc: WorkerLost) -> None:
-        self._messenger.submit(self._owner.fail, exc)  # observers are called on the I/O loop
+        self._sender.submit(self._owner.fail, exc)  # observers are called on the I/O loop

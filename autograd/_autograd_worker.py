@@ -17,8 +17,8 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._messenger import Messenger
 from rpcdist.autograd._pass_events import ChildDone, Decided, PeerBegan
+from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._wire_format import decode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError
@@ -44,7 +44,7 @@ class AutogradWorker:
         self.id = host.identity.id
         self.contexts = ContextTable(self.id, host.identity.incarnation)
         self.host = host
-        self._messenger = Messenger(host)
+        self._sender = PassSender(host)
         self._numbers = itertools.count(1)  # of the passes that begin here
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
         self._to_drop: deque[Context] = deque()
@@ -111,7 +111,7 @@ class AutogradWorker:
             self._passes.pop(id, None)
             on_end(ended)
 
-        made = self._passes[id] = BackwardPass(self._messenger, context, id, remove, root_gradients)
+        made = self._passes[id] = BackwardPass(self._sender, context, id, remove, root_gradients)
         if context.is_released:  # by another thread, whose search for passes may have missed this one
             made.fail(_released(context))
         return made
@@ -256,13 +256,13 @@ class AutogradWorker:
             return
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         answer.begin.received.SetInParent()
-        self._messenger.send(sender.id, answer)
+        self._sender.send(sender.id, answer)
 
     def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         answer.aborted.worker, answer.aborted.worker_name = self.id, self.host.identity.name
         answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, text_of(error)
-        self._messenger.send(sender.id, answer)
+        self._sender.send(sender.id, answer)
 
 
 def _begin_with(current: BackwardPass, sender: int, begin: autograd_pb2.BackwardBegin) -> None:
