@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final, Protocol
@@ -94,6 +95,7 @@ class ProcessGroup(LowerCaseOperations):
         self._description = description
         self._split = split
         self._closed = False
+        self._numbers: Counter[str] = Counter()
         self.options = options
         self.bound_device_id = device
 
@@ -154,6 +156,11 @@ class ProcessGroup(LowerCaseOperations):
     def get_group_store(self) -> Store:
         """The part of the store that only this group uses."""
         return self._store
+
+    def next_number(self, purpose: str) -> int:
+        """Counts from 1 for each purpose. All ranks get the same number if all ask in the same order."""
+        self._numbers[purpose] += 1
+        return self._numbers[purpose]
 
     def group_rank(self, world_rank: int) -> int:
         """The rank in this group of a rank in the world. Raises ConfigError for one that is not a member."""

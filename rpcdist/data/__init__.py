@@ -1,4 +1,4 @@
-"""Which part of a data set each rank trains on."""
+"""Distributes a data set over the ranks of a group."""
 
 from __future__ import annotations
 

@@ -24,13 +24,13 @@ class DistributedSampler(distributed.DistributedSampler[T_co]):
     Call `set_epoch(epoch)` before each epoch: with `shuffle`, all ranks draw the same new order from it.
 
     Args:
-        dataset: has a length.
-        num_replicas: number of parts; the group's size by default.
-        rank: whose part; this one's in the group by default.
-        shuffle: draw an order in every epoch; else ranks take turns through the data set.
-        seed: of the order, the same on all ranks.
-        drop_last: leave out what does not divide evenly; else some elements come twice.
-        process_group: whose size and rank are the defaults; the default group by default.
+        dataset: any object with a length.
+        num_replicas: number of parts; by default the size of the group.
+        rank: rank that gets the part; by default this one.
+        shuffle: draw a new order in every epoch; else ranks take turns through the data set.
+        seed: seed of the order, the same on all ranks.
+        drop_last: drop the elements that do not divide evenly; else some elements occur twice.
+        process_group: its size and rank are the defaults; the default group by default.
 
     Raises:
         ConfigError: there is no group and the numbers are not given, or the rank does not exist.

@@ -1,4 +1,4 @@
-"""Where a remote module shall live: `"name"`, `"name/cuda:0"`, `"rank:0/cpu"`, or `"cuda:0"` for this worker."""
+"""Parses the place of a remote module: `"name"`, `"name/cuda:0"`, `"rank:0/cpu"`, or `"cuda:0"` for this worker."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["RemoteDevice", "parse_remote_device"]
 
 
 class RemoteDevice(NamedTuple):
-    """A worker and a device of it.
+    """A worker and one of its devices.
 
     Attributes:
-        on: the worker's name or rank; None for this worker.
-        device: as it is called there.
+        on: name or rank of the worker; None for this worker.
+        device: the device on that worker.
     """
 
     on: str | int | None
@@ -24,7 +24,7 @@ class RemoteDevice(NamedTuple):
 
 
 def parse_remote_device(text: str) -> RemoteDevice:
-    """Takes a text such as `"trainer0/cuda:0"` apart. Without a device it is the CPU.
+    """Parses a text such as `"trainer0/cuda:0"`. The default device is the CPU.
 
     Raises:
         ConfigError: (a ValueError) it has another form.

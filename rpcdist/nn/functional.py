@@ -1,4 +1,4 @@
-"""Collectives through which gradients flow: another name of `rpcdist.collectives.functional`, imported at first use."""
+"""Differentiable collectives: an alias of `rpcdist.collectives.functional`, which is imported at first use."""
 
 from __future__ import annotations
 

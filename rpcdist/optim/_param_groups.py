@@ -1,7 +1,7 @@
-"""Which parameter lies where: parameter groups, each owner's shard of them, and their state as one dictionary.
+"""Parameter groups: distributing them over the owners of the parameters, and merging the owners' optimizer states.
 
-Pure bookkeeping: no calls are made here. A parameter's *number* is its place among all parameters of the optimizer, in
-the order in which the user gave them; checkpoints use it, as those of `torch.optim` do.
+Pure functions: no calls are made here. The *number* of a parameter is its position among all parameters of the
+optimizer, in the order in which the user gave them. Checkpoints use the numbers, like those of `torch.optim`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from rpcdist.rpc import PyRRef, RRef, WorkerInfo
 __all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
 
 Group = dict[str, Any]
-"""A parameter group as `torch.optim` has it: `params`, here references, and options such as `lr`."""
+"""A parameter group in the form of `torch.optim`, with references as `params`, and options such as `lr`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Shard:
 
     Attributes:
         owner: the worker.
-        groups: for each of its local groups, which of all groups that is.
+        groups: for each of its local groups, the index of the user's group.
         numbers: for each of its local groups, the numbers of the parameters.
         params: for each of its local groups, the references.
     """
@@ -48,14 +48,14 @@ class Shard:
 
 
 def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
-    """The groups that a user means by a list of references, or by a list of dictionaries with such lists.
+    """The parameter groups of a list of references, or of a list of dictionaries with such lists.
 
     Returns:
-        The groups, copied one level deep, and whether it was a plain list.
+        The groups, copied one level deep, and whether `params` is a plain list.
 
     Raises:
-        TypeError: something in it is no reference.
-        ValueError: there is nothing to optimize.
+        TypeError: an element is no reference.
+        ValueError: there are no parameters.
     """
     if isinstance(params, torch.Tensor | PyRRef):
         raise TypeError(f"params_rref is a {type(params).__name__}; it has to be a list of RRefs")
@@ -74,7 +74,7 @@ def parse_groups(params: Iterable[Any]) -> tuple[list[Group], bool]:
 
 
 def place(groups: Sequence[Group]) -> list[Shard]:
-    """The shard of each owner; owners come in the order in which their first parameters do."""
+    """The shard of each owner, in the order of the owners' first parameters."""
     shards: dict[WorkerInfo, Shard] = {}
     number = 0
     for index, group in enumerate(groups):
@@ -92,12 +92,12 @@ def place(groups: Sequence[Group]) -> list[Shard]:
 
 
 def options_of(group: Mapping[str, Any]) -> Group:
-    """A group without its parameters, copied: later changes of tensors among the options do not show in it."""
+    """A deep copy of a group's options, without its parameters."""
     return copy.deepcopy({name: value for name, value in group.items() if name != "params"})
 
 
 def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
-    """For each group, the options that differ from what was sent before."""
+    """For each group, the options that differ from those that were sent before."""
     return [
         {
             name: value
@@ -117,11 +117,11 @@ def _equal(first: Any, second: Any) -> bool:
 def gather_state(
     shards: Sequence[Shard], groups: Sequence[Group], parts: Sequence[Mapping[str, Any]]
 ) -> dict[str, Any]:
-    """One dictionary, as the optimizer would have it if all parameters were in one process.
+    """The owners' optimizer states as one dictionary, as an optimizer of all parameters in one process would have it.
 
     Args:
         shards: of all owners.
-        groups: with the options.
+        groups: the parameter groups of the user, with their options.
         parts: the `state_dict` of each owner's optimizer.
     """
     state: dict[Any, Any] = {}
@@ -146,10 +146,10 @@ def _state_order(item: tuple[Any, Any]) -> tuple[bool, Any]:
 def scatter_state(
     shards: Sequence[Shard], groups: Sequence[Group], state_dict: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """What each owner's optimizer has to load of a dictionary that `gather_state` or a `torch.optim` optimizer made.
+    """The part of each owner's optimizer in a state that `gather_state` or an optimizer of `torch.optim` has made.
 
     Raises:
-        ConfigError: (a ValueError) it is not of these parameters; the text says why.
+        ConfigError: (a ValueError) the state does not fit the parameter groups.
     """
     saved: Sequence[Group] = state_dict["param_groups"]
     sizes, saved_sizes = [len(g["params"]) for g in groups], [len(g["params"]) for g in saved]
@@ -157,7 +157,9 @@ def scatter_state(
         raise ConfigError(
             f"the state has parameter groups of {saved_sizes} parameters, but this optimizer has groups of {sizes}"
         )
-    keys = [key for group in saved for key in group["params"]]  # what the parameters are called in it, by number
+    keys = [
+        key for group in saved for key in group["params"]
+    ]  # the keys of the parameters in the saved state, by number
     parts = []
     for shard in shards:
         local = {keys[number]: index for index, number in enumerate(shard.flat_numbers())}

@@ -10,8 +10,8 @@ import torch
 
 from rpcdist.autograd._interface import _is_valid_context
 from rpcdist.errors import RpcdistError
-from rpcdist.optim._optimizer_owner import LocalOptimizer, call_local_optimizer, new_local_optimizer
-from rpcdist.optim._owners import OwnerCall, ask_owners, ask_owners_async
+from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, new_local_optimizer
+from rpcdist.optim._owner_calls import OwnerCall, ask_owners, ask_owners_async
 from rpcdist.optim._param_groups import (
     Group,
     Shard,

@@ -6,7 +6,8 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, ClassVar, NoReturn
+from contextvars import ContextVar
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -75,8 +76,6 @@ class DistributedDataParallel(nn.Module, Joinable):
         ModelsDiffer: the ranks have different models or options; names what differs.
         ConfigError: an argument is wrong, or no parameter requires a gradient.
     """
-
-    _active_ddp_module: ClassVar[DistributedDataParallel | None] = None
 
     def __init__(
         self,
@@ -251,11 +250,11 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @contextmanager
     def _inside_ddp_forward(self) -> Iterator[None]:
-        old, DistributedDataParallel._active_ddp_module = DistributedDataParallel._active_ddp_module, self
+        token = _active_module.set(self)
         try:
             yield
         finally:
-            DistributedDataParallel._active_ddp_module = old
+            _active_module.reset(token)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -436,7 +435,7 @@ class DistributedDataParallel(nn.Module, Joinable):
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
-        return cls._active_ddp_module
+        return _active_module.get()
 
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Options, buckets and times, for debugging."""
@@ -471,6 +470,10 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Averages in another group from now on, after ranks have left or joined; starts with the initial buckets."""
         self.process_group = new_process_group
         self.reducer.use_group(new_process_group)
+
+
+_active_module: ContextVar[DistributedDataParallel | None] = ContextVar("rpcdist_active_ddp_module", default=None)
+"""The module whose forward pass runs on this thread or task."""
 
 
 def _remove(*lists: list[RemovableHandle]) -> None:

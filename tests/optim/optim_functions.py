@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._optimizer_owner import LocalOptimizer
+from rpcdist.optim._local_optimizer import tables
 
 rpc_sync: Any = rpc.rpc_sync
 
@@ -116,7 +116,7 @@ def hold_the_lock(key: str) -> None:
     """Keeps all steps of this worker waiting until told otherwise."""
     import rpc_functions
 
-    with LocalOptimizer.global_lock:
+    with tables.get().lock:
         rpc_functions.board.put(f"{key} held")
         rpc_functions.board.wait(f"{key} let go")
 

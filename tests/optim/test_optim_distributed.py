@@ -21,7 +21,7 @@ import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
 from rpcdist.optim import DistributedOptimizer
-from rpcdist.optim._optimizer_owner import call_local_optimizer
+from rpcdist.optim._local_optimizer import call_local_optimizer
 from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc

@@ -132,10 +132,10 @@ def step_of_doom(workers: Sequence[str], doomed: int) -> tuple[str, str, float]:
 
 def num_runners() -> int:
     """How many pipelines have stages on this worker."""
-    from rpcdist.parallel.pipeline import _step_execution
+    from rpcdist.parallel.pipeline._receivers import receivers
 
     gc.collect()  # an exception and the frames that it passed hold one another
-    return len(_step_execution.receivers)
+    return len(receivers.get())
 
 
 def gradients_at(context: int, parameter: RRef[Tensor]) -> Tensor:

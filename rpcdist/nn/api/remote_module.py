@@ -1,4 +1,4 @@
-"""`RemoteModule`: a module that lives on another worker, and is called as if it were here."""
+"""`RemoteModule`: a module that lives on another worker, and is called like a local one."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import NotInitialized, RpcdistError, SerializationError
-from rpcdist.nn import _module_owner
-from rpcdist.nn._refused import RefusesLocalMethods, refuse
+from rpcdist.nn import _owner_functions
+from rpcdist.nn._refused_methods import RefusesLocalMethods, refuse
 from rpcdist.nn._remote_device import parse_remote_device
 from rpcdist.rpc import Future, RRef
 
@@ -20,7 +20,7 @@ __all__ = ["RemoteModule"]
 
 logger = logging.getLogger(__name__)
 
-# What travels with a RemoteModule in calls.
+# The attributes that are sent when a RemoteModule is an argument or a result of a call.
 _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "on",
     "device",
@@ -29,7 +29,7 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
     "generated_methods",
     "module_rref",
 )
-# The rest of what there is in one that was made here, and `nn.Module` put most of it there.
+# Attributes that are made anew where it arrives.
 _OWN_METHODS = ("forward_async", "forward")
 
 
@@ -38,19 +38,19 @@ def _forward_async(
 ) -> Future[Any]:
     """Calls the module at its owner; returns a future of the result."""
     return rpc.rpc_async(
-        module_rref.owner(), _module_owner.forward, args=(module_rref, device, has_device_map, args, kwargs)
+        module_rref.owner(), _owner_functions.forward, args=(module_rref, device, has_device_map, args, kwargs)
     )
 
 
 def _forward(module_rref: RRef[nn.Module], device: str, has_device_map: bool, /, *args: Any, **kwargs: Any) -> Any:
     """Calls the module at its owner, and waits for the result."""
     return rpc.rpc_sync(
-        module_rref.owner(), _module_owner.forward, args=(module_rref, device, has_device_map, args, kwargs)
+        module_rref.owner(), _owner_functions.forward, args=(module_rref, device, has_device_map, args, kwargs)
     )
 
 
 def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[Any, ...]]:
-    """How a handle travels in calls."""
+    """Pickles a handle for a call."""
     left = module.__dict__.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_OWN_METHODS, *nn.Module().__dict__}
     if left:
         logger.warning("these attributes of a RemoteModule stay here when it travels: %s", ", ".join(sorted(left)))
@@ -88,7 +88,7 @@ class _RemoteModule(RefusesLocalMethods):
         self._find_worker(remote_device)
         scripted = _module_interface_cls is not None
         creation = (module_cls, args or (), kwargs or {}, self.device, scripted)
-        self._refer_to(rpc.remote(self.on, _module_owner.create, args=creation))
+        self._refer_to(rpc.remote(self.on, _owner_functions.create, args=creation))
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -110,8 +110,7 @@ class _RemoteModule(RefusesLocalMethods):
         self._install_methods()
 
     def _install_methods(self) -> None:
-        # They do not refer to this object: the cycle would keep the remote module alive until the garbage collector
-        # comes.
+        # They do not refer to this object: the cycle would keep the remote module alive until garbage collection.
         for name, method in zip(_OWN_METHODS, self.generated_methods, strict=True):
             setattr(self, name, partial(method, self.module_rref, self.device, self.is_device_map_set))
 
@@ -119,12 +118,12 @@ class _RemoteModule(RefusesLocalMethods):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: object = None
     ) -> RemoteModule:
-        """Another handle on a module that exists already.
+        """Makes another handle on an existing module.
 
         Args:
             remote_device: where the module lives.
             module_rref: a reference to it.
-            _module_interface_cls: accepted for torch's sake.
+            _module_interface_cls: accepted for compatibility with torch.
         """
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
@@ -147,7 +146,7 @@ class _RemoteModule(RefusesLocalMethods):
 
     def train(self, mode: bool = True) -> _RemoteModule:
         """Sets the module, at its owner, to training mode or to evaluation mode."""
-        self._ask(_module_owner.train, mode)
+        self._ask(_owner_functions.train, mode)
         self.training = mode
         return self
 
@@ -156,13 +155,13 @@ class _RemoteModule(RefusesLocalMethods):
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> _RemoteModule:
-        """Says whether the parameters want gradients."""
-        self._ask(_module_owner.requires_grad_, requires_grad)
+        """Sets whether the parameters require gradients."""
+        self._ask(_owner_functions.requires_grad_, requires_grad)
         return self
 
     def to(self, *args: Any, **kwargs: Any) -> _RemoteModule:
         """Moves the module to another device of its owner, or to another dtype, as `torch.nn.Module.to` does."""
-        self.device = self._ask(_module_owner.move, self.device, args, kwargs)
+        self.device = self._ask(_owner_functions.move, self.device, args, kwargs)
         self._install_methods()
         return self
 
@@ -172,35 +171,35 @@ class _RemoteModule(RefusesLocalMethods):
         """References to the parameters, as a `DistributedOptimizer` takes them.
 
         Args:
-            recurse: those of submodules, too.
+            recurse: include the parameters of submodules.
         """
-        parameters: list[RRef[nn.Parameter]] = self._ask(_module_owner.parameter_rrefs, recurse)
+        parameters: list[RRef[nn.Parameter]] = self._ask(_owner_functions.parameter_rrefs, recurse)
         return parameters
 
     def named_parameters(  # type: ignore[override]
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, RRef[nn.Parameter]]]:
         """The names of the parameters, with references to them."""
-        return iter(self._ask(_module_owner.named_parameter_rrefs, prefix, recurse, remove_duplicate))
+        return iter(self._ask(_owner_functions.named_parameter_rrefs, prefix, recurse, remove_duplicate))
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        """Not supported: parameters are elsewhere. Raises ValueError."""
+        """Not supported, because the parameters are on another worker. Raises ValueError."""
         refuse("parameters", "Please use ``remote_parameters`` instead.")
 
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Not supported by itself; the module around it finds one module without parameters here.
+        """Not supported for direct calls; a local module that contains this one finds a module without parameters.
 
         Raises:
             ConfigError: (a ValueError) called directly.
         """
         if memo is None:
-            refuse("named_modules", "Its submodules are elsewhere.")
+            refuse("named_modules", "Its submodules are on another worker.")
         return iter(() if self in memo else ((prefix, self),))
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RemoteModule:
-        """The module around it is moved or converted: this one stays, see `to`."""
+        """Does nothing when the local module around it is moved or converted; see `to`."""
         return self
 
     # ------------------------------------------------------------ state
@@ -208,14 +207,14 @@ class _RemoteModule(RefusesLocalMethods):
     def state_dict(  # type: ignore[override]
         self, *, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """The state of the module, on the CPU; a local module around it has it in its own.
+        """The state of the module on the CPU. The state of a local module around it contains it.
 
         Args:
-            destination: where to add it; by default it is a dictionary of its own.
-            prefix: before the names.
-            keep_vars: accepted for `torch.nn.Module`'s sake; what comes from elsewhere is a copy.
+            destination: dictionary to which the state is added; a new one by default.
+            prefix: put before the names.
+            keep_vars: accepted for compatibility with `torch.nn.Module`; the state is always a copy.
         """
-        state: Any = self._ask(_module_owner.state_dict)
+        state: Any = self._ask(_owner_functions.state_dict)
         versions = getattr(state, "_metadata", {})
         if destination is None:
             if not prefix:
@@ -229,7 +228,7 @@ class _RemoteModule(RefusesLocalMethods):
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads a state into the module at its owner. Returns, and raises, what `torch.nn.Module` does."""
-        return self._ask(_module_owner.load_state_dict, state_dict, strict, assign)
+        return self._ask(_owner_functions.load_state_dict, state_dict, strict, assign)
 
     def _load_from_state_dict(
         self,
@@ -241,11 +240,11 @@ class _RemoteModule(RefusesLocalMethods):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        """The module around it loads a state."""
+        """Loads the part of a state that a local module around it loads."""
         mine = {name.removeprefix(prefix): value for name, value in state_dict.items() if name.startswith(prefix)}
         assign = bool(local_metadata.get("assign_to_params_buffers", False))
         try:
-            problems = self._ask(_module_owner.load_state_dict, mine, False, assign)
+            problems = self._ask(_owner_functions.load_state_dict, mine, False, assign)
         except RuntimeError as exc:
             if isinstance(exc, RpcdistError):
                 raise
@@ -254,7 +253,7 @@ class _RemoteModule(RefusesLocalMethods):
         missing_keys += [prefix + name for name in problems.missing_keys]
         unexpected_keys += [prefix + name for name in problems.unexpected_keys]
 
-    # ------------------------------------------------------------ as an object
+    # ------------------------------------------------------------ pickling and printing
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(on={self.on!r}, device={self.device!r})"
@@ -284,22 +283,22 @@ class RemoteModule(_RemoteModule):
         out = net.forward_async(torch.randn(8, 20)) # a future: wait for it, or await it
 
     Inside `autograd.context()` gradients flow through it, and `remote_parameters()` is what `DistributedOptimizer`
-    takes. It may be an argument or a result of calls: what arrives is another handle on the same module. The module
-    lives as long as there is one.
+    takes. It may be an argument or a result of calls: the receiver gets another handle on the same module. The module
+    lives as long as one of its handles.
 
-    As part of a local module, it has the remote state in that module's `state_dict`, follows its `train` and `eval`,
-    and has no parameters as far as that module's `parameters()` is concerned.
+    As a submodule of a local module, it adds the remote state to that module's `state_dict`, follows its `train` and
+    `eval`, and adds nothing to its `parameters()`.
 
     Args:
         remote_device: `"name"`, `"name/cuda:0"` or `"rank:0/cpu"`: the worker, and one of its devices, by default the
             CPU. Inputs are moved to the device; results come back on the CPU, unless `RpcOptions` has a device map for
             this worker.
         module_cls: the module's class, or a function that makes one; the owner must be able to import it.
-        args, kwargs: its arguments.
+        args, kwargs: arguments of `module_cls`.
 
     Attributes:
         on: name or rank of the worker.
-        device: there.
+        device: the module's device on that worker.
         module_rref: the reference to the module.
 
     Raises:
@@ -307,7 +306,7 @@ class RemoteModule(_RemoteModule):
         ConfigError: (a ValueError) `remote_device` cannot be read.
         UnknownWorker: there is no such worker.
 
-    What goes wrong with making the module is raised by its first use.
+    An error of the module's constructor is raised by the first use of the handle.
     """
 
     def __init__(

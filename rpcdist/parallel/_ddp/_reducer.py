@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import threading
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 
@@ -47,7 +46,6 @@ from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 __all__ = ["Bucket", "Reducer"]
 
 Bucket = DenseBucket | SparseBucket
-_num_reducers: weakref.WeakKeyDictionary[ProcessGroup, int] = weakref.WeakKeyDictionary()
 
 
 class Reducer:
@@ -83,8 +81,7 @@ class Reducer:
     def use_group(self, group: ProcessGroup) -> None:
         """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group
-        number = _num_reducers[group] = _num_reducers.get(group, 0) + 1
-        self._notices = Notices(group, f"ddp/{number}")
+        self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
         self._waiter = BucketWait(group, self._notices)
         self._finite = FiniteCheck(group, self.options.check_finite)
         self._partial_passes = False

@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.parallel.pipeline._mailbox import Mailbox
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
+from rpcdist.parallel.pipeline._receivers import receivers
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._stage_optimizers import StageOptimizers
-from rpcdist.parallel.pipeline._step_execution import StepExecution, receivers
+from rpcdist.parallel.pipeline._step_execution import StepExecution
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StageSource, StepOrder, StepReport
 
 __all__ = ["StageRunner"]
@@ -45,7 +46,7 @@ class StageRunner:
         )  # guards the attributes below against `arrived`, `run` and `abort`, on several threads
         self._mailboxes: dict[int, Mailbox] = {}
         self._ended_step = 0
-        receivers[config.key, worker] = self
+        receivers.get()[config.key, worker] = self
 
     def __repr__(self) -> str:
         return f"<StageRunner of {self._config.key} on {self._name}: {list(self.stages.values())}>"

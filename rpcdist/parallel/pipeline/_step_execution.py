@@ -9,45 +9,22 @@ Tensors are pushed by the worker that made them, so they travel while both ends 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
-from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.errors import DeadlineExceeded
 from rpcdist.parallel.pipeline._mailbox import Mailbox
 from rpcdist.parallel.pipeline._microbatches import as_tuple
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineError, PipelineTimeout
-from rpcdist.parallel.pipeline._schedules import Action, Kind
+from rpcdist.parallel.pipeline._receivers import push
+from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport, clock_s
 
-__all__ = ["Receiver", "StepExecution", "push", "receivers"]
-
-
-# [Note: registry]
-#     Neighbours find a runner by the pipeline's key and the worker's index, not by a remote reference: references from
-#     worker to worker and back would keep each other alive. The runner lives as long as the driver's reference to it.
-class Receiver(Protocol):
-    """Takes the tensors that a neighbour pushes: a `StageRunner`."""
-
-    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
-        """Takes the tensors for an action of this or a later step; on any thread."""
-
-
-receivers: WeakValueDictionary[tuple[str, int], Receiver] = WeakValueDictionary()
-"""By the key of the pipeline and the index of the worker."""
-
-
-def push(key: str, worker: int, step: int, stage: int, kind: Kind, part: int, values: list[object]) -> None:
-    """Delivers tensors for an action. A neighbour calls it by RPC."""
-    receiver = receivers.get((key, worker))
-    if receiver is None:
-        raise RpcdistError(f"the pipeline {key} has ended on this worker")
-    receiver.arrived(step, Action(stage, kind, part), values)
+__all__ = ["StepExecution"]
 
 
 class StepExecution:

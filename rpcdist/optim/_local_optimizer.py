@@ -1,4 +1,4 @@
-"""What runs at the owners of parameters: an ordinary optimizer over those that live there. Calls find it by name."""
+"""The local optimizers: at each owner of parameters, an ordinary optimizer for those that live there."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import torch
@@ -17,34 +17,28 @@ from rpcdist.autograd._interface import _retrieve_context
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.optim._param_groups import Group, options_of
-from rpcdist.rpc import RRef
-from rpcdist.rpc._current import current_agent
+from rpcdist.rpc import RRef, get_rpc_timeout
+from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 
-__all__ = ["LocalOptimizer"]
+__all__ = ["LocalOptimizer", "NewOptimizer", "OptimizerTable", "call_local_optimizer", "new_local_optimizer", "tables"]
 
 
 class LocalOptimizer:
     """An optimizer over the parameters of this process, driven by a `DistributedOptimizer` somewhere.
 
-    All of its methods hold the lock of this process, so that of several trainers, each of which has an optimizer of
-    its own here, one works on the parameters at a time.
+    Args:
+        lock: held by all of its methods. Several trainers, each with an optimizer of its own here, may share the
+            parameters; one of them works on the parameters at a time.
+        optimizer_class, groups, is_flat, numbers, args, kwargs: as for `new_local_optimizer`.
 
     Attributes:
         optim: the optimizer.
-        number: its place in `by_number`.
     """
-
-    global_lock = threading.Lock()
-
-    # Those that some `DistributedOptimizer` refers to. Calls name one by its number: a call whose arguments are plain
-    # values costs half of one that takes a reference along.
-    by_number: ClassVar[WeakValueDictionary[int, LocalOptimizer]] = WeakValueDictionary()
-    numbers = itertools.count(1)
 
     def __init__(
         self,
+        lock: threading.Lock,
         optimizer_class: Callable[..., torch.optim.Optimizer],
         groups: Sequence[Group],
         is_flat: bool,
@@ -57,8 +51,7 @@ class LocalOptimizer:
             for names, group in zip(numbers, groups, strict=True)
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
-        self.number = next(self.numbers)
-        self.by_number[self.number] = self
+        self._lock = lock
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group], hogwild: bool) -> bool:
@@ -68,25 +61,25 @@ class LocalOptimizer:
             False if this process took no part in the context, so that there was nothing to do.
         """
         gradients = _gradients_of(context_id)
-        with _alone("step"):
+        with self._alone("step"):
             self._set_options(options)
             with _lent(self._parameters, gradients or {}), _uncounted(self._parameters, hogwild):
                 self.optim.step()
         return gradients is not None
 
     def zero_grad(self, set_to_none: bool) -> None:
-        with _alone("zero_grad"):
+        with self._alone("zero_grad"):
             self.optim.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Copied, on the CPU: nobody needs a device map to read it, and loading brings it to the parameters' device."""
-        with _alone("state_dict"):
+        """A copy on the CPU, which can be sent without a device map; loading moves it to the parameters' device."""
+        with self._alone("state_dict"):
             state: dict[str, Any] = _copied(self.optim.state_dict())
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        with _alone("load_state_dict"):
-            self.optim.load_state_dict(_copied(state_dict))  # where the caller is here, it must not share the state
+        with self._alone("load_state_dict"):
+            self.optim.load_state_dict(_copied(state_dict))  # a caller on this worker must not share the state
 
     def norm(self, context_id: int, norm_type: float) -> float:
         """The norm of all gradients of the context here, as if they were one vector."""
@@ -98,13 +91,29 @@ class LocalOptimizer:
         """Multiplies the gradients of the context here."""
         _retrieve_context(context_id).gradients.scale(self._parameters, factor)
 
+    @contextmanager
+    def _alone(self, what: str) -> Iterator[None]:
+        """Holds the lock, for which it waits as long as the call may take."""
+        if not self._lock.acquire(blocking=False):
+            wait_s = current_deadline.get().earlier(Deadline.after(get_rpc_timeout() or None)).wait_s()
+            with blocking():
+                taken = self._lock.acquire(timeout=-1 if wait_s is None else wait_s)
+            if not taken:
+                raise DeadlineExceeded(
+                    f"{what} of a distributed optimizer waited for another one's step on this worker"
+                )
+        try:
+            yield
+        finally:
+            self._lock.release()
+
     def _own(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
         return {p: gradients[p] for p in self._parameters if p in gradients}
 
     def _set_options(self, options: Sequence[Group]) -> None:
         for group, changed in zip(self.optim.param_groups, options, strict=True):
             for name, value in changed.items():
-                if isinstance(group.get(name), Tensor):  # a capturable optimizer looks at this very tensor
+                if isinstance(group.get(name), Tensor):  # a capturable optimizer keeps this tensor object
                     group[name].copy_(torch.as_tensor(value))
                 else:
                     group[name] = value
@@ -124,24 +133,7 @@ def _gradients_of(context_id: int) -> dict[Tensor, Tensor] | None:
     try:
         return autograd.get_gradients(context_id)
     except autograd.ContextNotFound:
-        return None  # the caller, who has the context, knows whether it is over
-
-
-@contextmanager
-def _alone(what: str) -> Iterator[None]:
-    """Holds the lock of this process, for which it waits as long as the call may take."""
-    limit = current_deadline.get().earlier(Deadline.after(current_agent().caller.timeout_of(UNSET_RPC_TIMEOUT)))
-    lock = LocalOptimizer.global_lock
-    if not lock.acquire(blocking=False):
-        wait_s = limit.wait_s()
-        with blocking():
-            taken = lock.acquire(timeout=-1 if wait_s is None else wait_s)
-        if not taken:
-            raise DeadlineExceeded(f"{what} of a distributed optimizer waited for another one's step in this process")
-    try:
-        yield
-    finally:
-        lock.release()
+        return None  # the caller checks whether the context is over
 
 
 @contextmanager
@@ -157,7 +149,7 @@ def _lent(parameters: Sequence[Tensor], gradients: dict[Tensor, Tensor]) -> Iter
 
 
 def _uncounted(parameters: Sequence[Tensor], hogwild: bool) -> Any:
-    """With `hogwild`, changes of the parameters do not invalidate what others saved of them for their backward."""
+    """With `hogwild`, changes of the parameters do not invalidate the tensors that other backward passes have saved."""
     return torch.autograd._unsafe_preserve_version_counter(tuple(parameters)) if hogwild else nullcontext()
 
 
@@ -171,17 +163,50 @@ def _copied(value: Any) -> Any:
     return value
 
 
-# ---------------------------------------------------------------- what is called
+class OptimizerTable:
+    """The local optimizers of one agent, as long as some `DistributedOptimizer` refers to them.
+
+    Calls identify an optimizer by its number: a call with plain arguments costs half of one with a reference.
+
+    Attributes:
+        lock: see `LocalOptimizer`.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._numbers = itertools.count(1)
+        self._by_number: WeakValueDictionary[int, LocalOptimizer] = WeakValueDictionary()
+
+    def add(self, local: LocalOptimizer) -> int:
+        """Adds an optimizer; returns its number."""
+        number = next(self._numbers)
+        self._by_number[number] = local
+        return number
+
+    def find(self, number: int) -> LocalOptimizer:
+        local = self._by_number.get(number)
+        if local is None:
+            raise RpcdistError(
+                f"optimizer {number} is not here any more: no DistributedOptimizer refers to it, or the lease of the "
+                "last one ended; make a new one"
+            )
+        return local
+
+
+tables: AgentLocal[OptimizerTable] = AgentLocal(OptimizerTable)
+
+
+# ---------------------------------------------------------------- called by RPC
 
 
 class NewOptimizer(NamedTuple):
-    """What a `DistributedOptimizer` gets to know of a local one.
+    """A new local optimizer, as a `DistributedOptimizer` sees it.
 
     Attributes:
-        rref: keeps it alive.
-        number: calls name it so.
-        options: of its groups.
-        defaults: of these options.
+        rref: keeps the local optimizer alive.
+        number: identifies it in calls.
+        options: the options of its groups.
+        defaults: the default options of its class.
     """
 
     rref: RRef[LocalOptimizer]
@@ -198,18 +223,21 @@ def new_local_optimizer(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> NewOptimizer:
-    """Makes a local optimizer."""
-    local = LocalOptimizer(optimizer_class, groups, is_flat, numbers, args, kwargs)
+    """Makes a local optimizer.
+
+    Args:
+        optimizer_class: makes the optimizer.
+        groups: the parameter groups, with references to parameters of this worker.
+        is_flat: whether the user gave a plain list of parameters instead of groups.
+        numbers: for each group, the numbers of its parameters in the distributed optimizer.
+        args, kwargs: for `optimizer_class`.
+    """
+    table = tables.get()
+    local = LocalOptimizer(table.lock, optimizer_class, groups, is_flat, numbers, args, kwargs)
     options = [options_of(group) for group in local.optim.param_groups]
-    return NewOptimizer(RRef(local), local.number, options, _copied(local.optim.defaults))
+    return NewOptimizer(RRef(local), table.add(local), options, _copied(local.optim.defaults))
 
 
 def call_local_optimizer(number: int, method: str, *args: Any) -> Any:
-    """Runs a method of a local optimizer."""
-    local = LocalOptimizer.by_number.get(number)
-    if local is None:
-        raise RpcdistError(
-            f"optimizer {number} is not here any more: no DistributedOptimizer refers to it, or the lease of the last "
-            "one ended; make a new one"
-        )
-    return getattr(local, method)(*args)
+    """Calls a method of a local optimizer."""
+    return getattr(tables.get().find(number), method)(*args)

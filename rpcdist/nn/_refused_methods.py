@@ -1,4 +1,4 @@
-"""The methods of `torch.nn.Module` that make no sense from afar; they say so, with torch's words."""
+"""The methods of `torch.nn.Module` that a `RemoteModule` refuses, with torch's error messages."""
 
 from __future__ import annotations
 
@@ -54,12 +54,12 @@ REFUSED = (
 
 
 def refuse(name: str, advice: str) -> NoReturn:
-    """Raises `ConfigError`, which is a `ValueError` as in torch."""
+    """Raises `ConfigError`, which is a `ValueError` like torch's error."""
     raise ConfigError(f"Method ``{name}`` not supported for RemoteModule. {advice}")
 
 
 class RefusesLocalMethods(nn.Module):
-    """A module without parameters, buffers and submodules of its own."""
+    """A module without parameters, buffers and submodules in this process."""
 
 
 def _refusing(name: str) -> Any:
@@ -68,12 +68,12 @@ def _refusing(name: str) -> Any:
 
     refused.__name__ = name
     refused.__qualname__ = f"RefusesLocalMethods.{name}"
-    refused.__doc__ = "Not supported from afar; raises ValueError."
+    refused.__doc__ = "Not supported for remote modules; raises ValueError."
     return refused
 
 
-# A handle that came in a call has none of the attributes that `nn.Module` makes; as a part of a local module it needs
-# some of them.
+# A handle that arrived in a call lacks the attributes that `nn.Module.__init__` sets. As a submodule of a local module
+# it needs some of them, so the class has empty ones.
 for _name, _empty in {
     "training": True,
     "_parameters": MappingProxyType({}),

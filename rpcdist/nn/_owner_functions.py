@@ -1,4 +1,4 @@
-"""What runs at the owner of a remote module. Calls find it by name."""
+"""The functions that a `RemoteModule` calls at the owner of its module."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__: list[str] = []
 def create(
     module_cls: Callable[..., nn.Module], args: Sequence[Any], kwargs: Mapping[str, Any], device: str, scripted: bool
 ) -> nn.Module:
-    """Makes the module; with `scripted`, compiles it with TorchScript."""
+    """Makes the module on a device; with `scripted`, compiles it with TorchScript."""
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(
@@ -33,9 +33,9 @@ def create(
 def forward(
     module_rref: RRef[nn.Module], device: str, has_device_map: bool, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """Calls the module, with its inputs on its device.
+    """Calls the module with its inputs on its device.
 
-    Results go back to the CPU unless the caller has a device map, without which tensors of devices cannot be sent.
+    Results are moved to the CPU unless the caller has a device map: without one, only CPU tensors can be sent.
     """
     module = module_rref.local_value()
     place = device_of(module, device)
@@ -46,7 +46,7 @@ def forward(
 
 
 def device_of(module: nn.Module, otherwise: str) -> torch.device:
-    """The device of its first parameter or buffer; a handle elsewhere may not know that the module was moved."""
+    """The device of the module's first parameter or buffer: the caller may not know that the module has moved."""
     for tensor in (*_first(module.parameters()), *_first(module.buffers())):
         return tensor.device
     return torch.device(otherwise)
@@ -87,7 +87,7 @@ def move(module_rref: RRef[nn.Module], device: str, args: Sequence[Any], kwargs:
 
 
 def state_dict(module_rref: RRef[nn.Module]) -> dict[str, Any]:
-    """A copy on the CPU, which everybody can receive; loading brings it to the module's device."""
+    """The state on the CPU, which can be sent without a device map; loading moves it to the module's device."""
     state = module_rref.local_value().state_dict()
     for name, value in state.items():
         state[name] = _moved(value, torch.device("cpu"))
@@ -95,11 +95,11 @@ def state_dict(module_rref: RRef[nn.Module]) -> dict[str, Any]:
 
 
 def load_state_dict(module_rref: RRef[nn.Module], state: Mapping[str, Any], strict: bool, assign: bool) -> Any:
-    """Returns what the module's own method does: the missing and the unexpected keys."""
+    """Loads a state; returns the missing and the unexpected keys, like the module's own method."""
     return module_rref.local_value().load_state_dict(state, strict=strict, assign=assign)
 
 
-# ---------------------------------------------------------------- TorchScript modules, as values
+# ---------------------------------------------------------------- sending TorchScript modules
 
 
 def rebuild_script_module(saved: bytes) -> torch.jit.ScriptModule:
@@ -108,7 +108,7 @@ def rebuild_script_module(saved: bytes) -> torch.jit.ScriptModule:
 
 
 def reduce_script_module(module: torch.jit.ScriptModule) -> tuple[Callable[[bytes], Any], tuple[bytes]]:
-    """How a compiled module travels: as a copy, in TorchScript's own format."""
+    """Pickles a compiled module as a copy in TorchScript's own format."""
     file = io.BytesIO()
     torch.jit.save(module, file)
     return rebuild_script_module, (file.getvalue(),)

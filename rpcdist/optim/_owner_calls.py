@@ -1,4 +1,4 @@
-"""Calls to several owners of one optimizer at once: waits for all of them, and names those that failed."""
+"""Calls to all owners of an optimizer's parameters at the same time; an error names the owners that failed."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     """Runs the calls at the same time, the one of this process on this thread, and waits for all of them.
 
     Args:
-        what: is done, for errors.
+        what: the operation, for the texts of errors.
         calls: at most one for each owner.
-        instead: what to write on an event loop.
+        instead: the asynchronous alternative that the text of `BlockingInLoop` names.
 
     Raises:
         OwnerLost: an owner died.
         BlockingInLoop: called on an event loop's thread.
-        Exception: what an owner raised; its notes say which, who else failed, and who did not. If several failed, it
-            is the error of the first in order.
+        Exception: the error of the first owner that failed; its notes name that owner, the other failed owners, and
+            those that succeeded.
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop(what, f"await {instead}")
