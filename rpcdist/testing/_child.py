@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
-import logging
 import os
 import pickle
 import select
@@ -79,7 +78,6 @@ def serve(connection: Connection[Any, Any], lifeline: Connection[Any, Any], setu
     _die_with(lifeline)
     os.environ.clear()
     os.environ.update(setup.environment)
-    logging.basicConfig(level=logging.WARNING)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the workers of a test share few cores
     with contextlib.suppress(EOFError, OSError):

@@ -1,27 +1,21 @@
 """Four worker processes that stay alive from test to test, and the verdict on each test.
 
-The process that uses this module forks the workers, so it has to have one thread only and no RPC of its own: run it
-through `run_conformance.py`. A test that fails on one rank leaves the others waiting for it, a test that hangs leaves
-all of them, and one that crashes leaves three: then all four are killed, by their ids, and started anew.
+A test that fails on one rank leaves the others waiting for it, a test that hangs leaves all of them, and one that
+crashes leaves three: then all four are killed and started anew.
 """
 
 from __future__ import annotations
 
-import ctypes
-import faulthandler
-import os
 import secrets
 import shutil
-import signal
-import sys
-import tempfile
 import time
-import traceback
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 
-from rpctest_worker import WORLD_SIZE, Case, Result, Tidy, serve
+import rpctest_worker
+from rpctest_worker import WORLD_SIZE, Case, Result
+
+from rpcdist.testing import Pending, Worker, WorkerEnded, WorkerPool, WorkerTimeout, wait_for_any
 
 __all__ = ["Fleet", "Outcome"]
 
@@ -29,8 +23,7 @@ __all__ = ["Fleet", "Outcome"]
 GRACE_S = 4.0
 TIDY_LIMIT_S = 30.0
 START_LIMIT_S = 120.0
-LOG_TAIL_CHARS = 3000
-_PR_SET_PDEATHSIG = 1
+OUTPUT_TAIL_CHARS = 3000
 
 
 @dataclass(slots=True)
@@ -49,30 +42,6 @@ class Outcome:
         return self.status not in ("passed", "skipped")
 
 
-@dataclass(slots=True)
-class _Worker:
-    rank: int
-    pid: int
-    connection: Connection
-    log: Path
-    log_start: int = 0
-    reaped: bool = False
-
-    def how_it_ended(self) -> str:
-        """Wait for the end of a process that closed its connection, and say how it ended."""
-        _, status = os.waitpid(self.pid, 0)
-        self.reaped = True
-        code = os.waitstatus_to_exitcode(status)
-        return f"by signal {-code}" if code < 0 else f"with exit code {code}"
-
-    def kill(self) -> None:
-        self.connection.close()
-        if not self.reaped:
-            os.kill(self.pid, signal.SIGKILL)
-            os.waitpid(self.pid, 0)
-            self.reaped = True
-
-
 class Fleet:
     """Four workers, started when first needed.
 
@@ -85,13 +54,13 @@ class Fleet:
         self.peer = peer
         self.fresh = fresh
         self.num_starts = 0
-        self._workers: list[_Worker] = []
-        self._folder = Path(tempfile.mkdtemp(prefix="rpcdist-conformance-"))
+        self._pool = WorkerPool({"TORCH_SHOW_CPP_STACKTRACES": "1"})
+        self._workers: list[Worker] = []
 
     def close(self) -> None:
         """Kill the workers and remove their files."""
         self._kill()
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._pool.close()
 
     def run(self, suite: str, test: str, limit_s: float) -> Outcome:
         """Run one test on all four workers.
@@ -103,81 +72,46 @@ class Fleet:
         """
         if not self._workers:
             self._start()
-        file = self._folder / f"init-{self.num_starts}-{secrets.token_hex(4)}"
+        file = Path(self._pool.new_file())
         file.touch()
         case = Case(suite, test, str(file))
         started = time.monotonic()
-        for worker in self._workers:
-            worker.log_start = worker.log.stat().st_size
-            worker.connection.send(case)
-        outcome = self._judge(str(case), limit_s)
+        written = [worker.num_output_bytes() for worker in self._workers]
+        pending = [worker.begin(rpctest_worker.run, case, rank) for rank, worker in enumerate(self._workers)]
+        outcome = self._judge(str(case), pending, written, limit_s)
         outcome.seconds = time.monotonic() - started
         if self.fresh:
             self._kill()
-        for leftover in self._folder.glob(f"{file.name}*"):
+        for leftover in file.parent.glob(f"{file.name}*"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
         return outcome
 
-    def _judge(self, name: str, limit_s: float) -> Outcome:
-        results, late = self._gather(limit_s)
-        used = {part for result in results.values() if isinstance(result, Result) for part in result.used}
-        errors = {rank: result.text for rank, result in results.items() if result.status == "error"}
-        crashed = {rank: result.text for rank, result in results.items() if result.status == "crashed"}
-        if errors or crashed or late:
-            return self._failed(name, {**errors, **crashed}, late, bool(crashed), bool(errors))
+    def _judge(self, name: str, pending: list[Pending[Result]], written: list[int], limit_s: float) -> Outcome:
+        results = _gather(pending, limit_s)
+        used = {part for result in results for part in result.used}
+        bad = {rank: result for rank, result in enumerate(results) if result.status in ("error", "crashed", "late")}
+        if bad:
+            return self._failed(name, bad, written)
         status = "skipped" if results[0].status == "skipped" else "passed"
         outcome = Outcome(name, status, 0.0, results[0].text, used)
         if not self.fresh:
             self._tidy(outcome)
         return outcome
 
-    def _failed(self, name: str, texts: dict[int, str], late: list[_Worker], crashed: bool, failed: bool) -> Outcome:
-        for worker in late:
-            texts[worker.rank] = "did not finish; its threads:\n" + self._stacks(worker)
-        status = "crashed" if crashed else "failed" if failed else "timeout"
-        parts = [f"--- rank {rank} ---\n{text}" for rank, text in sorted(texts.items())]
-        parts += [f"--- output of rank {w.rank} ---\n{text}" for w in self._workers if (text := _tail(w))]
+    def _failed(self, name: str, bad: dict[int, Result], written: list[int]) -> Outcome:
+        kinds = {result.status for result in bad.values()}
+        status = "crashed" if "crashed" in kinds else "failed" if "error" in kinds else "timeout"
+        parts = [f"--- rank {rank} ---\n{result.text}" for rank, result in bad.items()]
+        for rank, (worker, before) in enumerate(zip(self._workers, written, strict=True)):
+            if text := worker.output(before)[-OUTPUT_TAIL_CHARS:].strip():
+                parts.append(f"--- output of rank {rank} ---\n{text}")
         self._kill()
         return Outcome(name, status, 0.0, "\n".join(parts))
 
-    def _gather(self, limit_s: float) -> tuple[dict[int, Result], list[_Worker]]:
-        """Wait for the answer of every rank; return the answers, and the workers that gave none."""
-        deadline = time.monotonic() + limit_s
-        results: dict[int, Result] = {}
-        pending = list(self._workers)
-        while pending and (left_s := deadline - time.monotonic()) > 0:
-            ready = wait([worker.connection for worker in pending], left_s)
-            for worker in [worker for worker in pending if worker.connection in ready]:
-                pending.remove(worker)
-                results[worker.rank] = result = self._receive(worker)
-                if result.status in ("error", "crashed"):
-                    deadline = min(deadline, time.monotonic() + GRACE_S)
-        return results, pending
-
-    def _receive(self, worker: _Worker) -> Result:
-        try:
-            result = worker.connection.recv()
-        except (EOFError, ConnectionResetError):
-            return Result("crashed", f"the process ended by itself, {worker.how_it_ended()}")
-        assert isinstance(result, Result)
-        return result
-
     def _tidy(self, outcome: Outcome) -> None:
         """Have the workers clean up; a worker that cannot turns a passed test into a failed one."""
-        deadline = time.monotonic() + TIDY_LIMIT_S
-        problems: dict[int, str] = {}
-        for worker in self._workers:
-            worker.connection.send(Tidy())
-        for worker in self._workers:
-            if not worker.connection.poll(max(0.0, deadline - time.monotonic())):
-                problems[worker.rank] = "did not finish cleaning up; its threads:\n" + self._stacks(worker)
-                continue
-            try:
-                found = worker.connection.recv()
-            except (EOFError, ConnectionResetError):
-                found = [f"ended while cleaning up, {worker.how_it_ended()}"]
-            if found:
-                problems[worker.rank] = "\n".join(found)
+        tidying = [worker.begin(rpctest_worker.tidy, self.peer) for worker in self._workers]
+        problems = {rank: text for rank, pending in enumerate(tidying) if (text := _problems(pending))}
         if problems:
             outcome.status = "failed"
             outcome.details = "\n".join(f"--- rank {rank}, after the test ---\n{t}" for rank, t in problems.items())
@@ -185,82 +119,47 @@ class Fleet:
 
     def _start(self) -> None:
         self.num_starts += 1
-        token = secrets.token_hex(16)
+        environment = {"RPCDIST_TOKEN": secrets.token_hex(16)}
+        self._workers = [self._pool.start(f"rank{rank}", environment) for rank in range(WORLD_SIZE)]
         try:
-            for rank in range(WORLD_SIZE):
-                self._workers.append(self._fork(rank, token))
-            for worker in self._workers:
-                if not worker.connection.poll(START_LIMIT_S):
-                    raise RuntimeError(f"rank {worker.rank} did not start:\n{self._stacks(worker)}")
-                try:
-                    worker.connection.recv()
-                except (EOFError, ConnectionResetError):
-                    raise RuntimeError(f"rank {worker.rank} did not start:\n{worker.log.read_text()}") from None
+            for pending in [worker.begin(rpctest_worker.prepare, self.peer) for worker in self._workers]:
+                pending.result(START_LIMIT_S)
         except BaseException:
             self._kill()
             raise
 
-    def _fork(self, rank: int, token: str) -> _Worker:
-        mine, theirs = Pipe()
-        log = self._folder / f"rank{rank}.log"
-        log.write_bytes(b"")
-        sys.stdout.flush()
-        sys.stderr.flush()
-        pid = os.fork()
-        if pid:
-            theirs.close()
-            return _Worker(rank, pid, mine, log)
-        # The child. It never returns into the parent's code, whatever happens.
-        code = 1
-        try:
-            mine.close()
-            for other in self._workers:
-                other.connection.close()
-            self._become_worker(log, token)
-            serve(theirs, rank, self.peer)
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-
-    def _become_worker(self, log: Path, token: str) -> None:
-        # A worker that hangs in a test has to end with the process that would have killed it.
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        descriptor = os.open(log, os.O_WRONLY | os.O_APPEND)
-        os.dup2(descriptor, 1)
-        os.dup2(descriptor, 2)
-        os.close(descriptor)
-        faulthandler.enable(file=2)
-        faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
-        os.environ["RPCDIST_TOKEN"] = token
-        os.environ["TORCH_SHOW_CPP_STACKTRACES"] = "1"
-
-    def _stacks(self, worker: _Worker) -> str:
-        """Ask a worker for the stacks of its threads, which it writes to its log."""
-        before = worker.log.stat().st_size
-        os.kill(worker.pid, signal.SIGUSR1)
-        # The signal's handler is C code that runs at once; there is nothing that reports its end.
-        size, end = before, time.monotonic() + 2.0
-        while time.monotonic() < end:
-            time.sleep(0.1)
-            grown = worker.log.stat().st_size
-            if grown == size > before:
-                break
-            size = grown
-        with worker.log.open("rb") as file:
-            file.seek(before)
-            return file.read().decode(errors="replace")
-
     def _kill(self) -> None:
         for worker in self._workers:
-            worker.kill()
+            if worker.alive:
+                worker.kill()
+            self._pool.discard(worker)
         self._workers.clear()
 
 
-def _tail(worker: _Worker) -> str:
-    with worker.log.open("rb") as file:
-        file.seek(worker.log_start)
-        return file.read().decode(errors="replace")[-LOG_TAIL_CHARS:].strip()
+def _gather(pending: list[Pending[Result]], limit_s: float) -> list[Result]:
+    """Wait for the answer of every rank; a rank that gave none is `crashed` or `late`."""
+    limit = time.monotonic() + limit_s
+    results: dict[Pending[Result], Result] = {}
+    while left := [one for one in pending if one not in results]:
+        for one in wait_for_any(left, max(0.0, limit - time.monotonic())) or left:
+            results[one] = _result(one)
+            if results[one].status in ("error", "crashed"):
+                limit = min(limit, time.monotonic() + GRACE_S)
+    return [results[one] for one in pending]
+
+
+def _result(pending: Pending[Result]) -> Result:
+    try:
+        return pending.result(0.0)
+    except WorkerEnded as exc:
+        return Result("crashed", str(exc))
+    except WorkerTimeout as exc:
+        return Result("late", str(exc))
+
+
+def _problems(pending: Pending[list[str]]) -> str:
+    """What is wrong after cleaning up on one rank."""
+    try:
+        return "\n".join(pending.result(TIDY_LIMIT_S))
+    except (WorkerEnded, WorkerTimeout) as exc:
+        return str(exc)

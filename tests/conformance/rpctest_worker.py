@@ -1,7 +1,7 @@
-"""One of the four processes in which torch's tests run: it runs the body of each test for its rank.
+"""What the four processes do in which torch's tests run: each runs the body of a test for its rank.
 
-The parent sends a `Case`; the worker runs it and answers with a `Result`. Then the parent sends `Tidy`, once all four
-have answered; the worker removes what the test left behind, and answers again. torch's own harness runs each test in
+`run` takes a `Case` and answers with a `Result`. Once all four have answered, `tidy` removes what the test left
+behind. torch's own harness runs each test in
 fresh processes, so tests may leave anything behind: an agent, a process group, changed globals, environment variables.
 """
 
@@ -12,21 +12,26 @@ import contextlib
 import gc
 import importlib
 import os
-import sys
 import traceback
 import unittest
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any
 
 import torch.distributed as dist
 from rpctest_catalogue import NOT_WATCHED
 
-__all__ = ["Case", "Result", "Tidy", "serve"]
+__all__ = ["WORLD_SIZE", "Case", "Result", "prepare", "run", "tidy"]
 
 WORLD_SIZE = 4
+PRELOAD = "torch.testing._internal.common_distributed"
+"""It imports modules of torch that need torch's own names, so it comes before rpcdist takes their place."""
+
+_peer: list[str] = []
+"""Whose RPC the tests of this process run on."""
+_kept: list[_State] = []
+"""The state of this process before the test that runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,48 +47,49 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Tidy:
-    """All ranks have answered: remove what the test left behind."""
-
-
-@dataclass(frozen=True, slots=True)
 class Result:
-    """How the body of a test ended on one rank: `ok`, `skipped` or `error`, and what it used on the way."""
+    """How the body of a test ended on one rank: `ok`, `skipped` or `error`, and what it used on the way.
+
+    For a process that gave no answer the status is `crashed` or `late`.
+    """
 
     status: str
     text: str = ""
     used: frozenset[str] = field(default_factory=frozenset)
 
 
-def serve(connection: Connection, rank: int, peer: str) -> None:
-    """Run cases until the parent closes the connection.
+def prepare(peer: str) -> None:
+    """Import what the tests need; once in each process, and first.
 
     Args:
-        connection: to the parent.
-        rank: this worker's rank, 0 to 3.
         peer: `rpcdist` or `torch`.
     """
-    import rpctest_modules
-
+    importlib.import_module(PRELOAD)
     if peer == "rpcdist":
+        import rpctest_modules
+
         rpctest_modules.install()
-    suites = importlib.import_module("rpctest_suites")
-    connection.send("ready")
-    while True:
-        try:
-            request = connection.recv()
-        except EOFError:
-            return
-        if isinstance(request, Case):
-            keep = _State.now()
-            with _recording(watched=peer == "torch" and request.suite not in NOT_WATCHED) as used:
-                result = _run(suites, request, rank)
-            connection.send(Result(result.status, result.text, frozenset(used)))
-        elif isinstance(request, Tidy):
-            problems = _tidy(keep, peer)
-            if peer == "rpcdist" and rpctest_modules.torch_agent_is_set():
-                problems.append("torch's own RPC agent was started")
-            connection.send(problems)
+    importlib.import_module("rpctest_suites")
+    _peer.append(peer)
+
+
+def run(case: Case, rank: int) -> Result:
+    """Run the body of a test for a rank."""
+    _kept[:] = [_State.now()]
+    with _recording(watched=_peer == ["torch"] and case.suite not in NOT_WATCHED) as used:
+        result = _run(importlib.import_module("rpctest_suites"), case, rank)
+    return Result(result.status, result.text, frozenset(used))
+
+
+def tidy(peer: str) -> list[str]:
+    """Remove what the last test left behind; the problems with that."""
+    problems = _tidy(_kept.pop(), peer)
+    if peer == "rpcdist":
+        import rpctest_modules
+
+        if rpctest_modules.torch_agent_is_set():
+            problems.append("torch's own RPC agent was started")
+    return problems
 
 
 def _run(suites: ModuleType, case: Case, rank: int) -> Result:
@@ -221,7 +227,3 @@ def _patched(module: ModuleType, name: str, entry: str, used: set[str]) -> Itera
         yield
     finally:
         setattr(owner, attribute, original)
-
-
-if __name__ == "__main__":
-    sys.exit("this module is run by run_conformance.py")

@@ -4,7 +4,6 @@
     python tests/conformance/run_conformance.py test_add sparse       the tests whose names contain one of the words
     python tests/conformance/run_conformance.py --category plain      one category (see docs/conformance.md)
     python tests/conformance/run_conformance.py --peer torch --write  torch on itself; writes the list of its passes
-    python tests/conformance/run_conformance.py --serve               names on standard input, verdicts as JSON lines
 
 The exit code is 0 if at least 95 % of the counted tests of this run passed, in each category.
 """
@@ -13,8 +12,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
-import json
 import signal
 import sys
 from collections.abc import Iterator
@@ -26,6 +23,8 @@ import torch
 import torch.testing._internal.common_distributed
 from rpctest_catalogue import Entry
 from rpctest_fleet import Fleet, Outcome
+
+from rpcdist import testing
 
 __all__ = ["main"]
 
@@ -48,7 +47,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         "--write", action="store_true", help="write the baseline, or the numbers of docs/conformance.md"
     )
     parser.add_argument("--details", type=Path, metavar="FILE", help="write tracebacks and output of failures here")
-    parser.add_argument("--serve", action="store_true", help="take names from standard input, answer with JSON lines")
     return parser.parse_args(argv)
 
 
@@ -57,25 +55,13 @@ def main(argv: list[str] | None = None) -> int:
     # The workers' files and processes are removed on the way out of `main`.
     signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit(1))
     if options.peer == "torch":
-        import rpctest_suites  # noqa: F401  # once here, so that the forked workers have it
+        testing.preload("rpctest_suites")  # rpcdist has to take its place in torch first
     fresh = options.peer == "torch" if options.fresh is None else options.fresh
     fleet = Fleet(options.peer, fresh=fresh)
     try:
-        if options.serve:
-            return serve(fleet, options.limit)
         return run(fleet, options)
     finally:
         fleet.close()
-
-
-def serve(fleet: Fleet, limit_s: float) -> int:
-    """Answer each name on standard input with the verdict on that test, until the input ends."""
-    for line in sys.stdin:
-        suite, _, test = line.strip().partition(".")
-        outcome = dataclasses.asdict(fleet.run(suite, test, limit_s))
-        outcome["used"] = sorted(outcome["used"])
-        print(json.dumps(outcome), flush=True)
-    return 0
 
 
 def run(fleet: Fleet, options: argparse.Namespace) -> int:

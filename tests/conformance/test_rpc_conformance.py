@@ -7,17 +7,14 @@ from __future__ import annotations
 
 import ast
 import importlib
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from rpctest_catalogue import COUNTED, load
+from rpctest_fleet import Fleet
 
-HERE = Path(__file__).parent
 LIMIT_S = 60.0
 
 pytestmark = [pytest.mark.conformance, pytest.mark.multiproc]
@@ -69,43 +66,20 @@ def cross_section() -> Iterator[str]:
             yield f"{suite}.test_{word}"
 
 
-class Runner:
-    """The conformance runner as a child process: it forks the workers, which a test process with threads must not."""
-
-    def __init__(self) -> None:
-        command = [sys.executable, str(HERE / "run_conformance.py"), "--serve", "--limit", str(LIMIT_S)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-
-    def run(self, name: str) -> dict[str, str]:
-        """Run one test; returns its verdict."""
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(f"{name}\n")
-        self._process.stdin.flush()
-        line = self._process.stdout.readline()
-        assert line, f"the conformance runner ended with exit code {self._process.wait(10)}"
-        verdict: dict[str, str] = json.loads(line)
-        return verdict
-
-    def close(self) -> None:
-        """End the runner, which kills its workers."""
-        with self._process:
-            self._process.terminate()
-            self._process.wait(20)
-
-
 @pytest.fixture(scope="module")
-def runner() -> Iterator[Runner]:
-    runner = Runner()
-    yield runner
-    runner.close()
+def fleet(fork_server: None) -> Iterator[Fleet]:
+    fleet = Fleet("rpcdist")
+    yield fleet
+    fleet.close()
 
 
 # The first test of a group of workers pays for their start.
 @pytest.mark.timeout(LIMIT_S + 180)
 @pytest.mark.parametrize("name", list(cross_section()))
-def test_cross_section(runner: Runner, name: str) -> None:
-    verdict = runner.run(name)
-    assert verdict["status"] == "passed", verdict["details"]
+def test_cross_section(fleet: Fleet, name: str) -> None:
+    suite, _, test = name.partition(".")
+    outcome = fleet.run(suite, test, LIMIT_S)
+    assert outcome.status == "passed", outcome.details
 
 
 def test_the_cross_section_is_counted() -> None:

@@ -7,6 +7,7 @@ through a graceful `shutdown`; an error in what they logged fails the run.
 
 from __future__ import annotations
 
+import logging
 import re
 import threading
 from collections.abc import Iterator
@@ -59,7 +60,7 @@ class Cluster:
     def threads(self) -> set[threading.Thread]:
         """The agent's threads, which may stay, and may start at any time."""
         pool = self.agent.pool
-        return {worker.thread for worker in list(pool._workers)} | {pool._monitor._thread}
+        return {pool._monitor._thread, *(worker.thread for worker in list(pool._workers))}
 
     def outstanding(self) -> list[str]:
         """The calls and streams that are still in flight anywhere."""
@@ -77,7 +78,7 @@ def running_cluster(fork_server: None, leak_guard: LeakGuard) -> Iterator[Cluste
     with WorkerPool() as pool:
         url = pool.new_url()
         workers = [pool.start(NAMES[rank], channels(rank)) for rank in range(1, WORLD_SIZE)]
-        joining = [worker.begin(join, rank, url) for rank, worker in enumerate(workers, 1)]
+        joining = [worker.begin(join_in_worker, rank, url) for rank, worker in enumerate(workers, 1)]
         try:
             join(0, url)
             for pending in joining:
@@ -108,8 +109,12 @@ def channels(rank: int) -> dict[str, str | None]:
     return {"RPCDIST_CHANNELS": "grpc"} if rank in GRPC_RANKS else {}
 
 
+def join_in_worker(rank: int, url: str) -> None:
+    logging.basicConfig(level=logging.WARNING)  # `errors` goes by the level in front of each record
+    join(rank, url)
+
+
 def join(rank: int, url: str) -> None:
-    """Runs in every worker, and in the test process."""
     import rpc_functions  # noqa: F401  # before the first call needs it
 
     options = rpc.RpcOptions(init_method=url, rpc_timeout=START_LIMIT_S)
