@@ -40,38 +40,17 @@ from typing import Final
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.keys import (
-    PROOF_BYTES,
-    SESSION_ID_BYTES,
-    ReplayWindow,
-    SessionKeys,
-    framed,
-    mac,
-    request_proof,
-    verify_request,
-)
+from rpcdist.transport.identities import identity_fields, identity_from_proto, identity_to_proto, matches, named
+from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, SessionKeys, framed, mac
+from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
 
-__all__ = [
-    "MAX_HANDSHAKE_BYTES",
-    "NONCE_BYTES",
-    "PROTOCOL_VERSION",
-    "ClientHandshake",
-    "ReplayWindow",
-    "ServerHandshake",
-    "SessionKeys",
-    "identity_from_proto",
-    "identity_to_proto",
-    "request_proof",
-    "verify_request",
-]
+__all__ = ["MAX_HANDSHAKE_BYTES", "NONCE_BYTES", "PROTOCOL_VERSION", "ClientHandshake", "ServerHandshake"]
 
 PROTOCOL_VERSION: Final = 1
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Channels refuse a larger message before they parse it; `receive` checks again."""
 
-MAX_TEXT_LENGTH: Final = 128
-_MAX_REASON_LENGTH: Final = 600
 _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 
 Code = pb.Refusal.Code
@@ -96,8 +75,8 @@ class _HandshakeSide:
     def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
         if not token:
             raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
-        if job and not _is_text(job):
-            raise ConfigError(f"a job name has up to {MAX_TEXT_LENGTH} printable characters, but it is {job[:200]!r}")
+        if job and not is_name(job):
+            raise ConfigError(f"a job name has up to {MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}")
         self._token = token
         self._job = job
         self._identity = identity
@@ -156,10 +135,10 @@ class _HandshakeSide:
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
         """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
         self._fail(code, local or reason)
-        return pb.Handshake(refusal=pb.Refusal(reason=reason[:_MAX_REASON_LENGTH], code=code))
+        return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
 
     def _refused_by_peer(self, refusal: pb.Refusal, who: str) -> None:
-        self._fail(refusal.code, f"{who} refused the connection: {_shown(refusal.reason)}")
+        self._fail(refusal.code, f"{who} refused the connection: {_reason(refusal)}")
 
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
         if code == Code.TOKEN and self._token_source is not None:
@@ -178,7 +157,7 @@ class _HandshakeSide:
         hello = self._hello
         self._transcript = framed(
             hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, hello.role.encode(), hello.job.encode(),
-            *_identity_fields(client), *_identity_fields(server),
+            *identity_fields(client), *identity_fields(server),
         )  # fmt: skip
 
     def _proof(self, direction: bytes) -> bytes:
@@ -265,11 +244,11 @@ class ClientHandshake(_HandshakeSide):
         if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
             # Only the kind and the advice go out: the server's operator needs both, an eavesdropper learns nothing.
             return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"the server did not prove the job token. {_TOKEN_ADVICE}")
-        if not _matches(self._expected, peer):
+        if not matches(self._expected, peer):
             return self._refuse(
                 Code.WRONG_PEER,
-                f"this address was expected to belong to {_named(self._expected)}",
-                f"{_named(peer)} answers at the address of {_named(self._expected)}: that process has ended, or two "
+                f"this address was expected to belong to {named(self._expected)}",
+                f"{named(peer)} answers at the address of {named(self._expected)}: that process has ended, or two "
                 "workers published the same address. Ask the coordinator for its present address.",
             )
         self._peer = peer
@@ -337,7 +316,7 @@ class ServerHandshake(_HandshakeSide):
         step = self._open(message)
         if step == "refusal" and self._state is not HandshakeState.START:
             self._refused_by_peer(
-                message.refusal, f"the client, which calls itself {_shown(self._hello.identity.name)!r},"
+                message.refusal, f"the client, which calls itself {printable(self._hello.identity.name)!r},"
             )
             return None
         if step == "hello" and self._state is HandshakeState.START:
@@ -355,7 +334,7 @@ class ServerHandshake(_HandshakeSide):
             )
         if len(hello.nonce) != NONCE_BYTES:
             raise self._violation(f"the hello has a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}")
-        if not _ROLE.match(hello.role) or (hello.job and not _is_text(hello.job)):
+        if not _ROLE.match(hello.role) or (hello.job and not is_name(hello.job)):
             raise self._violation("the hello has a malformed role or job")
         peer = self._identity_of(hello)
         if hello.job != self._job:
@@ -386,47 +365,5 @@ class ServerHandshake(_HandshakeSide):
         return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
 
 
-def identity_to_proto(identity: Identity) -> pb.Identity:
-    """The wire form of an identity."""
-    return pb.Identity(name=identity.name, id=identity.id, incarnation=identity.incarnation)
-
-
-def identity_from_proto(message: pb.Identity) -> Identity:
-    """The identity in a message; raises `ProtocolViolation` where its name or id is out of bounds."""
-    if message.id < -1 or not (_is_text(message.name) or (message.id == -1 and message.name == "")):
-        raise ProtocolViolation(
-            f"an identity has a malformed name ({_shown(message.name[:40])!r}) or id ({message.id})"
-        )
-    return Identity(message.name, message.id, message.incarnation)
-
-
-def _identity_fields(identity: Identity) -> tuple[bytes, bytes, bytes]:
-    return (
-        identity.name.encode(),
-        identity.id.to_bytes(8, "big", signed=True),
-        identity.incarnation.to_bytes(8, "big"),
-    )
-
-
-def _is_text(text: str) -> bool:
-    return 0 < len(text) <= MAX_TEXT_LENGTH and text.isprintable()
-
-
-def _shown(text: str) -> str:
-    """A peer's text, fit for a log: bounded, without control characters."""
-    text = "".join(character if character.isprintable() else "?" for character in text[:_MAX_REASON_LENGTH])
-    return text or "no reason given"
-
-
-def _matches(expected: Identity | None, peer: Identity) -> bool:
-    return expected is None or (
-        expected.name in ("", peer.name)
-        and expected.id in (-1, peer.id)
-        and expected.incarnation in (0, peer.incarnation)
-    )
-
-
-def _named(identity: Identity | None) -> str:
-    if identity is None or not identity.name:
-        return "anybody"
-    return f"worker {identity.name!r} (id {identity.id}, incarnation {identity.incarnation:x})"
+def _reason(refusal: pb.Refusal) -> str:
+    return printable(refusal.reason[:MAX_REASON_LENGTH]) or "no reason given"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
-from rpcdist.transport.handshake import identity_from_proto
+from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import SessionHandler
 

@@ -20,7 +20,8 @@ from rpcdist.ids import Identity
 from rpcdist.testing import RpcWorld, eventually
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS
 from rpcdist.transport._framing.frames import frame
-from rpcdist.transport.handshake import ClientHandshake, SessionKeys
+from rpcdist.transport.handshake import ClientHandshake
+from rpcdist.transport.keys import SessionKeys
 
 __all__ = [
     "SESSION",

@@ -16,7 +16,7 @@ from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousEr
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_table import MemberRecord
 from rpcdist.rpc._membership.service import MembershipService, MembershipTable, join_request, members_of
-from rpcdist.transport.handshake import identity_to_proto
+from rpcdist.transport.identities import identity_to_proto
 
 Outcome = pb.JoinReply.Outcome
 OK, NAME, ID = Outcome.OK, Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID

@@ -26,7 +26,7 @@ from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport._framing.frames import chunk_envelope, frame
-from rpcdist.transport.handshake import request_proof
+from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
 pytestmark = pytest.mark.multiproc

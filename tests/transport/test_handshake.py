@@ -11,17 +11,9 @@ from hypothesis import strategies as st
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import (
-    MAX_HANDSHAKE_BYTES,
-    ClientHandshake,
-    ReplayWindow,
-    ServerHandshake,
-    SessionKeys,
-    identity_from_proto,
-    identity_to_proto,
-    request_proof,
-    verify_request,
-)
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.identities import identity_from_proto, identity_to_proto
+from rpcdist.transport.keys import ReplayWindow, SessionKeys, request_proof, verify_request
 
 TOKEN = b"an excellent token of the job"
 ALICE = Identity("alice", 1, 11)

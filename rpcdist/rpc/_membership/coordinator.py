@@ -12,7 +12,7 @@ from rpcdist.rpc._membership.directory import Member
 from rpcdist.rpc._membership.service import MemberRecord, MembershipService, join_request, members_of
 from rpcdist.time_limits import COORDINATOR_CONNECT_LIMIT_S, COORDINATOR_GRACE_S, LEAVE_CONNECT_LIMIT_S
 from rpcdist.transport import Node
-from rpcdist.transport.handshake import identity_to_proto
+from rpcdist.transport.identities import identity_to_proto
 
 __all__ = ["Coordinator", "ProbingService", "serve_membership"]
 

@@ -13,7 +13,7 @@ from rpcdist.errors import CallRefused, DuplicateName, RendezvousError, WorldMis
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_table import MemberRecord, MembershipTable, Verdict
 from rpcdist.time_limits import PARKED_LIMIT_S
-from rpcdist.transport.handshake import identity_from_proto, identity_to_proto
+from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
 __all__ = [
     "MemberRecord",

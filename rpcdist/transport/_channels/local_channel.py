@@ -40,6 +40,7 @@ from rpcdist.transport._framing.frames import (
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
 
 __all__ = ["LocalChannel"]
@@ -290,9 +291,7 @@ class LocalChannel:
         self._num_scratch = left
 
     def _closed_because(self, reason: bytes) -> TransportError:
-        text = reason.decode(errors="replace")
-        text = "".join(letter if letter.isprintable() else "?" for letter in text)
-        return TransportError(f"{self._address} closed the connection: {text}")
+        return TransportError(f"{self._address} closed the connection: {printable(reason)}")
 
     def _broken(self, exc: OSError) -> TransportError:
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")

@@ -22,6 +22,7 @@ from google.protobuf.message import DecodeError
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.peer_text import printable
 
 __all__ = ["MAX_PURPOSE_BYTES", "ROLE", "check_purpose", "prove_client", "prove_server"]
 
@@ -49,7 +50,7 @@ async def prove_client(connection: socket.socket, side: ClientHandshake, purpose
     await _write_frame(connection, purpose.encode())
     answer = await _read_frame(connection, _MAX_ANSWER_BYTES)
     if answer:
-        raise ProtocolViolation(f"the peer refused the connection for {purpose!r}: {_text(answer)}")
+        raise ProtocolViolation(f"the peer refused the connection for {purpose!r}: {printable(answer)}")
 
 
 async def prove_server(
@@ -75,7 +76,7 @@ async def prove_server(
     await _drive(connection, side, spoke)
     if side.role != ROLE:
         raise AuthenticationFailed(f"the peer wants the role {side.role!r}; only {ROLE!r} is served here")
-    purpose = check_purpose(_text(await _read_frame(connection, MAX_PURPOSE_BYTES)))
+    purpose = check_purpose(printable(await _read_frame(connection, MAX_PURPOSE_BYTES)))
     reason = refusal(purpose)
     await _write_frame(connection, reason.encode()[:_MAX_ANSWER_BYTES])
     if reason:
@@ -131,8 +132,3 @@ async def _read_exactly(connection: socket.socket, size: int) -> bytes:
 
 async def _write_frame(connection: socket.socket, data: bytes) -> None:
     await asyncio.get_running_loop().sock_sendall(connection, _LENGTH.pack(len(data)) + data)
-
-
-def _text(data: bytes) -> str:
-    text = data.decode(errors="replace")
-    return "".join(character if character.isprintable() else "?" for character in text)
