@@ -80,18 +80,28 @@ class NullHandler(HeapPayloads):
 
 
 class Session:
-    """One live stream.
+    """Messages in both directions over one channel whose handshake is done.
 
     Attributes:
         peer: who is at the other end; proven by the handshake.
         role: what the connection is for.
         id: the session's number on both sides.
+        opened_by_me: whether this process opened the connection.
+        last_received: when something arrived last, heartbeats included, in monotonic seconds.
+        closed_reason: why the session ended; None while it is open.
+
+    Args:
+        io: the I/O loop that it runs on.
+        channel: carries its envelopes; the session closes it.
+        handler: gets what arrives.
+        silence_limit_s: the peer counts as lost after so many seconds without a sign of life.
+        by_me: whether this process opened the connection.
     """
 
     def __init__(
         self,
         io: IoLoop,
-        stream: Channel,
+        channel: Channel,
         peer: Identity,
         *,
         role: str,
@@ -107,18 +117,18 @@ class Session:
         self.last_received = time.monotonic()
         self.closed_reason: str | None = None
         self._io = io
-        self._stream = stream
-        self._channel = stream if isinstance(stream, DirectChannel) else None
+        self._channel = channel
+        self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
-        self._lent = None if self._channel is None else LentBuffers(handler.shares_payloads)
+        self._lent = None if self._direct is None else LentBuffers(handler.shares_payloads)
         self._incoming = Incoming(handler.allocate, self._borrow)
-        self._ungranted_bytes = 0
-        self._awake = False  # the writer runs, or has been told to
-        self._wake: asyncio.Future[None] | None = None
+        self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
+        self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
+        self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
-        self._is_draining = False
+        self._is_draining = False  # then only the writer may leave the queue empty, since it tells `drain`
         self._last_sent = self.last_received
         self._trim_due = self.last_received + SEGMENTS_TRIM_S
         self._leases_handle: asyncio.TimerHandle | None = None
@@ -148,6 +158,8 @@ class Session:
         if self._lent is not None:
             buffers = self._lend(self._lent, message, buffers)
         number = self._outgoing.add(message, buffers)
+        # The message is in the queue before the flag is read, and the writer clears the flag before it looks at the
+        # queue for the last time: whoever comes first, one of the two sees the message.
         if not self._awake and not (_is_awaited(message) and self._send_here()):
             self._awake = True
             self._io.call_soon(self._wake_writer)
@@ -165,20 +177,21 @@ class Session:
 
     def _send_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
-        channel, now = self._channel, time.monotonic()
+        channel, now = self._direct, time.monotonic()
         if channel is None or now - self._last_sent < BURST_GAP_S or not self._turn.acquire(blocking=False):
             return False
         try:
-            self._last_sent = now
+            self._last_sent = now  # before the write: what other threads queue meanwhile is a burst
             for _ in range(MAX_PUTS):
                 parts = self._outgoing.next_parts() if channel.is_free and self.closed_reason is None else None
                 if parts is None:
-                    break
+                    break  # nothing is left, or the socket is full: then the writer waits for it, not this thread
                 channel.put(*parts)
         except TransportError as exc:
-            self._io.call_soon(self._write_failed, exc)
+            self._io.call_soon(self._write_failed, exc)  # the session ends on the loop; the caller hears `on_closed`
         finally:
             self._turn.release()
+        # After the release: the writer may have tried for the turn in between, and gone to sleep without it.
         return channel.is_free and not self._outgoing and not self._is_draining
 
     def abort_transfer(self, number: int, reason: str) -> None:
@@ -203,21 +216,22 @@ class Session:
     def _close(self, reason: str) -> None:
         if self.closed_reason is None:
             self.closed_reason = reason
-            self._stream.abort(reason)
+            self._channel.abort(reason)
 
     async def run(self) -> None:
         """Reads and writes until the session ends; then calls `on_closed` once.
 
         Cancellation ends the session like `close`.
         """
+        # The writer first: `on_opened` and what arrives may be answered at once.
         writer = self._io.spawn(self._write_loop(), f"rpcdist session writer to {self.peer.name}")
         self._schedule_tick()
         if not self.opened_by_me:
             self._handler.on_opened(self)
         reason = "connection closed by the peer"
         try:
-            if self._channel is not None:
-                await self._channel.deliver(self)
+            if self._direct is not None:
+                await self._direct.deliver(self)
             else:
                 await self._read_loop()
         except TransportError as exc:
@@ -233,7 +247,7 @@ class Session:
             self._finish(writer, self.closed_reason or reason)
 
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
-        self._close(reason)
+        self._close(reason)  # first, so that nobody is told of an end and still finds the session open
         writer.cancel()
         for handle in (self._tick_handle, self._leases_handle):
             if handle is not None:
@@ -270,7 +284,7 @@ class Session:
         return True
 
     async def _read_loop(self) -> None:
-        while (data := await self._stream.read()) is not None:
+        while (data := await self._channel.read()) is not None:
             self.receive(data)
 
     def receive(self, data: bytes | bytearray) -> None:
@@ -278,7 +292,7 @@ class Session:
         self.last_received = time.monotonic()
         parsed = parse(data)
         if isinstance(parsed, Chunk):
-            self._grant(len(data))
+            self._grant(len(data))  # also for chunks of an aborted transfer: the peer's window counts them
             self._deliver(self._incoming.chunk(parsed))
             return
         messages = []
@@ -297,7 +311,7 @@ class Session:
             delivery = self._incoming.announce(message)
             if delivery is not None:
                 messages.append(delivery)
-        if messages:
+        if messages:  # all of an envelope at once: calls go to the pool with one wake-up
             self._handler.on_messages(self, messages)
         if parsed.HasField("handshake"):
             raise ProtocolViolation("a handshake message arrived after the handshake was finished")
@@ -308,8 +322,8 @@ class Session:
             lent.take_news(message.segment_news)
         elif message.HasField("segment_answer"):
             lent.answered(message.segment_answer)
-        elif message.HasField("segment_offer") and self._channel is not None:
-            self.send(lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
+        elif message.HasField("segment_offer") and self._direct is not None:
+            self.send(lent.answer_to(message.segment_offer, self._direct.take_descriptor()))
         else:
             return False
         return True
@@ -346,18 +360,22 @@ class Session:
             self._handler.on_messages(self, [delivery])
 
     def _grant(self, num_bytes: int) -> None:
-        """Lets the peer send more chunks, in quarters of the window."""
+        """Lets the peer send more chunks, in quarters of the window: a message per chunk would be too many, and one per
+        window would leave the peer without credit while it travels.
+        """
         self._ungranted_bytes += num_bytes
         if self._ungranted_bytes >= CHUNK_WINDOW_BYTES // 4:
             credit = rpc_pb2.ChunkCredit(bytes=self._ungranted_bytes)
             self._ungranted_bytes = 0
             self.send(rpc_pb2.Message(chunk_credit=credit))
 
+    # ---------------------------------------------------------------- the writer
+
     # [Note: turns] The writer is a task on the I/O loop. On a `DirectChannel`, a thread that sends a message for which
     # somebody waits writes it itself, which spares a call two changes of thread; in a burst, all but the first are left
-    # to the writer, who joins them. One of them at a time has the turn. The writer that does not get it goes to sleep,
-    # so a thread that gives it back looks whether anything is left, and wakes the writer even if that is awake: it may
-    # be on its way to sleep.
+    # to the writer, which joins them into one envelope. Frames must not mix, so one of them at a time has the turn. The
+    # writer that does not get it goes to sleep: it must not block the loop. Therefore a thread that gives the turn back
+    # looks whether anything is left, and wakes the writer even if that is awake: it may be on its way to sleep.
 
     async def _write_loop(self) -> None:
         try:
@@ -382,11 +400,11 @@ class Session:
             self._close(f"writing failed: {exc!r}")
 
     async def _write_all(self) -> None:
-        if self._channel is not None:
-            await self._write_directly(self._channel)
+        if self._direct is not None:
+            await self._write_directly(self._direct)
         else:
             while (data := self._outgoing.next_envelope()) is not None:
-                await self._stream.write(data)
+                await self._channel.write(data)
                 self._last_sent = time.monotonic()
         if self._outgoing.is_empty:
             self._drained.set()
@@ -403,10 +421,12 @@ class Session:
 
     def _write_failed(self, error: TransportError) -> None:
         """Ends the session, with the reason that the peer gave before it closed, if there is one to be read."""
-        ended = self._channel.read_out() if self._channel is not None else None
+        ended = self._direct.read_out() if self._direct is not None else None
         self._close(str(ended or error))
 
-    # Heartbeats: silence is how a dead host is told from an idle one.
+    # ---------------------------------------------------------------- heartbeats
+
+    # Silence is how a dead host is told from an idle one: it closes no connection, so both sides speak regularly.
 
     def _schedule_tick(self) -> None:
         interval = self._silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
@@ -427,6 +447,7 @@ class Session:
             self._lent.trim()
             if self._lent.has_news:
                 self.send(self._lent.news())
+        # Not 1.0: a message sent just after the last tick would put the heartbeat off by nearly a whole interval.
         if now - self._last_sent >= interval * 0.9:
             self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
         self._schedule_tick()

@@ -98,4 +98,4 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 def is_local(link: Link) -> bool:
     """Whether the session runs over the local channel."""
-    return isinstance(link.session._stream, LocalChannel)
+    return isinstance(link.session._channel, LocalChannel)

@@ -1,4 +1,4 @@
-"""A connected Unix socket as the channel of a session: frames in both directions, without copies of large payloads.
+"""The channel between two processes of one host: a Unix socket that carries frames without copies of large payloads.
 
 A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
 why the sender closes.
@@ -49,13 +49,13 @@ _LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
 _LAST: Final = 1 << 31
 _SCRATCH_BYTES: Final = 1 << 17
-_LARGE_BYTES: Final = _SCRATCH_BYTES // 2
+_LARGE_BYTES: Final = _SCRATCH_BYTES // 2  # a larger frame is received where it belongs; others are copied once
 _PEEK_BYTES: Final = 4096  # read after a large frame: the next one is probably large, too, and its bytes go elsewhere
 _MAX_REASON_BYTES: Final = 1000
 _INT_BYTES: Final = array("i").itemsize
 _MAX_DESCRIPTORS: Final = 16  # that wait for the message which came with them
 _ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
-_RECEIVES_A_TURN: Final = 4  # then the loop's other work goes on
+_RECEIVES_A_TURN: Final = 4  # then the loop's other work goes on: a peer that never stops sending must not stop it
 _SOCKET_BYTES: Final = 1 << 20
 """What lies in the socket delays every small message behind it. Measured, 4 MiB and 1 MiB: beside four echoes of 16 MiB
 a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are as fast with either."""
@@ -80,9 +80,9 @@ class LocalChannel:
         self._receiver: FrameReceiver | None = None
         self._done: asyncio.Future[None] | None = None  # of `deliver`
         self._readable: asyncio.Future[None] | None = None
-        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # small frames, and the beginnings of large ones
         self._num_scratch = 0
-        self._room = _SCRATCH_BYTES
+        self._room = _SCRATCH_BYTES  # how much of the scratch the next receive may fill
         self._target: memoryview | None = None  # where the bytes of a large frame go
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
@@ -91,7 +91,7 @@ class LocalChannel:
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
-        self._rest: list[memoryview] = []  # of the frame under way
+        self._rest: list[memoryview] = []  # of the frame under way; no other frame may begin before it is out
         self._rest_segment: Segment | None = None  # goes with the first byte of it
         self._writable: asyncio.Future[None] | None = None
 
@@ -173,7 +173,7 @@ class LocalChannel:
 
     def _read_some(self) -> None:
         if not self._read(_RECEIVES_A_TURN):
-            self._loop.call_soon(self._read_some)
+            self._loop.call_soon(self._read_some)  # not left to epoll: [Note: reading to the end]
 
     def read_out(self) -> Exception | None:
         """Delivers at once all that has arrived; returns why the channel has ended, or None."""
@@ -286,7 +286,7 @@ class LocalChannel:
 
     def _drop_scratch(self, num_bytes: int) -> None:
         left = self._num_scratch - num_bytes
-        if left and num_bytes:
+        if left and num_bytes:  # at most half the scratch: of a larger frame nothing stays there
             self._scratch[:left] = self._scratch[num_bytes : self._num_scratch]
         self._num_scratch = left
 
@@ -334,6 +334,7 @@ class LocalChannel:
             except OSError as exc:
                 raise self._broken(exc) from exc
             self._rest_segment = None if sent else segment  # it went with the first byte
+            # Under the lock, too: by `_rest`, `abort` decides whether a frame is out in part.
             while parts and sent >= len(parts[0]):
                 sent -= len(parts.pop(0))
             if sent:
