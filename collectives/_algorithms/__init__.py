@@ -1,6 +1,6 @@
-"""Plans: who sends what to whom, and when, as data that pure functions compute.
+"""Plans: which rank sends which data to which rank, and when, as data that pure functions compute.
 
-`choose.plan_for` picks the plan of one rank for an operation. See `_steps` for what a plan is.
+`choose.plan_for` picks the plan of one rank for an operation. See `steps` for the parts of a plan.
 """
 
 from __future__ import annotations

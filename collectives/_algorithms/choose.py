@@ -1,4 +1,4 @@
-"""Which plan serves an operation best."""
+"""Chooses the plan for an operation, by its kind, its size and the number of ranks."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from rpcdist.collectives._algorithms import direct, ring, tree
 from rpcdist.collectives._algorithms.steps import Plan
 from rpcdist.collectives._operations.operation import Kind
 
-__all__ = ["CHAIN_PIECE_BYTES", "Algorithm", "choose", "plan_for"]
+__all__ = ["CHAIN_SLICE_BYTES", "Algorithm", "choose", "plan_for"]
 
 _DOUBLING_LIMIT_BYTES: Final = 32 << 10
 _DOUBLING_LIMIT_OF_PAIR_BYTES: Final = 128 << 10
 _TREE_LIMIT_BYTES: Final = 128 << 10
 _DIRECT_LIMIT_BYTES: Final = 16 << 10
 _DIRECT_LIMIT_RANKS: Final = 16
-CHAIN_PIECE_BYTES: Final = 512 << 10
+CHAIN_SLICE_BYTES: Final = 512 << 10
 _PART_MULTIPLE: Final = 16
-"""Parts of a ring start at multiples of this many elements, so that they lie well in memory."""
+"""Parts of a ring start at multiples of this many elements, so that they are aligned in memory."""
 
 
 class Algorithm(Enum):
-    """The plans that there are."""
+    """The algorithms that plans follow."""
 
     RING = "ring"
     DOUBLING = "recursive doubling"
@@ -37,7 +37,7 @@ def choose(kind: Kind, size: int, size_bytes: int) -> Algorithm:
     """The algorithm for an operation; every rank comes to the same from the same arguments.
 
     Args:
-        kind: of the operation.
+        kind: the kind of operation.
         size: number of ranks.
         size_bytes: `Operation.size_bytes`.
     """
@@ -67,17 +67,17 @@ def plan_for(
     """The plan of one rank.
 
     Args:
-        kind: of the operation.
-        rank: whose plan.
+        kind: the kind of operation.
+        rank: the rank whose plan it is.
         size: number of ranks.
-        root: for the kinds that have one.
+        root: the root's rank, for the kinds that have one.
         counts: elements of the tensor, or of each chunk (of ALL_TO_ALL: that this rank sends).
         element_bytes: size of an element.
         received: for ALL_TO_ALL, the elements of each chunk that arrives.
     """
     size_bytes = element_bytes * (counts[0] if kind is Kind.ALL_GATHER else sum(counts))
     algorithm = choose(kind, size, size_bytes)
-    piece = max(1, CHAIN_PIECE_BYTES // max(1, element_bytes))
+    slice_elements = max(1, CHAIN_SLICE_BYTES // max(1, element_bytes))
     match kind, algorithm:
         case Kind.ALL_REDUCE, Algorithm.DOUBLING:
             return tree.doubling_all_reduce(rank, size, counts[0])
@@ -86,11 +86,11 @@ def plan_for(
         case Kind.BROADCAST, Algorithm.TREE:
             return tree.tree_broadcast(rank, size, root, counts[0])
         case Kind.BROADCAST, _:
-            return tree.chain_broadcast(rank, size, root, counts[0], piece)
+            return tree.chain_broadcast(rank, size, root, counts[0], slice_elements)
         case Kind.REDUCE, Algorithm.TREE:
             return tree.tree_reduce(rank, size, root, counts[0])
         case Kind.REDUCE, _:
-            return tree.chain_reduce(rank, size, root, counts[0], piece)
+            return tree.chain_reduce(rank, size, root, counts[0], slice_elements)
         case Kind.ALL_GATHER, Algorithm.DIRECT:
             return direct.direct_all_gather(rank, size, counts)
         case Kind.ALL_GATHER, _:

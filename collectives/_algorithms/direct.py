@@ -11,7 +11,7 @@ __all__ = ["direct_all_gather", "gather", "pairwise_all_to_all", "scatter"]
 
 
 def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
-    """Everybody sends to everybody in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
+    """Every rank sends to every other in one round: for small chunks and few ranks. Buffers as in `ring_all_gather`."""
     others = [(rank + distance) % size for distance in range(1, size)]
     sends = tuple(SendStep(peer, Region(rank, 0, counts[rank])) for peer in others)
     receives = tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in reversed(others))
@@ -19,7 +19,7 @@ def direct_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
 
 
 def gather(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
-    """All send to the root at once. Buffer i is rank i's chunk; elsewhere there is only the own one."""
+    """All send to the root at once. Buffer i is rank i's chunk; other ranks have only their own."""
     if rank == root:
         others = [peer for peer in range(size) if peer != root]
         moves = Round((), tuple(ReceiveStep(peer, Region(peer, 0, counts[peer])) for peer in others))
@@ -41,11 +41,11 @@ def scatter(rank: int, size: int, root: int, counts: Sequence[int]) -> Plan:
 def pairwise_all_to_all(rank: int, size: int, sent: Sequence[int], received: Sequence[int]) -> Plan:
     """In round k, each rank sends to the one k + 1 ahead.
 
-    A barrier follows: only the receiver can see that the length of a chunk is not what it expects, and nobody must
-    return before all have seen that theirs are right.
+    A barrier follows: only the receiver can see that a chunk has another length than expected, and no rank may return
+    before all have checked theirs.
 
     Args:
-        rank: whose plan.
+        rank: the rank whose plan it is.
         size: number of ranks.
         sent: elements for each rank. Buffers 0 to size - 1 are these chunks.
         received: elements from each rank. Buffers size to 2 * size - 1 are these chunks.

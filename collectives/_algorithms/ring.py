@@ -17,7 +17,7 @@ def ring_all_reduce(rank: int, size: int, count: int, multiple: int = 1) -> Plan
     """The ranks reduce a part each, and pass the parts around.
 
     Args:
-        rank: whose plan.
+        rank: the rank whose plan it is.
         size: number of ranks.
         count: elements of the tensor. Buffer 0 is the tensor, in place.
         multiple: parts start at multiples of this many elements.
@@ -42,7 +42,7 @@ def _reduce_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
 
 
 def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
-    """Before, each rank has part `rank`; afterwards all of them."""
+    """Before it each rank has part `rank`, afterwards all parts."""
     return tuple(
         Round(
             (SendStep((rank + 1) % size, parts[(rank - step) % size]),),
@@ -53,12 +53,12 @@ def _gather_parts(rank: int, size: int, parts: Sequence[Region]) -> Plan:
 
 
 def ring_all_gather(rank: int, size: int, counts: Sequence[int]) -> Plan:
-    """Chunks go around until everybody has them.
+    """Chunks go around the ring until every rank has all of them.
 
     Args:
-        rank: whose plan.
+        rank: the rank whose plan it is.
         size: number of ranks.
-        counts: elements of each rank's chunk. Buffer i is rank i's chunk; this rank's own is there before.
+        counts: elements of each rank's chunk. Buffer i is rank i's chunk; this rank's own holds its data already.
     """
     return _gather_parts(rank, size, [Region(index, 0, count) for index, count in enumerate(counts)])
 
@@ -67,7 +67,7 @@ def ring_reduce_scatter(rank: int, size: int, counts: Sequence[int]) -> Plan:
     """Partial reductions go around, and each ends at the rank that it belongs to.
 
     Args:
-        rank: whose plan.
+        rank: the rank whose plan it is.
         size: number of ranks.
         counts: elements of each chunk. Buffers 0 to size - 1 are the chunks, which are only read; buffer `size` is
             the output; buffers `size` + 1 and `size` + 2 are scratch space as large as the largest chunk.

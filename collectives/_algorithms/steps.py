@@ -1,4 +1,4 @@
-"""What a plan consists of: rounds of sends and receives.
+"""The parts of a plan: rounds of sends and receives, as data.
 
 Rules for every plan:
 
@@ -6,14 +6,14 @@ Rules for every plan:
     nothing to do in a round has an empty one. So plans cannot deadlock when the steps of a round run at once, even if
     a send only ends once it was received; and plans can be merged round by round.
  2. In one round, a rank sends at most one message to each peer, and receives at most one from each.
- 3. No step of a round writes what another step of this round reads or writes, except for a `late` receive, which
-    writes once all sends of the round are done.
+ 3. No step of a round writes what another step of this round reads or writes, except for a `deferred` receive,
+    which writes once all sends of the round are done.
  4. In round 0 every rank sends to the next rank and receives from the one before it, if only an empty message. Ranks
-    that were called with different operations therefore always find out, whatever each of them waits for: somewhere
-    around the circle two neighbours differ.
- 5. A plan is finished on one rank only when word of all other ranks has reached it, directly or through others.
+    that were called with different operations therefore always notice, whatever each of them waits for: somewhere
+    around the ring two neighbours differ.
+ 5. A plan ends on a rank only after it has heard from all other ranks, directly or through others.
 
-Regions count elements. What the buffers are, each plan says.
+Regions count elements. The docstring of each plan says what its buffers are.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Region:
 
 
 NOTHING = Region(0, 0, 0)
-"""What messages carry that only say that their sender has arrived."""
+"""The empty region: the message only says that its sender has come to this step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,17 +61,17 @@ class ReceiveStep:
     """Receives a region from a peer.
 
     Attributes:
-        peer: who sends it.
-        region: where it goes.
-        operand: with one, the reduction of what arrives and of this region goes to `region`, which may be the same.
-            What the lower rank sent or has is the first operand, so that two ranks that exchange compute the same bits.
-        late: whether to reduce only after this round's sends, since they read what is written.
+        peer: the rank that sends it.
+        region: the region that is written.
+        operand: if given, the message is reduced with this region, and the result goes to `region`, which may be the
+            same. The data of the lower rank is the first operand, so that two ranks that exchange get the same bits.
+        deferred: whether to reduce only after this round's sends, since they read the region that is written.
     """
 
     peer: int
     region: Region
     operand: Region | None = None
-    late: bool = False
+    deferred: bool = False
 
     def __repr__(self) -> str:
         sign = "<" if self.operand is None else "+"
@@ -85,7 +85,7 @@ class Round:
     Attributes:
         sends: at most one to each peer.
         receives: at most one from each peer.
-        final: the region of a receive with an operand, when that makes it the reduction of all ranks' values. Other
+        final: the region of a receive with an operand, if that receive completes the reduction over all ranks. Other
             ranks may get it from here.
     """
 
@@ -101,7 +101,7 @@ Plan = tuple[Round, ...]
 
 
 def merge(main: Plan, other: Plan) -> Plan:
-    """Both at once: round k has the steps of both; an empty message is left out where the other plan has one already.
+    """Runs both at once: round k has the steps of both, without the empty messages that the main plan makes needless.
 
     `other` moves no elements.
     """
@@ -119,17 +119,17 @@ def _merge_rounds(main: Round, other: Round) -> Round:
 
 
 def chain(*plans: Plan) -> Plan:
-    """One after the other; each has the same number of rounds on all ranks."""
+    """Runs plans one after the other; each has the same number of rounds on all ranks."""
     return tuple(round_ for plan in plans for round_ in plan)
 
 
 def split_evenly(count: int, parts: int, multiple: int = 1) -> list[tuple[int, int]]:
-    """Start and stop of `parts` neighbouring pieces of `count` elements, as equal as possible.
+    """Start and stop of `parts` neighbouring parts of `count` elements, as equal as possible.
 
     Args:
-        count: how many elements.
-        parts: how many pieces; some are empty when there are too few elements.
-        multiple: pieces start at multiples of this many elements.
+        count: number of elements.
+        parts: number of parts; some are empty when there are too few elements.
+        multiple: parts start at multiples of this many elements.
     """
     units = -(-count // multiple)
     bounds = [min(count, multiple * (units * part // parts)) for part in range(parts)] + [count]

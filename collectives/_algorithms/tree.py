@@ -22,7 +22,7 @@ __all__ = [
 
 
 def barrier(rank: int, size: int) -> Plan:
-    """In round k, a rank tells the one 2^k ahead that it has heard of the 2^k ranks behind it."""
+    """In round k, a rank tells the rank 2^k ahead that it has heard, directly or not, from the 2^k ranks behind it."""
     rounds = []
     distance = 1
     while distance < size:
@@ -34,7 +34,7 @@ def barrier(rank: int, size: int) -> Plan:
 
 
 def greeting(rank: int, size: int) -> Plan:
-    """The barrier's first round: everybody greets the next rank."""
+    """The barrier's first round: every rank sends an empty message to the next."""
     return barrier(rank, size)[:1]
 
 
@@ -49,29 +49,29 @@ def doubling_all_reduce(rank: int, size: int, count: int) -> Plan:
     extra = size - power
     rounds = []
     if extra:
-        rounds.append(_fold(rank, power, extra, whole))
+        rounds.append(_take_extra(rank, power, extra, whole))
     distance = 1
     while distance < power:
         peer = rank ^ distance
         if rank < power:
-            rounds.append(Round((SendStep(peer, whole),), (ReceiveStep(peer, whole, operand=whole, late=True),)))
+            rounds.append(Round((SendStep(peer, whole),), (ReceiveStep(peer, whole, operand=whole, deferred=True),)))
         else:
             rounds.append(Round())
         distance *= 2
     if rank < power and rounds:
         rounds[-1] = replace(rounds[-1], final=whole)
     if extra:
-        rounds.append(_unfold(rank, power, extra, whole))
+        rounds.append(_return_result(rank, power, extra, whole))
     return merge(tuple(rounds), greeting(rank, size))
 
 
-def _fold(rank: int, power: int, extra: int, whole: Region) -> Round:
+def _take_extra(rank: int, power: int, extra: int, whole: Region) -> Round:
     if rank >= power:
         return Round((SendStep(rank - power, whole),))
     return Round((), (ReceiveStep(rank + power, whole, operand=whole),)) if rank < extra else Round()
 
 
-def _unfold(rank: int, power: int, extra: int, whole: Region) -> Round:
+def _return_result(rank: int, power: int, extra: int, whole: Region) -> Round:
     if rank >= power:
         return Round((), (ReceiveStep(rank - power, whole),))
     return Round((SendStep(rank + power, whole),)) if rank < extra else Round()
@@ -93,7 +93,7 @@ def tree_broadcast(rank: int, size: int, root: int, count: int) -> Plan:
 
 
 def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
-    """The broadcast's tree the other way round.
+    """The tree of the broadcast in the other direction.
 
     Buffer 0 is this rank's tensor; buffer 1 is where it reduces: at the root the same tensor, elsewhere scratch space.
     """
@@ -117,37 +117,37 @@ def tree_reduce(rank: int, size: int, root: int, count: int) -> Plan:
     return merge(tuple(rounds), barrier(rank, size))
 
 
-def chain_broadcast(rank: int, size: int, root: int, count: int, piece: int) -> Plan:
-    """Pieces go from the root along the ring, one behind the other: each rank sends and receives everything once.
+def chain_broadcast(rank: int, size: int, root: int, count: int, slice_elements: int) -> Plan:
+    """Slices go from the root along the ring, one behind the other: each rank sends and receives everything once.
 
     Args:
-        rank: whose plan.
+        rank: the rank whose plan it is.
         size: number of ranks.
-        root: where the data is.
+        root: the rank that has the data.
         count: elements of the tensor, which is buffer 0.
-        piece: elements of a piece.
+        slice_elements: number of elements of a slice.
     """
     place = (rank - root) % size
-    pieces = [Region(0, start, min(start + piece, count)) for start in range(0, max(count, 1), piece)]
+    slices = [Region(0, start, min(start + slice_elements, count)) for start in range(0, max(count, 1), slice_elements)]
     rounds = []
-    for number in range(len(pieces) + size - 2):
+    for number in range(len(slices) + size - 2):
         leaving, coming = number - place, number - place + 1
         sends = (
-            (SendStep((rank + 1) % size, pieces[leaving]),) if place < size - 1 and 0 <= leaving < len(pieces) else ()
+            (SendStep((rank + 1) % size, slices[leaving]),) if place < size - 1 and 0 <= leaving < len(slices) else ()
         )
-        receives = (ReceiveStep((rank - 1) % size, pieces[coming]),) if place and 0 <= coming < len(pieces) else ()
+        receives = (ReceiveStep((rank - 1) % size, slices[coming]),) if place and 0 <= coming < len(slices) else ()
         rounds.append(Round(sends, receives))
     return merge(tuple(rounds), barrier(rank, size))
 
 
-def chain_reduce(rank: int, size: int, root: int, count: int, piece: int) -> Plan:
-    """Pieces go along the ring to the root, and every rank adds its own.
+def chain_reduce(rank: int, size: int, root: int, count: int, slice_elements: int) -> Plan:
+    """Slices go along the ring to the root, and every rank adds its own.
 
     Buffer 0 is this rank's tensor. Buffer 1 is where it reduces: at the root the same tensor; elsewhere scratch space
-    of two pieces, which are used in turn. Other arguments as in `chain_broadcast`.
+    of two slices, which are used in turn. Other arguments as in `chain_broadcast`.
     """
     place = (rank - root - 1) % size  # the first in the chain is the one behind the root
-    starts = range(0, max(count, 1), piece)
+    starts = range(0, max(count, 1), slice_elements)
     rounds = []
     for number in range(len(starts) + size - 2):
         leaving, coming = number - place, number - place + 1
@@ -155,17 +155,17 @@ def chain_reduce(rank: int, size: int, root: int, count: int, piece: int) -> Pla
         receives: tuple[ReceiveStep, ...] = ()
         final = None
         if place < size - 1 and 0 <= leaving < len(starts):
-            sends = (SendStep((rank + 1) % size, _piece(leaving, starts, count, 0 if place == 0 else 2)),)
+            sends = (SendStep((rank + 1) % size, _slice(leaving, starts, count, 0 if place == 0 else 2)),)
         if place and 0 <= coming < len(starts):
-            target = _piece(coming, starts, count, 2 if place < size - 1 else 1)
-            receives = (ReceiveStep((rank - 1) % size, target, operand=_piece(coming, starts, count, 0)),)
+            target = _slice(coming, starts, count, 2 if place < size - 1 else 1)
+            receives = (ReceiveStep((rank - 1) % size, target, operand=_slice(coming, starts, count, 0)),)
             final = target if place == size - 1 else None
         rounds.append(Round(sends, receives, final))
     return merge(tuple(rounds), barrier(rank, size))
 
 
-def _piece(index: int, starts: range, count: int, where: int) -> Region:
-    """Piece `index` in the tensor (0), in the root's result (1), or in its half of the scratch space (2)."""
+def _slice(index: int, starts: range, count: int, where: int) -> Region:
+    """Slice `index` in the tensor (0), in the root's result (1), or in its half of the scratch space (2)."""
     start = starts[index]
     stop = min(start + starts.step, count)
     if where < 2:

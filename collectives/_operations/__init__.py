@@ -1,3 +1,3 @@
-"""What an operation of a group is, and how a call's tensors become one."""
+"""Operations of a group as data, and how the tensors of a call become one."""
 
 __all__: list[str] = []

@@ -1,4 +1,4 @@
-"""Tensors that lie in memory one behind the other can be moved as one."""
+"""Views of tensors that are adjacent in memory as one tensor, so that they can be moved as one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ __all__ = ["joined"]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The tensors as one flat tensor over the same memory, where they lie in it one behind the other, else None."""
+    """Returns one flat tensor over the memory of all tensors, if each begins where the one before it ends, else None."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:
@@ -18,5 +18,5 @@ def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         place += tensor.nbytes
     if place - first.untyped_storage().data_ptr() > first.untyped_storage().nbytes():
-        return None  # neighbours by chance, in memory of their own
+        return None  # adjacent by chance, in different storages
     return first.as_strided((sum(tensor.numel() for tensor in tensors),), (1,))

@@ -1,4 +1,4 @@
-"""Checks of what callers pass, with torch's texts where scripts may look for them."""
+"""Checks of callers' arguments, with torch's messages where scripts may match them."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def check_tensor_list(value: object, name: str) -> TypeGuard[list[torch.Tensor]]
 
 
 def check_same_dtype(tensors: Iterable[torch.Tensor]) -> None:
-    """Raises unless all dtypes are equal; a complex one and that of its parts may be mixed."""
+    """Raises unless all dtypes are equal; a complex dtype may be mixed with the real one of the same width."""
     dtypes = {tensor.dtype for tensor in tensors}
     if len(dtypes) > 1 and len({dtype.to_real() for dtype in dtypes}) > 1:
         raise ConfigError(

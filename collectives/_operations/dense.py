@@ -1,7 +1,7 @@
-"""Any tensors as dense contiguous ones for an operation, and what has to be copied back after it.
+"""Makes any tensors dense and contiguous for an operation, and copies results back after it.
 
-[Note: no copies] A contiguous tensor is used as it is. Only what is not contiguous (or conjugated or negated lazily, or
-in the memory of a device that the backend does not reach) goes through a temporary tensor.
+[Note: no copies] A contiguous tensor is used as it is. Only a tensor that is not contiguous (or is conjugated or
+negated lazily, or is on a device that the backend does not reach) goes through a temporary tensor.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Copies:
     """Collects the temporary tensors of one operation.
 
     Args:
-        staged: whether tensors of other devices than the CPU go through its memory.
-        moves_only: whether the operation only moves bytes, so that a dtype without arithmetic will do.
+        staged: whether tensors of other devices than the CPU go through the CPU's memory.
+        moves_only: whether the operation only moves bytes, so that dtypes without arithmetic are possible.
     """
 
     __slots__ = ("_back", "_moves_only", "_staged")
@@ -51,13 +51,13 @@ class Copies:
         self._back: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     def read(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A dense tensor of the same values, to be read only."""
+        """Returns a dense tensor of the same values, which must only be read."""
         if self._usable(tensor):
             return self._plain(tensor)
         return self._plain(self._copy(tensor))
 
     def write(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A dense tensor to write to; `finish` copies from it where it is not the tensor itself."""
+        """Returns a dense tensor to write to; `finish` copies from it if it is not the tensor itself."""
         if self._usable(tensor):
             return self._plain(tensor)
         _check_layout(tensor)
@@ -66,7 +66,12 @@ class Copies:
         return self._plain(temporary)
 
     def update(self, tensor: torch.Tensor, copy_back: bool = True) -> torch.Tensor:
-        """A dense tensor of the same values for an operation in place; `copy_back` where this rank gets the outcome."""
+        """Returns a dense tensor of the same values for an operation in place.
+
+        Args:
+            tensor: the caller's.
+            copy_back: whether this rank gets the result, so that `finish` has to copy it back.
+        """
         if self._usable(tensor):
             return self._plain(tensor)
         temporary = self._copy(tensor)
@@ -94,7 +99,7 @@ class Copies:
         return tensor
 
     def finish(self) -> Callable[[], None] | None:
-        """What copies back, for `GroupBackend.submit`; None when there is nothing to copy."""
+        """Returns the function that copies back, for `GroupBackend.submit`; None when there is nothing to copy."""
         if not self._back:
             return None
         pairs = self._back
@@ -121,7 +126,7 @@ def _check_layout(tensor: torch.Tensor) -> None:
 
 
 def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies, also into an expanded tensor, several elements of which are one place in memory."""
+    """Copies, also into an expanded tensor, of which several elements share one place in memory."""
     for dim, stride in enumerate(target.stride()):
         if stride == 0 and target.shape[dim] > 1:
             target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
@@ -129,7 +134,7 @@ def _copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
 
 
 def same_kind(tensors: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-    """Makes the dtypes equal where complex tensors are mixed with such of their parts, by viewing them as real."""
+    """Makes the dtypes equal if complex tensors are mixed with real ones, by viewing the complex ones as real."""
     first = tensors[0].dtype if tensors else None
     if all(tensor.dtype is first for tensor in tensors):
         return tensors
@@ -142,12 +147,12 @@ def separate(
     """Copies those inputs that share memory with an output, since outputs are written while inputs are still read.
 
     Args:
-        inputs: dense.
-        outputs: dense.
-        mine: an input and an output (by position) that may be one and the same memory.
+        inputs: dense tensors.
+        outputs: dense tensors.
+        mine: the positions of an input and an output that may be the same memory.
 
     Raises:
-        ConfigError: outputs share memory with each other. What arrives in them may be passed on to other ranks.
+        ConfigError: outputs share memory with each other. Data that arrives in them may be passed on to other ranks.
     """
     spans = sorted((out.data_ptr(), out.data_ptr() + out.nbytes, place) for place, out in enumerate(outputs))
     spans = [span for span in spans if span[0] < span[1]]

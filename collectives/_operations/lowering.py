@@ -1,6 +1,6 @@
-"""From a call's tensors to an `Operation`: pure functions, one for each kind, that check sizes and decide about copies.
+"""Turns the tensors of a call into an `Operation`: one pure function for each kind, which checks sizes and makes copies.
 
-`size` and `rank` are those of the group, and roots are ranks in it. Tensors are checked to be tensors before.
+Ranks, roots and sizes are those of the group. Callers have checked that tensors are tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KNOWN = frozenset(DTYPES)
 
 
 class Place(NamedTuple):
-    """Where the call is made: this rank, the group's size, and whether tensors go through the CPU's memory."""
+    """This rank, the group's size, and whether tensors go through the CPU's memory."""
 
     rank: int
     size: int
@@ -47,7 +47,7 @@ class Place(NamedTuple):
 
 
 class Lowered(NamedTuple):
-    """What `GroupBackend.submit` takes; `result` are the caller's output tensors."""
+    """The arguments of `GroupBackend.submit`; `result` are the caller's output tensors."""
 
     operation: Operation
     finish: Callable[[], None] | None
@@ -58,7 +58,7 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
     reduce_op, factor = canonical_op(op)
     _check_reduces(reduce_op, tensor, "all_reduce")
     if not place.staged and not tensor.requires_grad and is_dense(tensor) and tensor.dtype in _KNOWN:
-        own = (tensor,)  # the usual case, without the detour
+        own = (tensor,)  # the usual case, which needs no copies
         return Lowered(Operation(Kind.ALL_REDUCE, own, own, reduce_op, factor=factor), None, [tensor])
     copies = Copies(place.staged)
     dense = (copies.update(tensor),)
@@ -66,7 +66,7 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
 
 
 def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) -> Lowered:
-    """One operation on all the tensors, put one after the other."""
+    """One operation on all the tensors, concatenated."""
     reduce_op, factor = canonical_op(op)
     for tensor in tensors:
         _check_reduces(reduce_op, tensor, "all_reduce_coalesced")
@@ -126,7 +126,7 @@ def all_gather_single(place: Place, output: torch.Tensor, tensor: torch.Tensor) 
 
 
 def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root: int) -> Lowered:
-    """`outputs` is empty everywhere but at the root."""
+    """`outputs` is empty on all ranks but the root."""
     checks.check_group_rank(root, place.size, "gather")
     if place.rank == root:
         checks.check_num_tensors(outputs, place.size, "gather", "gather_list")
@@ -138,7 +138,7 @@ def gather(place: Place, outputs: list[torch.Tensor], tensor: torch.Tensor, root
 
 
 def scatter(place: Place, output: torch.Tensor, tensors: list[torch.Tensor], root: int) -> Lowered:
-    """`tensors` is empty everywhere but at the root."""
+    """`tensors` is empty on all ranks but the root."""
     checks.check_group_rank(root, place.size, "scatter")
     if place.rank == root:
         checks.check_num_tensors(tensors, place.size, "scatter", "scatter_list")
@@ -222,7 +222,7 @@ def _split(tensor: torch.Tensor, counts: Sequence[int]) -> tuple[torch.Tensor, .
 
 
 def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], size: int, name: str) -> list[int]:
-    """How many elements each rank's part has."""
+    """Returns the number of elements of each rank's part."""
     if given.dim() == 0:
         raise ConfigError(f"all_to_all_single: `{name}` has no dimension to split; it needs at least one")
     rows = given.shape[0]
@@ -241,7 +241,9 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
     return [split * row for split in splits]
 
 
-_reducible: set[tuple[int, torch.dtype]] = set()  # asked once for each; by number, since enums hash slowly
+_reducible: set[tuple[int, torch.dtype]] = (
+    set()
+)  # checked combinations; by number, since the hash of an enum member is slow
 
 
 def _check_reduces(op: ReduceOp, tensor: torch.Tensor, what: str) -> None:

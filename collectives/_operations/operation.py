@@ -1,6 +1,6 @@
-"""What a group is asked to do, as data: the one form that the functions make and every backend carries out.
+"""An operation of a group as data: the form that the API functions make and every backend carries out.
 
-An `Operation` is already checked and normal: its tensors are dense, contiguous and of one dtype, and are used as
+An `Operation` has been checked and normalised: its tensors are dense, contiguous and of one dtype, and are used as
 flat runs of elements. Chunk i of a list of `size` tensors belongs to rank i of the group. In the table, m is this rank,
 r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the operation works in place):
 
@@ -33,7 +33,7 @@ __all__ = ["FINGERPRINT_BYTES", "Kind", "Operation", "ReduceOp", "describe_finge
 
 
 class Kind(IntEnum):
-    """The operations of a group; the numbers travel."""
+    """The kinds of operation; their numbers are part of the fingerprint."""
 
     ALL_REDUCE = 1
     REDUCE = 2
@@ -49,14 +49,14 @@ class Kind(IntEnum):
 
     @property
     def title(self) -> str:
-        """As users call it, e.g. "all_reduce"."""
+        """The name of the function that users call, e.g. "all_reduce"."""
         return _TITLES[self]
 
 
 class ReduceOp(Enum):
-    """How the tensors of the ranks become one, element by element.
+    """How the tensors of the ranks are reduced to one, element by element.
 
-    AVG is the sum divided by the number of ranks (of integers: towards zero). BAND, BOR and BXOR want integers or bool.
+    AVG is the sum divided by the number of ranks (of integers: towards zero). BAND, BOR and BXOR need integers or bool.
     With bool, SUM, MAX and BOR are "any", and PRODUCT, MIN and BAND are "all". PREMUL_SUM multiplies each rank's tensor
     by a factor before the sum.
     """
@@ -87,21 +87,21 @@ FINGERPRINT_BYTES: Final = _FINGERPRINT.size
 
 
 def dtype_code(dtype: torch.dtype) -> int:
-    """The number under which a dtype travels. Raises KeyError for one that groups do not carry."""
+    """The number that stands for a dtype in messages. Raises KeyError for one that groups do not carry."""
     return _CODES[dtype]
 
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """One operation of one rank; see the table above.
+    """One operation on one rank; see the table above.
 
     Attributes:
-        kind: what to do.
-        inputs: read.
-        outputs: written.
-        reduce_op: for the kinds that reduce.
-        root: rank in the group, for the kinds that have one; else -1.
-        factor: for PREMUL_SUM.
+        kind: the kind of operation.
+        inputs: the tensors that are read.
+        outputs: the tensors that are written.
+        reduce_op: the reduction, for the kinds that reduce.
+        root: the root's rank in the group, for the kinds that have one; else -1.
+        factor: this rank's factor, for PREMUL_SUM.
     """
 
     kind: Kind
@@ -113,7 +113,7 @@ class Operation:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of all the tensors; None when there are none."""
+        """The dtype of all the tensors; None when there are none."""
         tensors = self.inputs or self.outputs
         return tensors[0].dtype if tensors else None
 
@@ -128,7 +128,7 @@ class Operation:
         return self.outputs[0].nbytes if kind is Kind.SCATTER else self.inputs[0].nbytes
 
     def fingerprint(self, sequence: int) -> bytes:
-        """What has to be equal on all ranks, in `FINGERPRINT_BYTES` bytes: ranks compare it before they trust data."""
+        """All properties that must be equal on all ranks, in `FINGERPRINT_BYTES` bytes; compared before any data is used."""
         kind, tensors = self.kind, self.inputs or self.outputs
         if kind in _IN_PLACE:
             size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]
@@ -138,7 +138,7 @@ class Operation:
 
 
 def describe_fingerprint(data: bytes) -> str:
-    """For errors: "all_reduce #41 (SUM, 1024 bytes of float32)"; of anything that is no fingerprint, its bytes."""
+    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 1024 bytes of float32)"; invalid ones as bytes."""
     try:
         sequence, size_bytes, root, kind, code, reduce_code = _FINGERPRINT.unpack(data)
         details = [] if reduce_code == _NO_CODE else [ReduceOp(reduce_code).name]

@@ -1,6 +1,6 @@
-"""How tensors of several ranks become one, element by element: the arithmetic that all transports share.
+"""The arithmetic of reductions, element by element, which all transports share.
 
-Each dtype is reduced in one of the same bits that torch has fast kernels for (`ReduceKernel.dtype`): torch cannot add
+Each dtype is reduced as one with the same bits for which torch has fast kernels (`ReduceKernel.dtype`): torch cannot add
 unsigned integers of 16 bits and more, but their sum has the same bits as that of signed ones; a sum of complex numbers
 is a sum of twice as many real ones. Views cost nothing, so nothing is converted.
 
@@ -43,9 +43,9 @@ class ReduceKernel:
     """How to reduce tensors of one dtype by one operation.
 
     Attributes:
-        dtype: view the tensors as this one before you combine them; it divides the size of an element of theirs.
+        dtype: the dtype as which tensors are viewed to be combined; its size divides that of their elements.
         combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
-        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when it is already.
+        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when that needs nothing.
     """
 
     dtype: torch.dtype
@@ -71,10 +71,10 @@ def unsupported(op: ReduceOp, dtype: torch.dtype) -> str | None:
 
 @cache
 def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
-    """How to reduce tensors of `dtype` by `op`.
+    """Returns the kernel that reduces tensors of `dtype` by `op`.
 
     Raises:
-        ValueError: it makes no sense, as `unsupported` says.
+        ValueError: there is none, for the reason that `unsupported` gives.
     """
     reason = unsupported(op, dtype)
     if reason is not None:
@@ -89,26 +89,26 @@ def reducer(op: ReduceOp, dtype: torch.dtype) -> ReduceKernel:
 
 
 def reduce_into(op: ReduceOp, accumulator: torch.Tensor, other: torch.Tensor) -> None:
-    """accumulator = accumulator `op` other, in place; dense tensors of one dtype and number of elements."""
-    how = reducer(op, accumulator.dtype)
-    target = accumulator.view(-1).view(how.dtype)
-    how.combine(target, other.view(-1).view(how.dtype), target)
+    """Reduces `other` into `accumulator`, in place; both are dense, of one dtype and number of elements."""
+    kernel = reducer(op, accumulator.dtype)
+    target = accumulator.view(-1).view(kernel.dtype)
+    kernel.combine(target, other.view(-1).view(kernel.dtype), target)
 
 
 def finish(op: ReduceOp, tensor: torch.Tensor, size: int) -> None:
     """Makes the reduction of `size` ranks final, in place: AVG divides (integers towards zero), the rest do nothing."""
-    how = reducer(op, tensor.dtype)
-    if how.finish is not None:
-        how.finish(tensor.view(-1).view(how.dtype), size)
+    kernel = reducer(op, tensor.dtype)
+    if kernel.finish is not None:
+        kernel.finish(tensor.view(-1).view(kernel.dtype), size)
 
 
 def premultiply(operation: Operation, tensor: torch.Tensor) -> None:
-    """For PREMUL_SUM, multiplies by this rank's factor, in place; the other operations do nothing."""
+    """Multiplies by this rank's factor, in place, for PREMUL_SUM; does nothing for other operations."""
     premultiply_to(operation, tensor, tensor)
 
 
 def premultiply_to(operation: Operation, source: torch.Tensor, target: torch.Tensor) -> None:
-    """target = source times this rank's factor; when the operation has none, only if they are different tensors."""
+    """Writes source times this rank's factor to target; for operations without a factor, copies if needed."""
     if operation.reduce_op is ReduceOp.PREMUL_SUM:
         torch.mul(source, _factor(operation), out=target)
     elif source is not target:
@@ -191,7 +191,7 @@ def _unsigned_order(op: ReduceOp, signed: torch.dtype) -> Combine:
 
 
 def _divider(dtype: torch.dtype) -> Callable[[torch.Tensor, int], object]:
-    """Divides sums in place; `dtype` says what numbers they are, if the tensors come in a view of other numbers."""
+    """Returns the function that divides sums in place; `dtype` is their own, even if they are viewed as another."""
     if dtype.is_floating_point:
         return _divide
     return _divide_unsigned if dtype in _SIGNED_OF else _divide_towards_zero
@@ -206,7 +206,7 @@ def _divide_towards_zero(tensor: torch.Tensor, size: int) -> object:
 
 
 def _divide_unsigned(tensor: torch.Tensor, size: int) -> object:
-    """Of unsigned numbers of up to 64 bits, held in signed ones.
+    """Divides unsigned numbers of up to 64 bits that are stored as signed ones.
 
     Half of the number is not negative and can be divided; twice that quotient is right or 1 too small.
     """

@@ -1,4 +1,4 @@
-"""Reduce operations as callers write them: ours, torch's, with a factor, and the deprecated `reduce_op`."""
+"""Reduce operations as callers give them: ours, torch's, with a factor, and the deprecated `reduce_op`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class PremulSum:
 
 
 def make_premul_sum(factor: Factor) -> PremulSum:
-    """An `op` that multiplies the tensor of each rank by this rank's factor, and then sums them up.
+    """Makes an `op` that multiplies each rank's tensor by that rank's factor and then sums.
 
     Args:
         factor: a number, or a tensor of one element.
@@ -39,10 +39,10 @@ def make_premul_sum(factor: Factor) -> PremulSum:
 
 
 def canonical_op(op: object) -> tuple[ReduceOp, Factor | None]:
-    """Our `ReduceOp` and the factor of what the caller gave: scripts mix the imports of torch and of this package.
+    """Returns our `ReduceOp` and the factor for a caller's `op`; scripts mix the imports of torch and of this package.
 
     Raises:
-        TypeError: it is no reduce operation.
+        TypeError: `op` is no reduce operation.
     """
     if isinstance(op, ReduceOp):
         return op, None

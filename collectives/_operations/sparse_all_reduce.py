@@ -1,4 +1,4 @@
-"""`all_reduce` of sparse (COO) tensors: the sum of all ranks' entries, which need not be in the same places.
+"""`all_reduce` of sparse (COO) tensors: the sum of all ranks' entries, which may be at different indices.
 
 The ranks tell each other how many entries each has, then exchange indices and values, and every rank adds up all of
 them in the order of the ranks, so that all get the same bits.
@@ -37,8 +37,8 @@ def all_reduce_sparse(
 
     Args:
         place: rank and size of the group.
-        tensor: the caller's; changed in place.
-        op: SUM, in any of its spellings.
+        tensor: the caller's tensor; it is changed in place.
+        op: SUM, ours or torch's.
         async_op: whether to return before the operation is done.
         submit: submits an operation to the backend; the second argument says whether it is asynchronous.
         run_part: runs an operation as a part of the current one; None for a backend whose operations have no parts.
@@ -68,12 +68,12 @@ def all_reduce_sparse(
 
 
 class _Exchange:
-    """One rank's part.
+    """One rank's part of the exchange.
 
     Args:
-        rank: of this process in the group.
+        rank: this process's rank in the group.
         size: number of ranks in the group.
-        tensor: the caller's; `go_on` changes it.
+        tensor: the caller's tensor; `go_on` changes it.
         staged: whether tensors of other devices go through the CPU's memory.
     """
 
@@ -87,11 +87,11 @@ class _Exchange:
         self._all_facts = torch.empty(size, len(facts), dtype=torch.int64, device=self._device)
 
     def facts_operation(self) -> Operation:
-        """What every rank has; of another size where the number of dimensions differs, which the transport reports."""
+        """Gathers the facts of all ranks; ranks with another number of dimensions send another size, which is a mismatch."""
         return Operation(Kind.ALL_GATHER, (self._facts,), tuple(self._all_facts.unbind()))
 
     def go_on(self, run: Run) -> None:
-        """Once the facts are there: exchanges the entries and replaces the caller's tensor."""
+        """Exchanges the entries and replaces the caller's tensor, once the facts have been gathered."""
         everybody: list[list[int]] = self._all_facts.tolist()
         self._compare(everybody)
         counts = [facts[0] for facts in everybody]
@@ -107,7 +107,7 @@ class _Exchange:
             raise TransportMismatch({rank: _view(facts) for rank, facts in enumerate(everybody)})
 
     def _gather(self, mine: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
-        """The rows of all ranks, one after the other; each rank's are padded to the longest on the way."""
+        """Concatenates the rows of all ranks; for the exchange, each rank's are padded to the longest."""
         longest = max(counts)
         gathered = torch.zeros(len(counts), longest, *mine.shape[1:], dtype=mine.dtype, device=self._device)
         if gathered.numel():

@@ -25,10 +25,10 @@ __all__ = ["FileStore"]
 class FileStore(Store):
     """A store in a file. A process that is killed in the middle of a write harms nobody.
 
-    All processes give the same path, and a new path for each job: what an earlier run left in the file would be taken
-    for this one's. With a known `world_size`, the last of that many stores to be closed removes the file.
+    All processes give the same path, and a new path for each job: keys that an earlier run left in the file would be
+    taken for this one's. With a known `world_size`, the last of that many stores to be closed removes the file.
 
-    Waiting looks at the file's size every 1 to 50 ms: a file shared between machines has no event to wait for.
+    Waiting reads the file's size after random pauses of at most 50 ms: a file shared between machines has no events.
 
     Args:
         file_name: the file; it is created, its folder has to exist.

@@ -81,7 +81,7 @@ def check_round(round_: Round, buffers: Buffers) -> None:
         cells = cells_of(receive.region, buffers)
         assert not cells & written
         written |= cells
-        if not receive.late:
+        if not receive.deferred:
             assert not any(cells & cells_of(send.region, buffers) for send in round_.sends)
 
 

@@ -83,7 +83,7 @@ def test_a_sleeping_receiver_hears_of_the_end() -> None:
         recv(b, number(0), 0)
 
         def end() -> None:
-            until(lambda: b._lead.sleeping)
+            until(lambda: b._leadership.sleeping)
             cut(made, 0, 1)
 
         in_threads(lambda: prompt(lambda: recv(b, number(0), 0), RankLost, "rank 0"), end)
@@ -365,7 +365,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         a, b = made.members
 
         def short() -> None:
-            until(lambda: b._lead.sleeping)
+            until(lambda: b._leadership.sleeping)
             with pytest.raises(CollectiveTimeout):
                 b.recv(number(0), 0, 1, asynchronous=False, timeout_s=SHORT_S)
             send(a, number(0), 1, 2)
@@ -454,7 +454,7 @@ def test_close_while_a_thread_is_blocked() -> None:
         a = made.members[0]
 
         def close() -> None:
-            until(lambda: a._lead.sleeping)
+            until(lambda: a._leadership.sleeping)
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)
@@ -467,7 +467,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         other = irecv(b, number(0), 0, 2)
 
         def interrupt() -> None:
-            until(lambda: len(b._state.pending) == 2 and b._lead.sleeping)
+            until(lambda: len(b._state.pending) == 2 and b._leadership.sleeping)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

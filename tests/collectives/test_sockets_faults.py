@@ -100,10 +100,10 @@ class SlowSocket(BadSocket):
 
 def spoil(ranks: Ranks, make: type[BadSocket], *arguments: int) -> list[BadSocket]:
     """Replaces the connections of the faulty rank."""
-    links = ranks.transports[FAULTY]._links._open
-    for place, real in list(links.items()):
-        links[place] = make(real, *arguments)  # type: ignore[assignment]
-    return list(links.values())  # type: ignore[arg-type]
+    connections = ranks.transports[FAULTY]._connections._open
+    for place, real in list(connections.items()):
+        connections[place] = make(real, *arguments)  # type: ignore[assignment]
+    return list(connections.values())  # type: ignore[arg-type]
 
 
 def operations(kind: Kind, count: int) -> list[Operation]:

@@ -254,7 +254,7 @@ def test_large_messages_in_stripes_on_several_sockets(count: int) -> None:
             copy = tensors[0].clone()
             group.run_well([Operation(Kind.BROADCAST, (each,), (each,), root=0) for each in tensors])
             assert all(equal(each, copy) for each in tensors)
-        used = len(group.transports[0]._links._open)
+        used = len(group.transports[0]._connections._open)
         assert used == (3 if count > 1_000_000 else 2)
 
 

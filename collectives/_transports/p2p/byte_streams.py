@@ -1,7 +1,7 @@
 """The bytes of a socket between two ranks as messages, in both directions, without the socket.
 
-`InStream` says where the next bytes have to go and is told how many came; `OutStream` says which bytes come next and is
-told how many went. Neither takes a lock: the mailboxes see to it that one thread at a time uses them.
+`InStream` gives the memory for the next bytes and is told how many came; `OutStream` gives the next bytes and is told
+how many were sent. Neither takes a lock: the messenger lets one thread at a time use them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
+from rpcdist.collectives._transports.memory import memory_at
 from rpcdist.collectives._transports.p2p.message_format import (
     HEADER_BYTES,
     REFUSAL_BYTES,
     Header,
     MessageFrame,
-    memory,
     pack_header,
     unpack_header,
     unpack_refusal,
@@ -34,17 +34,17 @@ Target = PostedReceive | UnexpectedMessage
 
 
 class InStream:
-    """Messages out of bytes. Small ones pass through a buffer, so that a read brings many; of large ones the
-    greatest part is received into its place.
+    """Makes messages out of bytes. Small messages pass through a buffer, so that one read brings many; most of a large
+    message is received directly into its target.
 
     Args:
-        begin: called with each header of a message; returns where its payload goes, or None to drop it.
-        end: called when the payload is there.
+        begin: called with the header of each message; returns the target of its payload, or None to drop it.
+        end: called when the payload is complete.
 
     Attributes:
-        num_messages: that began.
-        target: of the message of which the payload is incomplete.
-        said_goodbye: the peer left on purpose; nothing follows.
+        num_messages: number of messages that have begun.
+        target: the target of the message whose payload is incomplete.
+        said_goodbye: the peer has left on purpose; nothing follows.
     """
 
     def __init__(self, begin: Callable[[Header], Target | None], end: Callable[[Target], None]) -> None:
@@ -53,9 +53,9 @@ class InStream:
         self._staging = bytearray(_STAGING_BYTES)
         self._staging_view = memoryview(self._staging)
         self._staging_address = ctypes.addressof(ctypes.c_char.from_buffer(self._staging))
-        self._first = 0  # staged bytes that are not used up: from here
-        self._last = 0  # to here
-        self._place: memoryview | None = None  # what is missing of the payload that is received into its place
+        self._first = 0  # start of the staged bytes that are not used yet
+        self._last = 0  # and their end
+        self._place: memoryview | None = None  # memory for the rest of a payload that is received directly
         self._to_drop = 0
         self.target: Target | None = None
         self.num_messages = 0
@@ -63,15 +63,15 @@ class InStream:
 
     @property
     def inside_message(self) -> bool:
-        """Whether the stream must not end here."""
+        """Whether the stream is in the middle of a message."""
         return self._place is not None or self._to_drop > 0 or self._first != self._last
 
     def space(self) -> memoryview:
-        """Where to receive the next bytes; never empty."""
+        """The memory for the next bytes; never empty."""
         return self._staging_view[self._last :] if self._place is None else self._place
 
     def advance(self, num_bytes: int) -> None:
-        """So many bytes came. Raises `ProtocolViolation`; the stream is of no use after that."""
+        """Takes so many bytes that have come. Raises `ProtocolViolation`; the stream cannot be used after that."""
         if self._place is not None:
             if num_bytes < len(self._place):
                 self._place = self._place[num_bytes:]
@@ -84,7 +84,7 @@ class InStream:
         self._compact()
 
     def drop_target(self) -> None:
-        """The rest of the current payload goes nowhere; its target is forgotten."""
+        """Drops the rest of the current payload and forgets its target."""
         if self._place is not None:
             self._to_drop = len(self._place)
             self._place = self.target = None
@@ -145,11 +145,11 @@ class _Outgoing:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.num_sent = 0
-        self.head = b""  # with the payload, if that is small; made when it is the message's turn
+        self.head = b""  # the header, with the payload if that is small; made when it is the message's turn
         self.payload = b""
         self.body: memoryview | None = None
         if request.size_bytes > _INLINE_BYTES:
-            self.body = memory(request.address, request.size_bytes)
+            self.body = memory_at(request.address, request.size_bytes)
         elif request.size_bytes:
             self.payload = ctypes.string_at(request.address, request.size_bytes)
 
@@ -171,11 +171,11 @@ class _Outgoing:
 
 
 class OutStream:
-    """Requests into bytes, in the order of `put`.
+    """Makes bytes out of requests, in the order of `put`.
 
     Attributes:
-        num_sent: messages that went completely.
-        was_cut: the last message went in part and was forgotten.
+        num_sent: number of messages that were sent completely.
+        was_cut: the last message was sent in part and then dropped.
     """
 
     def __init__(self) -> None:
@@ -188,7 +188,7 @@ class OutStream:
 
     @property
     def inside_message(self) -> bool:
-        """Whether the stream must not end here."""
+        """Whether the stream is in the middle of a message."""
         return bool(self._queue) and self._queue[0].num_sent > 0
 
     def put(self, request: Request) -> None:
@@ -196,7 +196,7 @@ class OutStream:
         self._queue.append(_Outgoing(request))
 
     def parts(self) -> list[bytes | memoryview]:
-        """What to send next; not empty while there are messages. Stays valid while others are put."""
+        """Returns the next bytes to send; not empty while there are messages. Stays valid while others are put."""
         first = self._queue[0]
         parts = first.parts(self.num_sent)
         if first.body is None and len(self._queue) > 1:
@@ -205,7 +205,7 @@ class OutStream:
         return parts
 
     def advance(self, num_bytes: int) -> list[Request]:
-        """So many bytes went. Returns the requests that are sent."""
+        """Takes so many bytes that were sent. Returns the requests that are sent completely."""
         sent: list[Request] = []
         while num_bytes > 0:
             first = self._queue[0]
@@ -218,7 +218,7 @@ class OutStream:
         return sent
 
     def withdraw(self, request: Request) -> bool:
-        """Forgets a message. Returns False when it has begun. Not between `parts` and `advance`."""
+        """Forgets a message. Returns False when it has begun. Must not be called between `parts` and `advance`."""
         for index, outgoing in enumerate(self._queue):
             if outgoing.request is request and outgoing.num_sent == 0:
                 del self._queue[index]
@@ -228,7 +228,7 @@ class OutStream:
         return False
 
     def find(self, sequence: int) -> Request | None:
-        """The request of a message that is not sent completely."""
+        """Returns the request of a message that is not sent completely."""
         index = sequence - self.num_sent
         return self._queue[index].request if 0 <= index < len(self._queue) else None
 
@@ -241,7 +241,7 @@ class OutStream:
 
 
 class RefusalStream:
-    """What comes back from the receiver: (what it expected, the header that it refused)."""
+    """Makes refusals out of the bytes that come back from the receiver."""
 
     def __init__(self) -> None:
         self._data = bytearray()

@@ -19,12 +19,12 @@ class Mailboxes(Messenger):
     """A `Messenger` whose connections come from and go to socket hubs. Connections are opened by the first send.
 
     Args:
-        group_name: for texts.
+        group_name: the group's name in errors.
         rank: this process's rank in the group.
         ranks: the members' ranks in the world, by rank in the group.
-        hub: of this process; None for a group of one.
-        uid: of the group; the same on all ranks, and of no other group.
-        addresses: of the ranks' hubs, by rank in the group.
+        hub: the hub of this process; None for a group of one.
+        uid: an identifier of the group; the same on all ranks, and different from those of other groups.
+        addresses: the addresses of the ranks' hubs, by rank in the group.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Mailboxes(Messenger):
         return self._hub.connect(self._addresses[peer], purpose, timeout_s, check=check)
 
     def _answer(self, purpose: str, sock: socket.socket) -> None:
-        """On the I/O loop: a connection for this group has come."""
+        """Takes a connection for this group, on the I/O loop."""
         source = purpose.removeprefix(self._prefix)
         if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
             sock.close()
@@ -63,7 +63,7 @@ class Mailboxes(Messenger):
             logger.warning("a connection of group %r was closed: %s", self._group_name, exc)
 
     def close(self) -> None:
-        """See `Messenger.close`."""
+        """Closes like `Messenger.close`, and takes no more connections."""
         if self._hub is not None:
             self._hub.withdraw(self._prefix)
         super().close()

@@ -1,6 +1,6 @@
-"""Which message goes into which receive: pure code, no socket, no clock, no thread.
+"""Matches messages with receives: pure code, no socket, no clock, no thread.
 
-Receives are posted, messages arrive; each is told to the `Matcher`, which answers with the partner, or keeps it.
+The `Matcher` is told of each receive that is posted and each message that arrives, and returns its partner or keeps it.
 
  M1  A message from s with tag t matches a receive from s with tag t, or from any source with tag t.
  M2  Messages of one source and tag are matched in the order of arrival.
@@ -8,8 +8,9 @@ Receives are posted, messages arrive; each is told to the `Matcher`, which answe
  M4  A receive from any source takes the message that arrived first.
  M5  No message is kept while a receive that it matches is kept.
  M6  A source is read on while a receive that it could match is kept, however much of it is buffered: the message that
-     the receive wants may lie behind others. Else it is read only while a send of this rank is stuck (the source may
-     be stuck in a send to us), and only until the messages that are kept of it, complete or not, exceed `limit_bytes`.
+     the receive wants may lie behind others. Otherwise it is read only while a send of this rank is stuck (the source
+     may be stuck in a send to this rank), and only until the messages that are kept of it, complete or not, exceed
+     `limit_bytes`.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ class Matcher(Generic[R, M]):
     """Keeps receives without a message and messages without a receive.
 
     Args:
-        limit_bytes: per source, of messages that nobody asked for yet; see M6.
+        limit_bytes: limit for each source of the messages that are kept, see M6.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
-        self._receives: dict[_Key, deque[tuple[int, R]]] = {}  # with the number of the posting
+        self._receives: dict[_Key, deque[tuple[int, R]]] = {}  # with the number of the call
         self._messages: dict[int, dict[int, deque[tuple[int, int, M]]]] = {}  # tag, source: number, size, message
         self._wanted: dict[int | None, int] = {}  # kept receives by source
         self._buffered_bytes: dict[int, int] = {}
@@ -48,7 +49,7 @@ class Matcher(Generic[R, M]):
         return sum(len(kept) for sources in self._messages.values() for kept in sources.values())
 
     def post(self, source: int | None, tag: int, receive: R) -> M | None:
-        """A receive was posted. Returns its message, or None: then the receive is kept."""
+        """Takes a receive. Returns its message, or None: then the receive is kept."""
         sources = self._messages.get(tag)
         if sources:
             if source is None:
@@ -65,7 +66,7 @@ class Matcher(Generic[R, M]):
         return None
 
     def arrive(self, source: int, tag: int) -> R | None:
-        """A message begins. Returns its receive, or None: then call `keep` before anything else."""
+        """Takes a message that begins. Returns its receive, or None: then call `keep` before anything else."""
         mine = self._receives.get((source, tag))
         anyones = self._receives.get((None, tag))
         if anyones and (not mine or anyones[0][0] < mine[0][0]):
@@ -105,7 +106,7 @@ class Matcher(Generic[R, M]):
         return a_send_is_stuck and self._buffered_bytes.get(source, 0) <= self._limit_bytes
 
     def buffered_bytes(self, source: int) -> int:
-        """Of the messages that are kept."""
+        """The total size of the messages that are kept."""
         return self._buffered_bytes.get(source, 0)
 
     def receives(self, source: int | None) -> list[R]:

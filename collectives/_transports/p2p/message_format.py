@@ -1,17 +1,16 @@
-"""How messages between two ranks look on a socket, and how tensors become memory. Nothing is ever unpickled.
+"""The format of messages between two ranks on a socket. Nothing is ever unpickled.
 
 A socket carries messages from the rank that connected it to the rank that accepted it:
 
     header  magic, kind, dtype, tag, sequence number on this socket, size of the payload in bytes
     payload the tensor's elements; only of a MESSAGE
 
-and back, from the receiver, nothing but refusals: a REFUSED header with what the receiver expected, followed by a copy
-of the header that it refused.
+In the other direction the receiver sends refusals only: a REFUSED header with the size and dtype that it expected,
+followed by a copy of the header that it refused.
 """
 
 from __future__ import annotations
 
-import ctypes
 import struct
 from enum import IntEnum
 from typing import Final, NamedTuple
@@ -25,7 +24,6 @@ __all__ = [
     "Header",
     "MessageFrame",
     "describe_view",
-    "memory",
     "pack_header",
     "refusal",
     "unpack_header",
@@ -48,7 +46,7 @@ class MessageFrame(IntEnum):
 
 
 class Header(NamedTuple):
-    """What stands before a payload; `code` is `dtype_code` of the elements."""
+    """The header before a payload; `code` is `dtype_code` of the elements."""
 
     kind: int
     code: int
@@ -81,13 +79,13 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
 
 
 def refusal(refused: Header, code: int, size_bytes: int) -> bytes:
-    """What a receiver that expects `size_bytes` of dtype `code` answers to another message."""
+    """Makes the refusal of a receiver that expected `size_bytes` of dtype `code`."""
     expected = pack_header(MessageFrame.REFUSED, code, refused.tag, refused.sequence, size_bytes)
     return expected + pack_header(*refused)
 
 
 def unpack_refusal(data: bytes | bytearray) -> tuple[Header, Header]:
-    """(what the receiver expected, the header that it refused). Raises `ProtocolViolation`."""
+    """Returns what the receiver expected, and the header that it refused. Raises `ProtocolViolation`."""
     expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
     if expected.kind != MessageFrame.REFUSED or refused.kind != MessageFrame.MESSAGE:
         raise ProtocolViolation(f"not a refusal: {bytes(data).hex()}")
@@ -95,12 +93,5 @@ def unpack_refusal(data: bytes | bytearray) -> tuple[Header, Header]:
 
 
 def describe_view(code: int, size_bytes: int) -> str:
-    """For errors: "16 bytes of float32"."""
+    """Describes a payload for errors, e.g. "16 bytes of float32"."""
     return f"{size_bytes} bytes of {str(DTYPES[code]).removeprefix('torch.')}"
-
-
-def memory(address: int, size_bytes: int) -> memoryview:
-    """The bytes at an address, without copying; valid as long as its owner lives."""
-    if size_bytes == 0:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")

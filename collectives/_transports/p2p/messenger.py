@@ -1,11 +1,12 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
 [Note: progress] A blocking call tries its socket at once on the caller's thread, and if that is not enough, leads or
-follows (`ProgressLead`). An asynchronous send tries at once; the rest is left to the leader, and waiting for it is the
-same as having blocked. The leader reads the sockets that somebody waits for (rule M6 of `Matcher`), writes what is left
-to write, keeps the deadlines, and sleeps in poll when nothing can be done. A send that the receiver does not read is
-stuck, and while it is stuck this rank reads what others send to it, up to a limit; so two ranks that send to each other
-first and receive then do not block each other below that limit, and not at all when their receives are posted.
+follows (`Leadership`). An asynchronous send tries at once; the rest is left to the leader, and waiting for it is the
+same as a blocking call. The leader reads the sockets that a request waits for (rule M6 of `Matcher`), writes the rest
+of the messages, observes the deadlines, and sleeps in poll when nothing can be done. A send that the receiver does not
+read is stuck, and while it is stuck this rank reads what others send to it, up to a limit; so two ranks that send to
+each other first and receive then do not block each other below that limit, and not at all when their receives are
+posted.
 
 [Note: what an error leaves behind] A mismatch fails the receive and the send, or the sender's next operation with that
 rank; the payload is dropped, and the connection goes on. A receive that timed out is withdrawn; when its message had
@@ -24,10 +25,10 @@ from typing import Final, Protocol
 
 import torch
 
+from rpcdist.collectives._transports.p2p.leadership import PendingWork
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import OutLink, prepare
+from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection, prepare
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
-from rpcdist.collectives._transports.p2p.progress_lead import PendingWork
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
@@ -49,11 +50,11 @@ class Messenger:
     """The messages of one rank. Any thread may use it, but for the threads of event loops: calls may block.
 
     Args:
-        group_name: for texts.
+        group_name: the group's name in errors.
         rank: this process's rank in the group.
         ranks: the members' ranks in the world, by rank in the group.
-        connect: called once for each peer, by the first send to it, on that thread.
-        buffer_limit_bytes: per peer, of messages that are kept before their receive is called.
+        connect: opens a connection; called once for each peer, on the thread of the first send to it.
+        buffer_limit_bytes: limit for each peer of the messages that are kept before their receive is called.
         spin_s: how long a blocked thread tries its socket before it sleeps, in seconds. None: not at all if there are
             more ranks than processors.
     """
@@ -76,7 +77,7 @@ class Messenger:
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
-        self._lead = self._progress.lead
+        self._leadership = self._progress.leadership
         self._num_sends = 0
         self._num_receives = 0
         self._closed = False
@@ -102,7 +103,7 @@ class Messenger:
         self._check(title, tag)
         request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
         if asynchronous:
-            request.work = PendingWork(request, self._lead)
+            request.work = PendingWork(request, self._leadership)
         if peer == self._rank:
             with self._lock:
                 self._state.put_to_self(request)
@@ -135,11 +136,11 @@ class Messenger:
         receive = PostedReceive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
         receive.finish = finish
         if asynchronous:
-            receive.work = PendingWork(receive, self._lead, [tensor])
+            receive.work = PendingWork(receive, self._leadership, [tensor])
         with self._lock:
             self._state.post(receive)
             if not receive.done:
-                self._lead.ensure() if asynchronous else self._lead.changed()
+                self._leadership.ensure() if asynchronous else self._leadership.changed()
         if receive.done:
             self._progress.settle(receive)
         return self._finish(receive)
@@ -154,12 +155,12 @@ class Messenger:
             raise GroupAborted(title, "the group was destroyed on this rank")
 
     def _finish(self, request: Request) -> Work:
-        """The end of a call: an asynchronous one returns at once, a blocking one when the request is settled."""
+        """Ends a call: an asynchronous one returns at once, a blocking one when the request is settled."""
         if request.work is not None:
             return request.work
         if not request.settled:
             try:
-                self._lead.wait(request)
+                self._leadership.wait(request)
             except BaseException:
                 self._abandon(request)
                 raise
@@ -168,69 +169,69 @@ class Messenger:
         return Work.finished(request.title, source=request.source)
 
     def _abandon(self, request: Request) -> None:
-        """The caller was interrupted: the leader gives the request up like one that is overdue."""
+        """Has the leader fail a request, whose caller was interrupted, like one that is overdue."""
         with self._lock:
             if not request.done:
                 request.deadline_at = self._state.next_deadline = -math.inf
-                self._lead.ensure()
+                self._leadership.ensure()
 
     def _start_send(self, request: Request) -> None:
         with self._lock:
-            link = self._state.put(request)
-            mine = link is not None and not link.busy
-            if link is not None and mine:
-                link.busy = True
-            elif link is not None:
-                self._lead.ensure() if request.work is not None else self._lead.changed()
-        if link is not None and mine:
-            if link.sock is None:
-                self._open(link, request)
-            if link.ended is None:
-                self._write_directly(link, request)
+            connection = self._state.put(request)
+            mine = connection is not None and not connection.busy
+            if connection is not None and mine:
+                connection.busy = True
+            elif connection is not None:
+                self._leadership.ensure() if request.work is not None else self._leadership.changed()
+        if connection is not None and mine:
+            if connection.sock is None:
+                self._open(connection, request)
+            if connection.ended is None:
+                self._write_directly(connection, request)
         if self._state.settled:
             self._progress.settle(request)
 
-    def _open(self, link: OutLink, request: Request) -> None:
-        """Connects a link that this thread made busy."""
+    def _open(self, connection: OutgoingConnection, request: Request) -> None:
+        """Opens a connection that this thread has made busy."""
         reason, sock = "the connection was interrupted", None
         try:
-            sock = self._connect(link.peer, max(0.0, request.deadline_at - time.monotonic()), self._raise_error)
+            sock = self._connect(connection.peer, max(0.0, request.deadline_at - time.monotonic()), self._raise_error)
             prepare(sock)
         except (OSError, RpcdistError) as exc:
             reason = f"it cannot be reached: {exc}"
         finally:
             with self._lock:
-                link.sock = sock
+                connection.sock = sock
                 if sock is None:
-                    del self._state.outgoing[link.peer]  # the next send tries again
-                    self._state.end_outgoing(link, reason)
-                    self._lead.changed()
+                    del self._state.outgoing[connection.peer]  # the next send tries again
+                    self._state.end_outgoing(connection, reason)
+                    self._leadership.changed()
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
             raise self._state.error
 
-    def _write_directly(self, link: OutLink, request: Request) -> None:
+    def _write_directly(self, connection: OutgoingConnection, request: Request) -> None:
         try:
             now = time.monotonic()
-            if now - link.refusals_read_at > REFUSAL_POLL_S:
-                link.refusals_read_at = now
-                self._progress.read_refusals(link)
-            self._progress.write(link)
-        except BaseException:  # a signal's: nobody knows how far the stream is
+            if now - connection.refusals_read_at > REFUSAL_POLL_S:
+                connection.refusals_read_at = now
+                self._progress.read_refusals(connection)
+            self._progress.write(connection)
+        except BaseException:  # of a signal handler: the position in the stream is unknown
             with self._lock:
-                self._state.end_outgoing(link, f"{request.title} was interrupted")
-                self._progress.release_locked(link)
-                self._lead.changed()
+                self._state.end_outgoing(connection, f"{request.title} was interrupted")
+                self._progress.release_locked(connection)
+                self._leadership.changed()
             raise
-        if link.stream:
+        if connection.stream:
             with self._lock:
-                self._lead.ensure() if request.work is not None or request.done else self._lead.changed()
+                self._leadership.ensure() if request.work is not None or request.done else self._leadership.changed()
 
-    # ------------------------------------------------------------ what others tell (any thread; never blocks)
+    # ------------------------------------------------------------ events from outside (any thread; never blocks)
 
     def attach(self, peer: int, sock: socket.socket) -> None:
-        """The connection on which `peer` sends has come; it belongs to this object from now on.
+        """Takes the connection on which `peer` sends; it belongs to this object from now on.
 
         Raises:
             ProtocolViolation: there is one already; the socket is closed.
@@ -244,22 +245,22 @@ class Messenger:
             except (ProtocolViolation, OSError):
                 sock.close()
                 raise
-            self._lead.changed()
+            self._leadership.changed()
 
     def fail(self, error: BaseException) -> None:
-        """Everything that is pending fails with this error, and so does everything later; idempotent."""
+        """Fails everything that is pending, and everything later, with this error; idempotent."""
         self._progress.fail(error)
 
     def peer_lost(self, rank: int, reason: str) -> None:
-        """Rank `rank` of the group is gone. What came of it before can still be received."""
+        """Notes that a rank of the group is gone. Messages that it sent before can still be received."""
         with self._lock:
             self._state.lost.setdefault(rank, reason)
-            self._lead.changed()
+            self._leadership.changed()
 
     def drain(self, timeout_s: float) -> bool:
-        """Waits until what was sent has left this process, for at most `timeout_s` in all; returns whether it has.
+        """Waits until all sends have left this process, for at most `timeout_s` in all; returns whether they have.
 
-        Receives are not waited for: what they wait for may never come.
+        It does not wait for receives: their messages may never come.
         """
         limit = time.monotonic() + timeout_s
         with self._lock:
@@ -271,17 +272,17 @@ class Messenger:
         for work in works:
             try:
                 work.wait(max(1e-3, limit - time.monotonic()))
-            except CollectiveError:  # whoever owns the work is told
+            except CollectiveError:  # the owner of the work gets the error
                 pass
         return all(work.is_success() for work in works)
 
     def close(self) -> None:
-        """Fails what is pending, says goodbye, closes the sockets; idempotent, bounded, waits for no peer."""
+        """Fails pending requests, sends goodbyes, closes the sockets; idempotent, bounded, waits for no peer."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
         self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
         with self._lock:
-            self._lead.stop()
-        self._lead.join()
+            self._leadership.stop()
+        self._leadership.join()

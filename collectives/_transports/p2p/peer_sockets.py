@@ -1,4 +1,4 @@
-"""The two sockets between this rank and another: what is known about each, and one non-blocking step on it."""
+"""The two connections between this rank and another, one per direction, each with its stream and non-blocking steps."""
 
 from __future__ import annotations
 
@@ -10,27 +10,27 @@ from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["InLink", "LinkEnded", "OutLink", "prepare"]
+__all__ = ["ConnectionEnded", "IncomingConnection", "OutgoingConnection", "prepare"]
 
 _REFUSALS_READ: Final = 4096
 
 
-class LinkEnded(Exception):
-    """The socket is of no more use; the text says why."""
+class ConnectionEnded(Exception):
+    """The connection cannot be used any more; the text says why."""
 
 
 def prepare(sock: socket.socket) -> None:
-    """Makes a connected stream socket fit for messages."""
+    """Sets the options of a connected stream socket for messages."""
     sock.setblocking(False)
     if sock.family in (socket.AF_INET, socket.AF_INET6):
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
 
-class InLink:
-    """The socket on which messages of `source` come; the leader reads it.
+class IncomingConnection:
+    """The connection on which messages of `source` come; the leader reads it.
 
     Attributes:
-        ended: why nothing more comes; None while more may come.
+        ended: the reason why nothing more comes; None while more may come.
     """
 
     def __init__(self, sock: socket.socket, source: int, stream: InStream) -> None:
@@ -40,19 +40,19 @@ class InLink:
         self.ended: str | None = None
 
     def receive(self) -> int:
-        """Receives into the stream's space; returns the number of bytes, or 0 if none are here.
+        """Receives into the stream's space; returns the number of bytes, or 0 if none have come.
 
         Raises:
-            LinkEnded: the connection ended.
+            ConnectionEnded: the connection ended.
         """
         try:
             num_bytes = self.sock.recv_into(self.stream.space())
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as exc:
-            raise LinkEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
+            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
         if num_bytes == 0:
-            raise LinkEnded(self._why_it_ended())
+            raise ConnectionEnded(self._why_it_ended())
         return num_bytes
 
     def _why_it_ended(self) -> str:
@@ -61,7 +61,7 @@ class InLink:
         return f"it closed the connection{' in the middle of a message' if self.stream.inside_message else ''}"
 
     def refuse(self, data: bytes) -> None:
-        """Tells the sender. A sender that has not read hundreds of refusals is cut off instead."""
+        """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
         try:
             self.sock.send(data)
         except OSError:
@@ -72,15 +72,15 @@ class InLink:
         self.sock.close()
 
 
-class OutLink:
-    """The socket on which messages go to `peer`.
+class OutgoingConnection:
+    """The connection on which messages go to `peer`.
 
     Attributes:
-        sock: None until it is connected.
-        busy: a thread connects it or writes to it; no other does.
-        ended: why nothing can be sent any more; None while it can.
-        refusals_read_at: when a sender looked for refusals last, in seconds on the monotonic clock.
-        refusals: of messages that were sent completely, as errors to raise at the next operation with the peer.
+        sock: the socket; None until it is connected.
+        busy: a thread is connecting it or writing to it; no other thread may.
+        ended: the reason why nothing can be sent any more; None while it can.
+        refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
+        refusals: refusals of messages that were sent completely; the next operations with the peer raise them.
     """
 
     def __init__(self, peer: int) -> None:
@@ -94,10 +94,10 @@ class OutLink:
         self._refusal_stream = RefusalStream()
 
     def send(self) -> int:
-        """Sends what the stream has; returns the number of bytes that went, 0 if the socket is full.
+        """Sends from the stream; returns the number of bytes that were sent, 0 if the socket is full.
 
         Raises:
-            LinkEnded: the connection ended.
+            ConnectionEnded: the connection ended.
         """
         assert self.sock is not None
         parts = self.stream.parts()
@@ -106,13 +106,13 @@ class OutLink:
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as exc:
-            raise LinkEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
+            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
 
     def read_refusals(self) -> list[tuple[Header, Header]]:
-        """What the receiver refused since the last call.
+        """Returns the refusals that came since the last call.
 
         Raises:
-            LinkEnded: the connection ended, or the receiver sent something else.
+            ConnectionEnded: the connection ended, or the receiver sent something else.
         """
         assert self.sock is not None
         try:
@@ -120,16 +120,16 @@ class OutLink:
         except (BlockingIOError, InterruptedError):
             return []
         except OSError as exc:
-            raise LinkEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
+            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
         if not data:
-            raise LinkEnded("it closed the connection")
+            raise ConnectionEnded("it closed the connection")
         try:
             return self._refusal_stream.feed(data)
         except ProtocolViolation as exc:
-            raise LinkEnded(f"it does not follow the protocol ({exc}); the connection was closed") from exc
+            raise ConnectionEnded(f"it does not follow the protocol ({exc}); the connection was closed") from exc
 
     def close(self) -> None:
-        """Says goodbye if the last message went completely, and closes."""
+        """Sends a goodbye if the last message was sent completely, and closes."""
         self.ended = self.ended or "the connection was closed here"
         if self.sock is None:
             return
@@ -141,7 +141,7 @@ class OutLink:
         self.cut()
 
     def cut(self) -> None:
-        """Closes without goodbye."""
+        """Closes without a goodbye."""
         self.ended = self.ended or "the connection was closed here"
         if self.sock is not None:
             self.sock.close()

@@ -10,25 +10,26 @@ from collections.abc import Callable
 import torch
 
 from rpcdist.collectives._operations.operation import dtype_code
-from rpcdist.collectives._transports.p2p.message_format import Header, describe_view, memory
+from rpcdist.collectives._transports.memory import copy_bytes, memory_at
+from rpcdist.collectives._transports.p2p.message_format import Header, describe_view
 from rpcdist.collectives.work import Work
 
 __all__ = ["PostedReceive", "Request", "UnexpectedMessage"]
 
 
 class Request:
-    """A send or a receive. The mailboxes' lock guards it, but for `settle`, which runs once and without that lock.
+    """A send or a receive. The messenger's lock guards it, except for `settle`, which runs once and without the lock.
 
     Attributes:
-        title: for errors, e.g. "recv #3 from rank 1 with tag 0 of group 'default'".
+        title: its name in errors, e.g. "recv #3 from rank 1 with tag 0 of group 'default'".
         tensor: read or written until `settled`.
-        peer: rank in the group; None for any.
-        timeout_s: limit, in seconds; infinity for none.
-        deadline_at: the same on the monotonic clock.
-        error: why it failed; decided before `done`.
-        source: the sender's rank, of a receive that is done.
-        done: decided; no further byte of the tensor is touched by a socket.
-        settled: told to everybody.
+        peer: the other rank in the group; None for any.
+        timeout_s: the time limit, in seconds; infinity for none.
+        deadline_at: when that time is over, on the monotonic clock.
+        error: the error with which it failed; set before `done`.
+        source: the sender's rank, for a receive that is done.
+        done: it is complete; no socket reads or writes its tensor any more.
+        settled: all waiters have been notified.
     """
 
     __slots__ = (
@@ -77,11 +78,11 @@ class Request:
 
     @property
     def view(self) -> str:
-        """For errors: "16 bytes of float32"."""
+        """Describes its tensor for errors, e.g. "16 bytes of float32"."""
         return describe_view(self.code, self.size_bytes)
 
     def settle(self) -> None:
-        """Tells everybody who waits; call it once, when `done`, without the lock: it runs the caller's code."""
+        """Notifies all waiters. Call it once, when `done`, without the lock: it runs callbacks of the caller."""
         if self.error is None:
             try:
                 if self.arrived is not None:
@@ -96,11 +97,11 @@ class Request:
                 self.work.complete(self.source)
             else:
                 self.work.fail(self.error)
-        if self.waiter is not None:  # set by the waiting thread before it looks at `settled`
+        if self.waiter is not None:  # set by the waiting thread before it reads `settled`
             self.waiter.set()
 
     def await_settled(self) -> None:
-        """For a thread that saw `done`, while another one may be about to settle."""
+        """Waits until it is settled, on a thread that saw `done` while another thread may be about to settle it."""
         if not self.settled:
             self.waiter = threading.Event()
             if not self.settled:
@@ -108,17 +109,17 @@ class Request:
 
 
 class PostedReceive(Request):
-    """A receive; its tensor can be the place where a message lands."""
+    """A receive; a message may be received directly into its tensor."""
 
     __slots__ = ()
 
     def fill(self, address: int) -> None:
-        """Copies the whole payload from where it was staged."""
-        ctypes.memmove(self.address, address, self.size_bytes)
+        """Copies the whole payload from an address."""
+        copy_bytes(self.address, address, self.size_bytes)
 
     def space(self) -> memoryview:
-        """Where the payload goes, to be filled piece by piece."""
-        return memory(self.address, self.size_bytes)
+        """The memory for the payload, to be filled part by part."""
+        return memory_at(self.address, self.size_bytes)
 
 
 class UnexpectedMessage:
@@ -126,11 +127,11 @@ class UnexpectedMessage:
 
     Args:
         source: the sender's rank.
-        header: with which it came.
+        header: the header of the message.
 
     Attributes:
-        complete: all of its payload is here.
-        receive: took it before it was complete.
+        complete: the whole payload has come.
+        receive: the receive that it was matched with before it was complete.
     """
 
     __slots__ = ("_data", "_tensor", "complete", "header", "receive", "size_bytes", "source")
@@ -151,13 +152,13 @@ class UnexpectedMessage:
         else:
             self.space()
             assert self._tensor is not None
-            ctypes.memmove(self._tensor.data_ptr(), address, self.size_bytes)
+            copy_bytes(self._tensor.data_ptr(), address, self.size_bytes)
 
     def space(self) -> memoryview:
-        """New memory for the payload, which becomes resident as it is filled."""
+        """Allocates memory for the payload, whose pages become resident as they are filled."""
         self._tensor = torch.empty(self.size_bytes, dtype=torch.uint8)
-        return memory(self._tensor.data_ptr(), self.size_bytes)
+        return memory_at(self._tensor.data_ptr(), self.size_bytes)
 
     def copy_to(self, address: int) -> None:
         """Copies the payload into the memory of its receive."""
-        ctypes.memmove(address, self._data if self._tensor is None else self._tensor.data_ptr(), self.size_bytes)
+        copy_bytes(address, self._data if self._tensor is None else self._tensor.data_ptr(), self.size_bytes)

@@ -1,4 +1,4 @@
-"""The ranks' buffers in the segment: as addresses for copies, as tensors for arithmetic; and how bytes are copied."""
+"""The ranks' buffers in the segment: as addresses for copies, as tensors for arithmetic."""
 
 from __future__ import annotations
 
@@ -12,29 +12,9 @@ import torch
 
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 
-__all__ = ["RankBuffers", "copy", "one_thread"]
+__all__ = ["RankBuffers", "one_thread"]
 
-_QUICK_BYTES: Final = 64 << 10
 _MAX_VIEWS: Final = 512
-
-
-def _memmove(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:
-    function = library.memmove
-    function.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-    function.restype = ctypes.c_void_p
-    return function
-
-
-_copy_quickly = _memmove(ctypes.PyDLL(None))  # keeps the interpreter's lock: getting it back may take 5 ms
-_copy_in_background = _memmove(ctypes.CDLL(None))
-
-
-def copy(target: int, source: int, num_bytes: int) -> None:
-    """Copies between addresses. Long copies let other Python threads run."""
-    if num_bytes <= _QUICK_BYTES:
-        _copy_quickly(target, source, num_bytes)
-    else:
-        _copy_in_background(target, source, num_bytes)
 
 
 class RankBuffers:

@@ -20,7 +20,8 @@ import torch
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
 from rpcdist.collectives._transports.base import Control
-from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, copy, one_thread
+from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, one_thread
 from rpcdist.collectives._transports.shm.routes import Publish, Route, num_steps, shares, span, two_phase_slice_bytes
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout
 from rpcdist.collectives._transports.shm.signals import Signals
@@ -113,7 +114,7 @@ class Reductions:
         if operation.reduce_op is _PREMUL_SUM:
             self._publish_product(operation, tensor.view(-1), half, 0)
         else:
-            copy(self._buffers.address[half][rank], tensor.data_ptr(), prepared.num_bytes)
+            copy_bytes(self._buffers.address[half][rank], tensor.data_ptr(), prepared.num_bytes)
         self._signals.synchronise(control)
         if (root is None or root == rank) and prepared.num_bytes:
             self._reduce(prepared.kernel, prepared.views[half], _flat(tensor, prepared.kernel, prepared.plain))
@@ -131,7 +132,7 @@ class Reductions:
             if premultiplied:
                 self._publish_product(operation, raw[index], half, 0)
             elif root is None or not takes:
-                copy(self._buffers.address[half][self._rank], own.data_ptr(), own.nbytes)
+                copy_bytes(self._buffers.address[half][self._rank], own.data_ptr(), own.nbytes)
             self._signals.synchronise(control)
             if takes:
                 self._reduce(kernel, views if premultiplied else self._with_own(views, own), own)
@@ -182,8 +183,8 @@ class Reductions:
             return
         start, stop = (position * own.itemsize for position in self._shares(own)[self._rank])
         source, target = own.data_ptr(), self._buffers.address[half][self._rank]
-        copy(target, source, start)
-        copy(target + stop, source + stop, own.nbytes - stop)
+        copy_bytes(target, source, start)
+        copy_bytes(target + stop, source + stop, own.nbytes - stop)
 
     def _publish_share(
         self, operation: Operation, kernel: ReduceKernel, own: torch.Tensor, half: int, slice_bytes: int
@@ -199,7 +200,7 @@ class Reductions:
     def _take_shares(self, own: torch.Tensor, half: int, slice_bytes: int) -> None:
         target, width = own.data_ptr(), own.itemsize
         for address, (start, stop) in zip(self._buffers.address[half], self._shares(own), strict=True):
-            copy(target + start * width, address + slice_bytes, (stop - start) * width)
+            copy_bytes(target + start * width, address + slice_bytes, (stop - start) * width)
 
     # ------------------------------------------------------------ REDUCE_SCATTER
 
@@ -245,7 +246,7 @@ class Reductions:
                 own = tensor.view(-1)[start // tensor.itemsize : stop // tensor.itemsize]
                 self._publish_product(operation, own, half, publish.offset)
             else:
-                copy(buffer + publish.offset, tensor.data_ptr() + start, stop - start)
+                copy_bytes(buffer + publish.offset, tensor.data_ptr() + start, stop - start)
 
     def _reduce_own(self, operation: Operation, path: Route, step: int, half: int) -> None:
         """Reduces a slice of this rank's chunk; it lies at the same place in every rank's buffer."""

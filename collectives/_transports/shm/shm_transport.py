@@ -13,7 +13,8 @@ import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation
 from rpcdist.collectives._transports.base import Control, Transport
-from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, copy
+from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers
 from rpcdist.collectives._transports.shm.reductions import Reductions
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, span
 from rpcdist.collectives._transports.shm.segment_layout import Layout
@@ -121,18 +122,18 @@ class ShmTransport(Transport):
         if path.own is not None:
             (source, num_bytes), (target, _) = sources[path.own[0]], targets[path.own[1]]
             if source != target:
-                copy(target, source, num_bytes)
+                copy_bytes(target, source, num_bytes)
 
     def _publish(self, path: Route, step: int, sources: list[tuple[int, int]], buffer: int) -> None:
         for publish in path.publishes:
             address, num_bytes = sources[publish.source]
             start, stop = span(step, path.slice_bytes, num_bytes)
             if start != stop:
-                copy(buffer + publish.offset, address + start, stop - start)
+                copy_bytes(buffer + publish.offset, address + start, stop - start)
 
     def _take(self, path: Route, step: int, targets: list[tuple[int, int]], buffers: list[int]) -> None:
         for take in path.takes:
             address, num_bytes = targets[take.target]
             start, stop = span(step, path.slice_bytes, num_bytes)
             if start != stop:
-                copy(address + start, buffers[take.peer] + take.offset, stop - start)
+                copy_bytes(address + start, buffers[take.peer] + take.offset, stop - start)

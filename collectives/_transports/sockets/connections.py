@@ -1,6 +1,6 @@
-"""The connections of a group: for each pair of ranks that have something to say to each other, opened when needed.
+"""The connections of a group: between each pair of ranks that exchange messages, opened when needed.
 
-The lower rank connects. The higher one takes what arrives, on the I/O loop, and wakes the thread that waits for it.
+The lower rank connects. The higher rank accepts on the I/O loop, and wakes the thread that waits for the connection.
 
 Between hosts, large messages are cut into stripes that travel on several connections, since networks often limit each
 of them. On one host the first connection carries everything: there, each further one was measured to cost time.
@@ -8,7 +8,6 @@ of them. On one host the first connection carries everything: there, each furthe
 
 from __future__ import annotations
 
-import os
 import re
 import socket
 import threading
@@ -16,12 +15,13 @@ from collections.abc import Sequence
 from typing import Final
 
 from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
+from rpcdist.collectives._transports.polling import Waker
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["STRIPE_BYTES", "Links"]
+__all__ = ["STRIPE_BYTES", "Connections"]
 
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
@@ -31,13 +31,13 @@ _STRIPE_MULTIPLE: Final = 1 << 10
 _PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
 
 
-class Links:
-    """The sockets of one rank of a group. `get` is for one thread at a time.
+class Connections:
+    """The sockets of one rank of a group. One thread at a time uses `get`.
 
     Args:
         rank: this process's rank in the group.
         hub: opens and accepts connections.
-        name: of the group; random enough that no other group has it.
+        name: the group's name; random enough that no other group has it.
         addresses: each rank's hub address, by rank.
         unix: as in `SocketHub.connect`.
         sockets_per_pair: how many connections two ranks may have, the same on all ranks; None takes 4 between hosts.
@@ -62,41 +62,39 @@ class Links:
         self._arrived: dict[tuple[int, int], socket.socket] = {}
         self._closed = False
         self._lock = threading.Lock()
-        self.wakeup_fd, self._wakeup_write_fd = os.pipe()  # readable when a connection has arrived
-        os.set_blocking(self.wakeup_fd, False)
-        os.set_blocking(self._wakeup_write_fd, False)
+        self.waker = Waker()  # wakes the thread that waits for a connection of a lower rank
         hub.announce(self._prefix, self._arrive)
 
     def __repr__(self) -> str:
-        return f"<Links of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
+        return f"<Connections of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
 
     def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
-        """Start and stop of what each channel carries of a message, the first channel first; one or more."""
+        """Returns start and stop of the stripe that each channel carries of a message, by channel; one or more."""
         number = min(self._num_channels[peer], max(1, size_bytes // STRIPE_BYTES))
         length = -(-size_bytes // number // _STRIPE_MULTIPLE) * _STRIPE_MULTIPLE
         starts = [channel * length for channel in range(number)]
         return [(start, min(start + length, size_bytes)) for start in starts]
 
     def get(self, peer: int, channel: int, control: Control) -> socket.socket | None:
-        """A connection with a rank; None if the peer, who has to open it, has not done so yet.
+        """Returns a connection with a rank; None if the peer, which has to open it, has not done so yet.
 
         Raises:
             TransportPeerLost: the peer cannot be reached.
-            TransportTimeout: not in time.
+            TransportTimeout: the deadline passed.
         """
-        link = self._open.get((peer, channel))
-        if link is None:
+        connection = self._open.get((peer, channel))
+        if connection is None:
             if self._rank < peer:
-                link = self._connect(peer, channel, control)
+                connection = self._connect(peer, channel, control)
             else:
                 with self._lock:
-                    link = self._arrived.pop((peer, channel), None)
-            if link is not None:
-                self._open[peer, channel] = link
-        return link
+                    connection = self._arrived.pop((peer, channel), None)
+            if connection is not None:
+                self._open[peer, channel] = connection
+        return connection
 
-    def standing(self, peer: int) -> socket.socket | None:
-        """The first connection with a rank, if it was used before."""
+    def established(self, peer: int) -> socket.socket | None:
+        """Returns the first connection with a rank, if it was used before."""
         return self._open.get((peer, 0))
 
     def _connect(self, peer: int, channel: int, control: Control) -> socket.socket:
@@ -109,13 +107,6 @@ class Links:
                 raise TransportTimeout(frozenset([peer])) from exc
             raise TransportPeerLost(peer, str(exc)) from exc
 
-    def drain_wakeups(self) -> None:
-        """Makes `wakeup_fd` unreadable until the next connection arrives."""
-        try:
-            os.read(self.wakeup_fd, 4096)
-        except BlockingIOError:
-            pass  # somebody was faster
-
     def _arrive(self, purpose: str, connection: socket.socket) -> None:
         """On the I/O loop: takes a connection that a lower rank opened."""
         key = self._key(purpose.removeprefix(self._prefix))
@@ -123,12 +114,12 @@ class Links:
             wanted = key is not None and not (self._closed or key in self._arrived or key in self._open)
             if wanted and key is not None:
                 self._arrived[key] = connection
-                os.write(self._wakeup_write_fd, b"x")  # under the lock: `close` gives the descriptor back
+                self.waker.wake()  # under the lock: `close` closes its descriptors
         if not wanted:
             connection.close()
 
     def _key(self, text: str) -> tuple[int, int] | None:
-        """Peer and channel that a purpose names; None if no such connection is due."""
+        """Returns the peer and channel that a purpose names; None if no such connection is expected."""
         match = _PLACE.fullmatch(text)
         if match is None:
             return None
@@ -141,16 +132,15 @@ class Links:
             if self._closed:
                 return
             self._closed = True
-            links = [*self._open.values(), *self._arrived.values()]
+            connections = [*self._open.values(), *self._arrived.values()]
             self._arrived.clear()
-            os.close(self.wakeup_fd)
-            os.close(self._wakeup_write_fd)
+            self.waker.close()
         self._hub.withdraw(self._prefix)
-        for link in links:
-            link.close()
+        for connection in connections:
+            connection.close()
 
 
 def _usual_number(mine: str, theirs: str) -> int:
-    """How many connections two ranks have that nobody gave a number for; both come to the same."""
+    """The default number of connections between two ranks; the same on both."""
     hosts = {HubAddress.parse(mine).host, HubAddress.parse(theirs).host}
     return 1 if len(hosts) == 1 or all(map(is_loopback, hosts)) else _SOCKETS_BETWEEN_HOSTS

@@ -1,4 +1,4 @@
-"""The header before every message of a group, and what to say when it is not the expected one."""
+"""The header before every message of a group, and the error when it is not the expected one."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HEADER_BYTES: Final = _HEADER.size
 
 
 class OperationFrame:
-    """Makes and judges the headers of one operation on one rank.
+    """Makes and compares the headers of one operation on one rank.
 
     Args:
-        rank: this rank, for errors.
+        rank: this process's rank in the group, for errors.
         fingerprint: `Control.fingerprint`.
         sequence: `Control.sequence`.
         detail: a number that has to be equal on all ranks beside the fingerprint.
@@ -36,7 +36,7 @@ class OperationFrame:
         self._detail = detail
 
     def header(self, round_number: int, size_bytes: int) -> bytes:
-        """What goes before a message, and what the receiver of it expects, byte for byte."""
+        """The header of a message, as it is sent and as its receiver expects it, byte for byte."""
         return _HEADER.pack(_MAGIC, round_number, self._detail, self._sequence, size_bytes, self._fingerprint)
 
     def mismatch(self, peer: int, expected: bytes, got: bytes) -> TransportMismatch:
@@ -53,7 +53,7 @@ class OperationFrame:
 
 
 def _differences(expected: tuple[object, ...], got: tuple[object, ...]) -> tuple[str, str]:
-    """What two headers with the same fingerprint do not have in common, in words: of the expected one, of the other."""
+    """Describes in which field two headers with the same fingerprint differ: the expected value, the other value."""
     if expected[2] != got[2]:
         return f" with chunks {expected[2]:08x}", f" with chunks of other lengths {got[2]:08x}"
     if expected[4] != got[4]:

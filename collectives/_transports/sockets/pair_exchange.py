@@ -1,12 +1,11 @@
-"""Small all_reduces of two ranks: what `doubling_all_reduce` plans, without the machinery that runs plans.
+"""Small all_reduces of two ranks: the plan `doubling_all_reduce`, without the machinery that runs plans.
 
-On the wire it is the same, byte for byte, so it does not matter whether the other rank takes this way. A message is one
+On the wire it is the same, byte for byte, so it does not matter whether the other rank does the same. A message is one
 system call at each end: header and numbers lie one after the other in memory that is kept for the next operation.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import select
 import socket
@@ -18,156 +17,158 @@ import torch
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
 from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
-from rpcdist.collectives._transports.sockets.connections import Links
+from rpcdist.collectives._transports.memory import copy_bytes, memory_of
+from rpcdist.collectives._transports.polling import Pollers
+from rpcdist.collectives._transports.sockets.connections import Connections
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
-from rpcdist.collectives._transports.sockets.pollers import Pollers
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
-from rpcdist.collectives._transports.sockets.tensor_memory import memory_of
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
-__all__ = ["SMALL_BYTES", "SmallExchange"]
+__all__ = ["SMALL_BYTES", "PairExchange"]
 
 SMALL_BYTES: Final = 4 << 10
 _START: Final = 64 - HEADER_BYTES  # so that the numbers start at a multiple of 64
-_MAX_PROGRAMS: Final = 64
+_MAX_MESSAGES: Final = 64
 _ALL_REDUCE: Final = Kind.ALL_REDUCE
 _PREMUL_SUM: Final = ReduceOp.PREMUL_SUM
 
 
-class _Program:
-    """Memory for tensors of one dtype and length, with views of it; and how to reduce them."""
+class _MessageBuffers:
+    """Memory for messages of one dtype and length, with views of it, and the kernel that reduces them."""
 
-    __slots__ = ("_boxes", "how", "inbox", "num_bytes", "outbox", "received", "target")
+    __slots__ = ("_boxes", "inbox", "kernel", "num_bytes", "outbox", "received", "target")
 
     def __init__(self, op: ReduceOp, tensor: torch.Tensor) -> None:
-        self.how = reducer(op, tensor.dtype)
+        self.kernel = reducer(op, tensor.dtype)
         self.num_bytes = tensor.nbytes
         boxes = [torch.empty(64 + tensor.nbytes, dtype=torch.uint8) for _ in range(2)]
-        self._boxes = boxes  # the views do not keep the memory
+        self._boxes = boxes  # keeps the memory of the views alive
         self.inbox, self.outbox = (memory_of(box)[_START:] for box in boxes)
-        self.received = boxes[0][64:].view(self.how.dtype)
+        self.received = boxes[0][64:].view(self.kernel.dtype)
         self.target = boxes[1].data_ptr() + 64
 
 
-class SmallExchange:
-    """One rank's part.
+class PairExchange:
+    """One rank's part of these operations.
 
     Args:
         rank: this process's rank in the group.
-        size: number of ranks in the group; with more than two ranks it takes nothing.
-        links: connections of the group.
+        size: number of ranks in the group; with more than two it takes no operation.
+        connections: the connections of the group.
         pollers: those of the transport.
         spin_policy: how long the transport spins.
     """
 
-    def __init__(self, rank: int, size: int, links: Links, pollers: Pollers, spin_policy: SpinPolicy) -> None:
+    def __init__(
+        self, rank: int, size: int, connections: Connections, pollers: Pollers, spin_policy: SpinPolicy
+    ) -> None:
         self._rank = rank
         self._peer = 1 - rank if size == 2 else -1
-        self._links = links
+        self._connections = connections
         self._pollers = pollers
         self._spin_policy = spin_policy
-        self._programs: dict[tuple[int, torch.dtype, int], _Program] = {}
+        self._messages: dict[tuple[int, torch.dtype, int], _MessageBuffers] = {}
 
     def takes(self, operation: Operation) -> bool:
-        """Whether it is one of these, and the connection stands already."""
+        """Whether it is such an operation, and the connection is open already."""
         if operation.kind is not _ALL_REDUCE or self._peer < 0 or operation.reduce_op is _PREMUL_SUM:
             return False
         tensor = operation.outputs[0]
         return (
             0 < tensor.nbytes <= SMALL_BYTES
-            and self._links.standing(self._peer) is not None
+            and self._connections.established(self._peer) is not None
             and not (tensor.requires_grad or tensor.is_inference())
         )
 
     def run(self, operation: Operation, control: Control) -> None:
         """Raises like `Transport.run`."""
-        tensor, link = operation.outputs[0], self._links.standing(self._peer)
-        assert link is not None
-        program = self._program(operation, tensor)
+        tensor, connection = operation.outputs[0], self._connections.established(self._peer)
+        assert connection is not None
+        message = self._message(operation, tensor)
         frame = OperationFrame(self._rank, control.fingerprint, control.sequence, 0)
-        header = frame.header(0, program.num_bytes)
-        program.outbox[:HEADER_BYTES] = header
-        ctypes.memmove(program.target, tensor.data_ptr(), program.num_bytes)
-        self._send(link, program.outbox, control)
-        self._receive(link, program.inbox, header, frame, control)
-        how, received = program.how, program.received
-        flat = tensor.view(-1).view(how.dtype)
+        header = frame.header(0, message.num_bytes)
+        message.outbox[:HEADER_BYTES] = header
+        copy_bytes(message.target, tensor.data_ptr(), message.num_bytes)
+        self._send(connection, message.outbox, control)
+        self._receive(connection, message.inbox, header, frame, control)
+        kernel, received = message.kernel, message.received
+        flat = tensor.view(-1).view(kernel.dtype)
         if self._peer < self._rank:
-            how.combine(received, flat, flat)
+            kernel.combine(received, flat, flat)
         else:
-            how.combine(flat, received, flat)
-        if how.finish is not None:
-            how.finish(flat, 2)
+            kernel.combine(flat, received, flat)
+        if kernel.finish is not None:
+            kernel.finish(flat, 2)
 
-    def _program(self, operation: Operation, tensor: torch.Tensor) -> _Program:
+    def _message(self, operation: Operation, tensor: torch.Tensor) -> _MessageBuffers:
         op = operation.reduce_op
         assert op is not None
-        key = (id(op), tensor.dtype, tensor.numel())  # the members of an enum live for ever, and hash slowly
-        program = self._programs.get(key)
-        if program is None:
-            if len(self._programs) >= _MAX_PROGRAMS:
-                self._programs.clear()
-            program = self._programs[key] = _Program(op, tensor)
-        return program
+        key = (id(op), tensor.dtype, tensor.numel())  # enum members are never freed, and their hash is slow
+        message = self._messages.get(key)
+        if message is None:
+            if len(self._messages) >= _MAX_MESSAGES:
+                self._messages.clear()
+            message = self._messages[key] = _MessageBuffers(op, tensor)
+        return message
 
     def clear(self) -> None:
         """Releases the memory."""
-        self._programs.clear()
+        self._messages.clear()
 
     # ------------------------------------------------------------ messages
 
-    def _send(self, link: socket.socket, data: memoryview, control: Control) -> None:
+    def _send(self, connection: socket.socket, data: memoryview, control: Control) -> None:
         while len(data):
             try:
-                data = data[link.send(data) :]
+                data = data[connection.send(data) :]
             except BlockingIOError:
-                self._wait(link, select.POLLOUT, control)
+                self._wait(connection, select.POLLOUT, control)
             except OSError as exc:
                 raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 
     def _receive(
-        self, link: socket.socket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
+        self, connection: socket.socket, room: memoryview, expected: bytes, frame: OperationFrame, control: Control
     ) -> None:
-        """Fills `room`; its header is judged as soon as it is there."""
+        """Fills `room`; the header is compared as soon as it has come."""
         got, size = 0, len(room)
         while got < size:
-            number = self._look(link, room[got:] if got else room, control)
+            number = self._receive_some(connection, room[got:] if got else room, control)
             before, got = got, got + number
             if before < HEADER_BYTES <= got and room[:HEADER_BYTES] != expected:
                 raise frame.mismatch(self._peer, expected, bytes(room[:HEADER_BYTES]))
 
-    def _look(self, link: socket.socket, room: memoryview, control: Control) -> int:
-        """Receives something; how much."""
+    def _receive_some(self, connection: socket.socket, room: memoryview, control: Control) -> int:
+        """Receives at least one byte; returns how many."""
         spin_policy = self._spin_policy
         try:
-            for _ in range(spin_policy.looks):
+            for _ in range(spin_policy.spins):
                 try:
-                    number = link.recv_into(room)
+                    number = connection.recv_into(room)
                 except BlockingIOError:
                     os.sched_yield()
                     continue
-                spin_policy.came()
-                return self._some(number)
+                spin_policy.message_came()
+                return self._not_ended(number)
             while True:
                 began = time.monotonic()
-                self._wait(link, select.POLLIN, control)
+                self._wait(connection, select.POLLIN, control)
                 spin_policy.slept(time.monotonic() - began)
                 try:
-                    return self._some(link.recv_into(room))
+                    return self._not_ended(connection.recv_into(room))
                 except BlockingIOError:
-                    pass  # the kernel was wrong
+                    pass  # a spurious wakeup
         except OSError as exc:
             raise TransportPeerLost(self._peer, exc.strerror or str(exc)) from exc
 
-    def _some(self, number: int) -> int:
+    def _not_ended(self, number: int) -> int:
         if not number:
             raise TransportPeerLost(self._peer, "it closed the connection")
         return number
 
-    def _wait(self, link: socket.socket, mask: int, control: Control) -> None:
-        """Until the socket is ready."""
+    def _wait(self, connection: socket.socket, mask: int, control: Control) -> None:
+        """Waits until the socket is ready."""
         wakeup_fd = control.wakeup_fd
-        poller = self._pollers.get({link.fileno(): mask}, wakeup_fd)
+        poller = self._pollers.get({connection.fileno(): mask}, wakeup_fd)
         while True:
             ready = poller.poll(CHECK_INTERVAL_MS)
             control.check()

@@ -13,17 +13,18 @@ import torch
 from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, SendStep
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
 from rpcdist.collectives._transports.base import Control, TransportTimeout
-from rpcdist.collectives._transports.sockets.connections import Links
+from rpcdist.collectives._transports.memory import memory_of
+from rpcdist.collectives._transports.polling import Pollers
+from rpcdist.collectives._transports.sockets.connections import Connections
 from rpcdist.collectives._transports.sockets.framing import OperationFrame
-from rpcdist.collectives._transports.sockets.pollers import Pollers
+from rpcdist.collectives._transports.sockets.plan_buffers import PlanBuffer, Scratch
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
-from rpcdist.collectives._transports.sockets.tensor_memory import Buffer, Scratch, memory_of
-from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, piece_bytes
+from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 __all__ = ["PlanRunner"]
 
-_LANDING_SLOT: Final = -1
+_STAGING_SLOT: Final = -1
 _NO_BYTES: Final = memoryview(b"")
 
 
@@ -32,13 +33,13 @@ class PlanRunner:
 
     Args:
         rank: this process's rank in the group.
-        links: connections of the group.
-        control: of the operation.
+        connections: the connections of the group.
+        control: the control of the operation.
         frame: makes the headers.
-        buffers: what the plan's regions are in.
-        reducer: for plans that reduce.
+        buffers: the buffers that the plan's regions name.
+        reducer: the kernel, for plans that reduce.
         finish: makes a region final, given it in the reducer's dtype; None when there is nothing to do.
-        scratch: memory for what arrives to be reduced.
+        scratch: memory for messages that are reduced as they arrive.
         pollers: those of the transport.
         spin_policy: how long the transport spins.
     """
@@ -46,10 +47,10 @@ class PlanRunner:
     def __init__(
         self,
         rank: int,
-        links: Links,
+        connections: Connections,
         control: Control,
         frame: OperationFrame,
-        buffers: Sequence[Buffer],
+        buffers: Sequence[PlanBuffer],
         reducer: ReduceKernel | None,
         finish: Callable[[torch.Tensor], object] | None,
         scratch: Scratch,
@@ -57,7 +58,7 @@ class PlanRunner:
         spin_policy: SpinPolicy,
     ) -> None:
         self._rank = rank
-        self._links = links
+        self._connections = connections
         self._control = control
         self._frame = frame
         self._buffers = buffers
@@ -72,10 +73,10 @@ class PlanRunner:
         for number, round_ in enumerate(plan):
             pending: list[Transfer] = []
             for send in round_.sends:
-                # At once: while it travels, this rank gets ready to receive.
+                # Sent at once: while it travels, this rank prepares its receives.
                 pending += [sending for sending in self._sending(number, send) if not self._advance(sending)]
             receiving = [part for receive in round_.receives for part in self._receiving(number, receive, round_.final)]
-            self._move([*pending, *receiving])
+            self._finish_transfers([*pending, *receiving])
             for transfer in receiving:
                 transfer.complete()
 
@@ -83,13 +84,13 @@ class PlanRunner:
 
     def _sending(self, number: int, step: SendStep) -> Iterator[Sending]:
         payload = self._buffers[step.region.buffer].bytes_of(step.region) if step.region.count else _NO_BYTES
-        for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
+        for channel, (start, stop) in enumerate(self._connections.stripes(step.peer, len(payload))):
             yield Sending(step.peer, channel, self._frame.header(number, stop - start), payload[start:stop])
 
     def _receiving(self, number: int, step: ReceiveStep, final: Region | None) -> Iterator[Receiving]:
         region = step.region
         payload = self._buffers[region.buffer].bytes_of(region) if region.count else _NO_BYTES
-        for channel, (start, stop) in enumerate(self._links.stripes(step.peer, len(payload))):
+        for channel, (start, stop) in enumerate(self._connections.stripes(step.peer, len(payload))):
             expected = self._frame.header(number, stop - start)
             part, reduction = payload[start:stop], None
             if step.operand is not None and region.count:
@@ -98,59 +99,59 @@ class PlanRunner:
             yield Receiving(step.peer, channel, self._frame, expected, part, stop - start, reduction)
 
     def _reduction(self, step: ReceiveStep, channel: int, start: int, stop: int, final: bool) -> Reduction:
-        """What to do with bytes `start` to `stop` of a message."""
+        """How to reduce bytes `start` to `stop` of a message."""
         assert self._reducer is not None and step.operand is not None
         operand = self._buffers[step.operand.buffer].numbers(step.operand, start, stop)
         buffer = self._buffers[step.region.buffer]
         target = buffer.numbers(step.region, start, stop)
         if target.data_ptr() != operand.data_ptr():
-            landing, memory = target, buffer.bytes_of(step.region)[start:stop]
+            staging, memory = target, buffer.bytes_of(step.region)[start:stop]
         else:
-            size = target.nbytes if step.late else min(target.nbytes, piece_bytes(target.element_size()))
-            landing = self._scratch.get(_LANDING_SLOT - channel, size // target.element_size(), target.dtype)
-            memory = memory_of(landing)
+            size = target.nbytes if step.deferred else min(target.nbytes, slice_bytes(target.element_size()))
+            staging = self._scratch.get(_STAGING_SLOT - channel, size // target.element_size(), target.dtype)
+            memory = memory_of(staging)
         return Reduction(
-            self._reducer.combine, target, operand, landing, memory, step.peer < self._rank, step.late,
+            self._reducer.combine, target, operand, staging, memory, step.peer < self._rank, step.deferred,
             self._finish if final else None,
         )  # fmt: skip
 
-    # ------------------------------------------------------------ moving them
+    # ------------------------------------------------------------ transfers
 
-    def _move(self, transfers: list[Transfer]) -> None:
+    def _finish_transfers(self, transfers: list[Transfer]) -> None:
         spin_policy = self._spin_policy
-        pending = self._rest(transfers)
+        pending = self._unfinished(transfers)
         while pending:
-            for _ in range(spin_policy.looks):
+            for _ in range(spin_policy.spins):
                 os.sched_yield()
-                pending = self._rest(before := pending)
+                pending = self._unfinished(before := pending)
                 if len(pending) < len(before):
-                    spin_policy.came()
+                    spin_policy.message_came()
                     break
             else:
                 began = time.monotonic()
                 self._wait(pending)
                 spin_policy.slept(time.monotonic() - began)
-                pending = self._rest(pending)
+                pending = self._unfinished(pending)
 
-    def _rest(self, transfers: list[Transfer]) -> list[Transfer]:
-        """Moves what can be moved now; those that are not done."""
+    def _unfinished(self, transfers: list[Transfer]) -> list[Transfer]:
+        """Moves as many bytes as possible now; returns the transfers that are not done."""
         return [transfer for transfer in transfers if not self._advance(transfer)]
 
     def _advance(self, transfer: Transfer) -> bool:
-        if transfer.link is None:
-            transfer.link = self._links.get(transfer.peer, transfer.channel, self._control)
-            if transfer.link is None:
+        if transfer.connection is None:
+            transfer.connection = self._connections.get(transfer.peer, transfer.channel, self._control)
+            if transfer.connection is None:
                 return False
         return transfer.advance()
 
     def _wait(self, pending: list[Transfer]) -> None:
-        """Waits until one of them can go on."""
+        """Waits until one of the transfers can go on."""
         masks: dict[int, int] = {}
         for transfer in pending:
-            if transfer.link is None:
-                masks[self._links.wakeup_fd] = select.POLLIN
+            if transfer.connection is None:
+                masks[self._connections.waker.fileno()] = select.POLLIN
             else:
-                descriptor = transfer.link.fileno()
+                descriptor = transfer.connection.fileno()
                 masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
         wakeup_fd = self._control.wakeup_fd
         poller = self._pollers.get(masks, wakeup_fd)
@@ -161,5 +162,5 @@ class PlanRunner:
                 break
             if self._control.deadline.expired():
                 raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
-        if any(descriptor == self._links.wakeup_fd for descriptor, _ in ready):
-            self._links.drain_wakeups()
+        if any(descriptor == self._connections.waker.fileno() for descriptor, _ in ready):
+            self._connections.waker.drain()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import zlib
 from collections.abc import Callable, Sequence
 
@@ -12,13 +11,14 @@ from rpcdist.collectives._algorithms import plan_for
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._transports.base import Control, Transport
-from rpcdist.collectives._transports.sockets.connections import Links
+from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.polling import Pollers
+from rpcdist.collectives._transports.sockets.connections import Connections
 from rpcdist.collectives._transports.sockets.framing import OperationFrame
-from rpcdist.collectives._transports.sockets.pair_exchange import SmallExchange
+from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
+from rpcdist.collectives._transports.sockets.plan_buffers import PlanBuffer, Scratch
 from rpcdist.collectives._transports.sockets.plan_runner import PlanRunner
-from rpcdist.collectives._transports.sockets.pollers import Pollers
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
-from rpcdist.collectives._transports.sockets.tensor_memory import Buffer, Scratch
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SocketTransport"]
@@ -27,13 +27,13 @@ _INPUT_SLOT, _RESULT_SLOT, _SECOND_SLOT = 0, 1, 2
 
 
 class SocketTransport(Transport):
-    """See `Transport`. Nothing is connected before the first operation.
+    """Runs a plan between the ranks for each operation. It connects when the first operation needs it.
 
     Args:
         rank: this process's rank in the group.
         size: number of ranks in the group.
-        hub: of this process; stays open until the transport is closed.
-        group_name: the same on all ranks, and of no other transport that lives.
+        hub: the hub of this process; stays open until the transport is closed.
+        group_name: a name that is the same on all ranks, and that no other open transport has.
         addresses: `SocketHub.address` of every rank.
         unix: True for Unix sockets, False for TCP; None takes Unix sockets where ranks share a host.
         sockets_per_pair: how many connections two ranks use for large messages, the same on all ranks; None takes 4
@@ -52,11 +52,11 @@ class SocketTransport(Transport):
     ) -> None:
         self.rank = rank
         self.size = size
-        self._links = Links(rank, hub, group_name, addresses, unix, sockets_per_pair)
+        self._connections = Connections(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
         self._spin_policy = SpinPolicy(rank, addresses)
-        self._small = SmallExchange(rank, size, self._links, self._pollers, self._spin_policy)
+        self._pair_exchange = PairExchange(rank, size, self._connections, self._pollers, self._spin_policy)
         self._buffers: dict[Kind, Callable[[Operation], list[torch.Tensor]]] = {
             Kind.ALL_REDUCE: self._for_all_reduce,
             Kind.REDUCE: self._for_reduce,
@@ -70,11 +70,11 @@ class SocketTransport(Transport):
         }
 
     def __repr__(self) -> str:
-        return f"<SocketTransport rank {self.rank} of {self.size}: {self._links!r}>"
+        return f"<SocketTransport rank {self.rank} of {self.size}: {self._connections!r}>"
 
     def run(self, operation: Operation, control: Control) -> None:
-        if self._small.takes(operation):
-            self._small.run(operation, control)
+        if self._pair_exchange.takes(operation):
+            self._pair_exchange.run(operation, control)
             return
         op = operation.reduce_op
         reducer = None
@@ -100,19 +100,19 @@ class SocketTransport(Transport):
             def finish(tensor: torch.Tensor) -> object:
                 return make_final(tensor, self.size)
 
-        buffers = [Buffer(tensor, reducer) for tensor in tensors]
+        buffers = [PlanBuffer(tensor, reducer) for tensor in tensors]
         PlanRunner(
-            self.rank, self._links, control, frame, buffers, reducer, finish, self._scratch, self._pollers,
+            self.rank, self._connections, control, frame, buffers, reducer, finish, self._scratch, self._pollers,
             self._spin_policy,
         ).run(plan)  # fmt: skip
 
     def close(self) -> None:
-        self._links.close()
+        self._connections.close()
         self._scratch.clear()
-        self._small.clear()
+        self._pair_exchange.clear()
 
     def _counts(self, operation: Operation) -> tuple[tuple[int, ...], tuple[int, ...]]:
-        """`counts` and `received` of `plan_for`."""
+        """The arguments `counts` and `received` of `plan_for`."""
         inputs, outputs = operation.inputs, operation.outputs
         match operation.kind:
             case Kind.ALL_REDUCE | Kind.REDUCE | Kind.BROADCAST:
@@ -139,10 +139,10 @@ class SocketTransport(Transport):
             reduce_kernels.premultiply(operation, tensor)
             return [tensor, tensor]
         result = self._scratch.get(_RESULT_SLOT, tensor.numel(), tensor.dtype)
-        return [self._factored(operation, tensor), result]
+        return [self._multiplied(operation, tensor), result]
 
-    def _factored(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor, or a copy times this rank's factor."""
+    def _multiplied(self, operation: Operation, tensor: torch.Tensor) -> torch.Tensor:
+        """Returns the tensor, or a copy that is multiplied by this rank's factor."""
         if operation.reduce_op is not ReduceOp.PREMUL_SUM:
             return tensor
         product = self._scratch.get(_INPUT_SLOT, tensor.numel(), tensor.dtype).view(tensor.shape)
@@ -185,8 +185,8 @@ class SocketTransport(Transport):
 
 
 def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copies bytes, on this thread alone; nothing when they are the same memory."""
+    """Copies a tensor's bytes on this thread alone; does nothing when both are the same memory."""
     if source.nbytes != target.nbytes:
         raise ValueError(f"a chunk of {source.nbytes} bytes does not fit one of {target.nbytes}")
     if source.data_ptr() != target.data_ptr():
-        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+        copy_bytes(target.data_ptr(), source.data_ptr(), source.nbytes)

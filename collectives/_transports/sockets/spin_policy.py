@@ -1,4 +1,4 @@
-"""How long to look for a message before sleeping until the kernel says that there is one."""
+"""How long to spin for a message before sleeping until the kernel reports one."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from rpcdist.transport.sockets import HubAddress
 
 __all__ = ["SpinPolicy"]
 
-MAX_LOOKS: Final = 64
-"""About 80 us: what a sleep and the wake-up after it cost on a processor that had nothing else to do."""
-MIN_LOOKS: Final = 2
+MAX_SPINS: Final = 64
+"""About 80 us: the cost of a sleep and the wake-up after it on a processor that was otherwise idle."""
+MIN_SPINS: Final = 2
 
 
 class SpinPolicy:
-    """Learns from what it saw whether looking again and again is worth it.
+    """Learns from the last waits whether spinning is worth it.
 
-    Looking keeps a core busy, so there is none of it where this host's ranks are more than its cores.
+    Spinning keeps a core busy, so there is none of it where a host has more ranks than cores.
 
     Args:
         rank: this process's rank in the group.
         addresses: each rank's hub address, by rank.
 
     Attributes:
-        looks: how often to look, with `os.sched_yield` in between.
+        spins: how often to try the socket, with `os.sched_yield` in between.
     """
 
-    __slots__ = ("_crowded", "looks")
+    __slots__ = ("_crowded", "spins")
 
     def __init__(self, rank: int, addresses: Sequence[str]) -> None:
         hosts = [HubAddress.parse(address).host for address in addresses]
         self._crowded = hosts.count(hosts[rank]) > _num_cores()
-        self.looks = 0 if self._crowded else MAX_LOOKS
+        self.spins = 0 if self._crowded else MAX_SPINS
 
-    def came(self) -> None:
-        """Looking was enough."""
-        if not self._crowded and self.looks < MAX_LOOKS:
-            self.looks = min(2 * self.looks, MAX_LOOKS)
+    def message_came(self) -> None:
+        """Reports that a message came while spinning."""
+        if not self._crowded and self.spins < MAX_SPINS:
+            self.spins = min(2 * self.spins, MAX_SPINS)
 
     def slept(self, waited_s: float) -> None:
-        """It was not; the message came so much later."""
+        """Reports that spinning was not enough, and how much longer the message took."""
         if self._crowded:
             return
         if waited_s < 100e-6:
-            self.looks = min(2 * self.looks, MAX_LOOKS)
+            self.spins = min(2 * self.spins, MAX_SPINS)
         else:
-            self.looks = max(self.looks // 2, MIN_LOOKS)
+            self.spins = max(self.spins // 2, MIN_SPINS)
 
 
 def _num_cores() -> int:

@@ -1,4 +1,4 @@
-"""One message on its way: as much as the socket takes or gives at a time, never blocking."""
+"""One message between two ranks, moved by as many bytes as the socket takes or gives at a time, never blocking."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from rpcdist.collectives._operations.reduce_kernels import Combine
 from rpcdist.collectives._transports.base import TransportPeerLost
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
 
-__all__ = ["Receiving", "Reduction", "Sending", "Transfer", "piece_bytes"]
+__all__ = ["Receiving", "Reduction", "Sending", "Transfer", "slice_bytes"]
 
-PIECE_ELEMENTS: Final = 32 << 10
-"""Numbers that are reduced at once. Torch runs larger kernels on several threads, which wait for each other spinning:
-where ranks share cores, that was measured to take 30 times as long."""
+SLICE_ELEMENTS: Final = 32 << 10
+"""Numbers that are reduced at once. Torch runs larger kernels on several threads, which spin while they wait for each
+other: where ranks share cores, that was measured to take 30 times as long."""
 
-_PIECE_BYTES: Final = 128 << 10  # a piece stays in the processor's cache, until it is reduced
+_SLICE_BYTES: Final = 128 << 10  # a slice stays in the processor's cache until it is reduced
 
 _SMALL_BYTES: Final = 4 << 10
-"""A payload up to this size is read together with its header; the copy is cheaper than a system call."""
+"""Payloads up to this size are read together with their header: the copy is cheaper than a system call."""
 
 _TURN_BYTES: Final = 512 << 10
-"""How much a message may move before the others of the round get their turn."""
+"""How many bytes of a message are moved before the other messages of the round get their turn."""
 
 
-def piece_bytes(unit: int) -> int:
-    """Size of the pieces in which numbers of `unit` bytes are reduced."""
-    return min(_PIECE_BYTES, PIECE_ELEMENTS * unit)
+def slice_bytes(unit: int) -> int:
+    """The size of the slices in which numbers of `unit` bytes are reduced."""
+    return min(_SLICE_BYTES, SLICE_ELEMENTS * unit)
 
 
 class Transfer:
@@ -37,23 +37,23 @@ class Transfer:
 
     Attributes:
         peer: the other rank.
-        channel: which of the connections with it.
-        link: the connection; None until it is open.
+        channel: the index of the connection with it.
+        connection: the connection; None until it is open.
     """
 
-    __slots__ = ("channel", "link", "peer")
+    __slots__ = ("channel", "connection", "peer")
 
     peer: int
     channel: int
-    link: socket.socket | None
+    connection: socket.socket | None
     is_send: bool = False
 
     def advance(self) -> bool:
-        """Moves what can be moved now; whether all of it is done.
+        """Moves as many bytes as possible now; returns whether the message is complete.
 
         Raises:
             TransportPeerLost: the connection ended.
-            TransportMismatch: the message is another one.
+            TransportMismatch: the message is not the expected one.
         """
         raise NotImplementedError
 
@@ -72,23 +72,23 @@ class Sending(Transfer):
     def __init__(self, peer: int, channel: int, header: bytes, payload: memoryview) -> None:
         self.peer = peer
         self.channel = channel
-        self.link = None
+        self.connection = None
         self._header = header
         self._payload = payload
         self._sent = 0
         self._total = HEADER_BYTES + len(payload)
 
     def advance(self) -> bool:
-        link = self.link
-        assert link is not None
+        connection = self.connection
+        assert connection is not None
         limit = self._sent + _TURN_BYTES
         try:
             while self._sent < self._total and self._sent < limit:
                 if self._sent < HEADER_BYTES:
-                    self._sent += link.sendmsg((self._header[self._sent :], self._payload[:_TURN_BYTES]))
+                    self._sent += connection.sendmsg((self._header[self._sent :], self._payload[:_TURN_BYTES]))
                 else:
                     start = self._sent - HEADER_BYTES
-                    self._sent += link.send(self._payload[start : start + _TURN_BYTES])
+                    self._sent += connection.send(self._payload[start : start + _TURN_BYTES])
         except BlockingIOError:
             pass
         except OSError as exc:
@@ -97,22 +97,30 @@ class Sending(Transfer):
 
 
 class Reduction:
-    """What to do with a message besides keeping it.
+    """How to reduce a message with a tensor as it arrives.
 
     Args:
-        combine: `Reducer.combine`.
-        target: where the result goes.
-        operand: what the message is reduced with; as long as `target`, and perhaps the same.
-        landing: where the message arrives; as long as `target`, or as one piece.
-        landing_memory: the same memory.
+        combine: `ReduceKernel.combine`.
+        target: the tensor for the result.
+        operand: the tensor that the message is reduced with; as long as `target`, and perhaps the same.
+        staging: the tensor in which the message arrives; as long as `target`, or as one slice.
+        staging_memory: the same memory.
         received_first: whether the message is the first operand.
-        late: whether to reduce in `complete`; `landing` is as long as `target`, then.
-        finish: makes what was reduced final; None when there is nothing to do.
+        deferred: whether to reduce in `complete`; then `staging` is as long as `target`.
+        finish: makes the reduced numbers final, such as dividing them; None when there is nothing to do.
     """
 
     __slots__ = (
-        "_combine", "_finish", "_landing", "_operand", "_received_first", "_target", "_unit", "late", "memory",
-        "piece_bytes",
+        "_combine",
+        "_finish",
+        "_operand",
+        "_received_first",
+        "_staging",
+        "_target",
+        "_unit",
+        "deferred",
+        "memory",
+        "slice_bytes",
     )  # fmt: skip
 
     def __init__(
@@ -120,35 +128,35 @@ class Reduction:
         combine: Combine,
         target: torch.Tensor,
         operand: torch.Tensor,
-        landing: torch.Tensor,
-        landing_memory: memoryview,
+        staging: torch.Tensor,
+        staging_memory: memoryview,
         received_first: bool,
-        late: bool,
+        deferred: bool,
         finish: Callable[[torch.Tensor], object] | None,
     ) -> None:
         self._combine = combine
         self._target = target
         self._operand = operand
-        self._landing = landing
+        self._staging = staging
         self._received_first = received_first
         self._unit = target.element_size()
-        self.memory = landing_memory
-        self.late = late
+        self.memory = staging_memory
+        self.deferred = deferred
         self._finish = finish
-        self.piece_bytes = piece_bytes(self._unit)
+        self.slice_bytes = slice_bytes(self._unit)
 
     def reduce_all(self) -> None:
         """Reduces a message that has arrived as a whole."""
         size = self._target.nbytes
-        for start in range(0, size, self.piece_bytes):
-            self.reduce(start, min(start + self.piece_bytes, size))
+        for start in range(0, size, self.slice_bytes):
+            self.reduce(start, min(start + self.slice_bytes, size))
 
     def reduce(self, start: int, stop: int) -> None:
-        """Reduces bytes `start` to `stop` of the message, which lie in the landing modulo its length."""
+        """Reduces bytes `start` to `stop` of the message, which lie in the staging tensor modulo its length."""
         unit = self._unit
         first, last = start // unit, stop // unit
-        position = first % len(self._landing)
-        received = self._landing[position : position + last - first]
+        position = first % len(self._staging)
+        received = self._staging[position : position + last - first]
         target, operand = self._target[first:last], self._operand[first:last]
         if self._received_first:
             self._combine(received, operand, target)
@@ -185,32 +193,32 @@ class Receiving(Transfer):
     ) -> None:
         self.peer = peer
         self.channel = channel
-        self.link = None
+        self.connection = None
         self.reduction = reduction
         self._frame = frame
         self._expected = expected
         self._header = b""
-        self._payload = payload  # of `size` bytes; the landing of a reduction may be shorter
+        self._payload = payload  # of `size` bytes; the staging of a reduction may be shorter
         self._size = size
         self._got = 0
         self._reduced = 0
 
     def advance(self) -> bool:
-        link = self.link
-        assert link is not None
+        connection = self.connection
+        assert connection is not None
         try:
-            if len(self._header) < HEADER_BYTES and not self._read_header(link):
+            if len(self._header) < HEADER_BYTES and not self._read_header(connection):
                 return False
-            return self._got == self._size or self._read_payload(link)
+            return self._got == self._size or self._read_payload(connection)
         except BlockingIOError:
             return False
         except OSError as exc:
             raise self.lost(exc) from exc
 
-    def _read_header(self, link: socket.socket) -> bool:
-        small = self._size if self._size <= _SMALL_BYTES else 0  # a small payload comes along, to be looked at later
-        data = self._header + (piece := link.recv(HEADER_BYTES - len(self._header) + small))
-        if not piece:
+    def _read_header(self, connection: socket.socket) -> bool:
+        small = self._size if self._size <= _SMALL_BYTES else 0  # a small payload comes along, and is used later
+        data = self._header + (part := connection.recv(HEADER_BYTES - len(self._header) + small))
+        if not part:
             raise self.lost()
         self._header = data[:HEADER_BYTES]
         if len(data) < HEADER_BYTES:
@@ -220,15 +228,15 @@ class Receiving(Transfer):
         if len(data) > HEADER_BYTES:
             self._got = len(data) - HEADER_BYTES
             self._payload[: self._got] = data[HEADER_BYTES:]
-            if self._got == self._size and self.reduction is not None and not self.reduction.late:
+            if self._got == self._size and self.reduction is not None and not self.reduction.deferred:
                 self.reduction.reduce_all()
         return True
 
-    def _read_payload(self, link: socket.socket) -> bool:
+    def _read_payload(self, connection: socket.socket) -> bool:
         limit = self._got + _TURN_BYTES
         while self._got < self._size and self._got < limit:
             room = self._room()
-            number = link.recv_into(room)
+            number = connection.recv_into(room)
             if not number:
                 raise self.lost()
             self._got += number
@@ -237,19 +245,19 @@ class Receiving(Transfer):
         return self._got == self._size
 
     def _room(self) -> memoryview:
-        """Where the next bytes go: up to the end of a piece, if pieces are reduced as they arrive."""
-        if self.reduction is None or self.reduction.late:
+        """Where the next bytes go: up to the end of a slice, if slices are reduced as they arrive."""
+        if self.reduction is None or self.reduction.deferred:
             return self._payload[self._got : self._size]
         start = self._got % len(self._payload)
-        piece = self.reduction.piece_bytes - self._got % self.reduction.piece_bytes
-        return self._payload[start : start + min(piece, self._size - self._got)]
+        rest = self.reduction.slice_bytes - self._got % self.reduction.slice_bytes
+        return self._payload[start : start + min(rest, self._size - self._got)]
 
     def _reduce(self) -> None:
-        if self.reduction is not None and not self.reduction.late and self._got > self._reduced:
+        if self.reduction is not None and not self.reduction.deferred and self._got > self._reduced:
             self.reduction.reduce(self._reduced, self._got)
             self._reduced = self._got
 
     def complete(self) -> None:
-        """Reduces what had to wait for the end of the round."""
-        if self.reduction is not None and self.reduction.late:
+        """Reduces a message that had to wait for the end of the round."""
+        if self.reduction is not None and self.reduction.deferred:
             self.reduction.reduce_all()

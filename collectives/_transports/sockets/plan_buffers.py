@@ -1,33 +1,26 @@
-"""The memory of tensors, as sockets read and write it."""
+"""The buffers that a plan names, as bytes for sockets and as numbers for reductions."""
 
 from __future__ import annotations
 
-import ctypes
 from typing import Final
 
 import torch
 
 from rpcdist.collectives._algorithms import Region
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
+from rpcdist.collectives._transports.memory import memory_of
 
-__all__ = ["Buffer", "Scratch", "memory_of"]
+__all__ = ["PlanBuffer", "Scratch"]
 
 _KEPT_BYTES: Final = 64 << 20
 
 
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a dense tensor, writable; valid as long as the tensor is."""
-    if not tensor.nbytes:
-        return memoryview(b"")
-    return memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
-
-
-class Buffer:
+class PlanBuffer:
     """A dense tensor that a plan names by number.
 
     Args:
         tensor: dense and contiguous.
-        reducer: of the operation, if it reduces.
+        reducer: the kernel of the operation, if it reduces.
     """
 
     __slots__ = ("_element_bytes", "_numbers", "_unit_bytes", "memory", "tensor")
@@ -44,7 +37,7 @@ class Buffer:
         return self.memory[region.start * self._element_bytes : region.stop * self._element_bytes]
 
     def numbers(self, region: Region, start: int, stop: int) -> torch.Tensor:
-        """Bytes `start` to `stop` of a region, in the form in which they are reduced."""
+        """Bytes `start` to `stop` of a region, as numbers of the dtype in which they are reduced."""
         assert self._numbers is not None
         base = region.start * self._element_bytes
         return self._numbers[(base + start) // self._unit_bytes : (base + stop) // self._unit_bytes]
@@ -57,7 +50,7 @@ class Scratch:
         self._kept: dict[int, torch.Tensor] = {}
 
     def get(self, slot: int, count: int, dtype: torch.dtype) -> torch.Tensor:
-        """Room for `count` elements; what slot it has is the caller's choice. Its content is undefined."""
+        """Returns a tensor of `count` elements in a slot of the caller's choice. Its content is undefined."""
         size_bytes = count * dtype.itemsize
         kept = self._kept.get(slot)
         if kept is None or kept.nbytes < size_bytes:

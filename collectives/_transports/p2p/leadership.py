@@ -1,10 +1,11 @@
-"""Whose turn it is to move the bytes of a group: one thread at a time leads, the others sleep until they are done.
+"""Which thread makes progress for a group: one at a time leads and moves the bytes, the others sleep.
 
-1. While a request is undecided, somebody leads, or was told to: a thread that blocks in `send` or `recv`, else the
-   group's own thread, which is started when it is needed first.
-2. A leader leaves when its own request is done, and passes the lead to a thread that waits, else to the own thread.
-3. What a leader must know is announced by `changed`, with the lock held; a leader that looked before sleeps no more.
-4. A leader may wait for another request in the callback of one that it told: it leads on until that is settled, too.
+1. While a request is pending, some thread leads or has been called to: a thread that blocks in `send` or `recv`, else
+   the group's own thread, which is started when it is first needed.
+2. A leader stops when its own request is done, and passes the lead to a thread that waits, else to the group's thread.
+3. `changed`, called with the lock held, announces every change that concerns the leader; it ends the leader's sleep.
+4. The callback of a settled request may wait for another request on the leader's thread, which then goes on leading
+   until that request is settled, too.
 """
 
 from __future__ import annotations
@@ -15,29 +16,29 @@ from collections.abc import Callable
 
 import torch
 
-from rpcdist.collectives._transports.p2p.polling import Alarm
 from rpcdist.collectives._transports.p2p.requests import Request
+from rpcdist.collectives._transports.polling import Waker
 from rpcdist.collectives.work import Work
 from rpcdist.time_limits import PROGRESS_STOP_LIMIT_S
 
-__all__ = ["PendingWork", "ProgressLead"]
+__all__ = ["Leadership", "PendingWork"]
 
 
-class ProgressLead:
-    """The turns of one group's threads.
+class Leadership:
+    """Passes the lead between the threads of one group.
 
     Args:
-        lock: guards everything here.
-        lead: moves bytes until the request is settled, or nothing is pending if it is None.
-        is_needed: whether a request is undecided; called with the lock.
-        retired: called with the lock when the last leader left after `stop`.
-        name: of the thread.
+        lock: guards all attributes.
+        lead: moves bytes until the given request is settled; with None, as long as any request is pending.
+        is_needed: whether a request is pending; called with the lock held.
+        retired: called with the lock held when the last leader has stopped after `stop`.
+        name: the name of the group's thread.
 
     Attributes:
-        version: grows with every change that the leader must know.
-        alarm: what a sleeping leader listens to.
-        sleeping: the leader sleeps, or is about to; set by it with the lock.
-        stopped: nobody will lead any more.
+        version: grows with every change that concerns the leader.
+        waker: wakes a sleeping leader.
+        sleeping: the leader sleeps, or is about to; set by it with the lock held.
+        stopped: no thread may lead any more.
     """
 
     def __init__(
@@ -54,44 +55,44 @@ class ProgressLead:
         self._retired = retired
         self._name = name
         self._leading = False
-        self._leader = 0  # the thread, while it calls `lead`
+        self._leader = 0  # the thread that runs `lead`
         self._followers: deque[Request] = deque()
         self._thread: threading.Thread | None = None
         self._called = threading.Event()
         self.version = 0
-        self.alarm = Alarm()
+        self.waker = Waker()
         self.sleeping = False
         self.stopped = False
 
-    # ------------------------------------------------------------ with the lock
+    # ------------------------------------------------------------ with the lock held
 
     def changed(self) -> None:
-        """Makes the leader look again."""
+        """Announces a change to the leader."""
         self.version += 1
         if self.sleeping:
             self.sleeping = False
-            self.alarm.ring()
+            self.waker.wake()
 
     @property
     def has_followers(self) -> bool:
-        """Whether a blocked thread could take the lead; without the lock, it may be old news."""
+        """Whether a blocked thread could take the lead; without the lock, the answer may be outdated."""
         return bool(self._followers)
 
     def ensure(self) -> None:
-        """Makes sure that somebody leads, for requests that no thread waits for."""
+        """Makes sure that some thread leads, for requests that no thread waits for."""
         self.changed()
         if not self._leading and not self.stopped:
             self._call_thread()
 
     def take(self) -> bool:
-        """Takes the lead if nobody has it; then call `pass_on`."""
+        """Takes the lead if no thread has it, and returns whether it did; then call `pass_on`."""
         if self._leading:
             return False
         self._leading = True
         return True
 
     def stop(self) -> None:
-        """Says that nobody may lead any more; a leader leaves in its own time."""
+        """Lets no thread lead any more; a present leader stops at its next turn."""
         self.stopped = True
         self.changed()
         self._called.set()
@@ -99,7 +100,7 @@ class ProgressLead:
             self._retired()
 
     def pass_on_locked(self) -> None:
-        """Gives the lead to who needs it."""
+        """Gives the lead to the next thread that needs it."""
         self._leading = False
         while self._followers:
             follower = self._followers.popleft()
@@ -121,14 +122,14 @@ class ProgressLead:
     # ------------------------------------------------------------ without the lock
 
     def pass_on(self) -> None:
-        """`pass_on_locked`, for who does not hold the lock."""
+        """`pass_on_locked`, for a caller that does not hold the lock."""
         with self._lock:
             self.pass_on_locked()
 
     def wait(self, request: Request) -> None:
-        """Blocks until the request is settled: leads, or sleeps while another thread does, which keeps its deadline.
+        """Blocks until the request is settled: leads, or sleeps while another thread leads and observes the deadline.
 
-        An exception that a signal raises (KeyboardInterrupt) leaves the request to the other threads.
+        After an exception from a signal handler (KeyboardInterrupt) the other threads go on with the request.
         """
         if self._leader == threading.get_ident():
             self._lead(request)
@@ -179,19 +180,19 @@ class ProgressLead:
             self.pass_on()
 
     def join(self) -> None:
-        """Waits, bounded, until the own thread has ended; nothing when it is the caller. After `stop`."""
+        """Waits, bounded, until the group's thread has ended; does nothing on that thread. Call it after `stop`."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join(PROGRESS_STOP_LIMIT_S)
 
 
 class PendingWork(Work):
-    """The `Work` of a request. A thread that waits for it without a limit of its own moves the bytes itself."""
+    """The `Work` of a request. The first thread that waits for it without a limit of its own may lead."""
 
-    def __init__(self, request: Request, lead: ProgressLead, result: list[torch.Tensor] | None = None) -> None:
+    def __init__(self, request: Request, leadership: Leadership, result: list[torch.Tensor] | None = None) -> None:
         super().__init__(request.title, result)
         self._request = request
-        self._lead = lead
+        self._leadership = leadership
         self._has_waiter = False
 
     def _block(self, timeout_s: float | None) -> None:
@@ -199,6 +200,6 @@ class PendingWork(Work):
             first = not self._has_waiter and timeout_s is None
             self._has_waiter |= first
         if first:
-            self._lead.wait(self._request)
+            self._leadership.wait(self._request)
         else:
             super()._block(timeout_s)
