@@ -10,7 +10,7 @@ __all__ = ["joined"]
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns one flat tensor over the memory of all tensors, if each begins where the one before it ends, else None."""
+    """Returns one flat tensor over the memory of all tensors if each begins where the last one ends, else None."""
     first = tensors[0]
     place = first.data_ptr()
     for tensor in tensors:

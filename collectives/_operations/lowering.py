@@ -1,4 +1,4 @@
-"""Turns the tensors of a call into an `Operation`: one pure function for each kind, which checks sizes and makes copies.
+"""Turns the tensors of a call into an `Operation`: a pure function for each kind checks sizes and makes copies.
 
 Ranks, roots and sizes are those of the group. Callers have checked that tensors are tensors.
 """

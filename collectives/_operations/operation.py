@@ -138,7 +138,7 @@ class Operation:
 
 
 def describe_fingerprint(data: bytes) -> str:
-    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 1024 bytes of float32)"; invalid ones as bytes."""
+    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 1024 bytes of float32)"; or else its bytes."""
     try:
         sequence, size_bytes, root, kind, code, reduce_code = _FINGERPRINT.unpack(data)
         details = [] if reduce_code == _NO_CODE else [ReduceOp(reduce_code).name]

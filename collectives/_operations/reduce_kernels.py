@@ -1,6 +1,6 @@
 """The arithmetic of reductions, element by element, which all transports share.
 
-Each dtype is reduced as one with the same bits for which torch has fast kernels (`ReduceKernel.dtype`): torch cannot add
+Each dtype is reduced as one of the same bits that torch has fast kernels for (`ReduceKernel.dtype`): torch cannot add
 unsigned integers of 16 bits and more, but their sum has the same bits as that of signed ones; a sum of complex numbers
 is a sum of twice as many real ones. Views cost nothing, so nothing is converted.
 
@@ -43,7 +43,7 @@ class ReduceKernel:
     """How to reduce tensors of one dtype by one operation.
 
     Attributes:
-        dtype: the dtype as which tensors are viewed to be combined; its size divides that of their elements.
+        dtype: the dtype as which tensors are viewed to be combined; its size divides their elements'.
         combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
         finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when that needs nothing.
     """

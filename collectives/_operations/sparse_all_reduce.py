@@ -87,7 +87,7 @@ class _Exchange:
         self._all_facts = torch.empty(size, len(facts), dtype=torch.int64, device=self._device)
 
     def facts_operation(self) -> Operation:
-        """Gathers the facts of all ranks; ranks with another number of dimensions send another size, which is a mismatch."""
+        """Gathers the facts of all ranks; a rank with another number of dimensions has another size: a mismatch."""
         return Operation(Kind.ALL_GATHER, (self._facts,), tuple(self._all_facts.unbind()))
 
     def go_on(self, run: Run) -> None:

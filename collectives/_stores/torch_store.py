@@ -25,8 +25,9 @@ class TorchStoreAdapter(Store):
     Errors become this package's. Where torch's store has no `multi_get` and the like (its FileStore), they are done
     one key at a time; it has no queues at all.
 
-    Waiting asks again and again, with random pauses that grow to a quarter of a second at most: a wait inside torch cannot be interrupted, keeps other threads off the connection, and when it is cut into slices,
-    torch prints a warning for each.
+    Waiting asks again and again, with random pauses that grow to a quarter of a second at most: a wait inside torch
+    cannot be interrupted, keeps other threads off the connection, and if it is cut into short ones, torch prints a
+    warning for each.
 
     Args:
         store: torch's.
