@@ -128,7 +128,7 @@ class Operation:
         return self.outputs[0].nbytes if kind is Kind.SCATTER else self.inputs[0].nbytes
 
     def fingerprint(self, sequence: int) -> bytes:
-        """All properties that must be equal on all ranks, in `FINGERPRINT_BYTES` bytes; compared before any data is used."""
+        """Properties that must be equal on all ranks, in `FINGERPRINT_BYTES` bytes, compared before data is used."""
         kind, tensors = self.kind, self.inputs or self.outputs
         if kind in _IN_PLACE:
             size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]

@@ -43,9 +43,9 @@ class ReduceKernel:
     """How to reduce tensors of one dtype by one operation.
 
     Attributes:
-        dtype: the dtype as which tensors are viewed to be combined; its size divides their elements'.
+        dtype: the dtype as which tensors are viewed to be combined; its size divides theirs.
         combine: `combine(a, b, out)` writes the reduction of a and b to out, which may be a or b.
-        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when that needs nothing.
+        finish: `finish(tensor, size)` makes the reduction of `size` ranks final, in place; None when it is final.
     """
 
     dtype: torch.dtype
