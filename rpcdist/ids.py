@@ -8,9 +8,8 @@ from typing import NamedTuple, NewType
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["Identity", "Incarnation", "WorkerId", "check_worker_name", "new_incarnation"]
+__all__ = ["Identity", "Incarnation", "check_worker_name", "new_incarnation"]
 
-WorkerId = NewType("WorkerId", int)
 Incarnation = NewType("Incarnation", int)
 
 MAX_NAME_LENGTH = 128

@@ -67,6 +67,7 @@ __all__ = [
     "LOOP_CLOSE_LIMIT_S",
     "MESSAGE_SPIN_S",
     "MIN_ATTEMPT_S",
+    "MIN_WAIT_S",
     "MISSING_NAMES_LIMIT_S",
     "MPI_LONG_PAUSE_S",
     "MPI_SHORT_PAUSE_S",
@@ -202,6 +203,8 @@ AGENT_STORE_CONNECT_LIMIT_S: Final = 5.0
 """One attempt to reach the store of torchrun's agent; further attempts follow until the rendezvous times out."""
 MIN_ATTEMPT_S: Final = 0.1
 """Any attempt to connect gets at least this much time, also the last one before a deadline."""
+MIN_WAIT_S: Final = 0.001
+"""A wait whose limit is over still gets this time where 0 would mean something else: no limit, or no waiting."""
 FILE_LOCK_LIMIT_S: Final = 30.0
 """The lock of a file store, which is held for microseconds: a process that uses the file must be stopped."""
 PIPELINE_GRACE_S: Final = 5.0
@@ -241,8 +244,6 @@ GROUP_FAREWELL_LIMIT_S: Final = 4.0
 """A rank that leaves tells rank 0, and ends its watch."""
 GROUP_EXIT_LIMIT_S: Final = 1.0
 """Each group that is left open when the program exits."""
-NCCL_ABORT_LIMIT_S: Final = 1.0
-"""The end of an NCCL communicator whose group could not be set up."""
 NCCL_CLOSE_LIMIT_S: Final = 60.0
 """The watchdog's thread when a group is destroyed: freeing a communicator can take NCCL long."""
 PROGRESS_STOP_LIMIT_S: Final = 5.0

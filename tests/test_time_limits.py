@@ -18,6 +18,7 @@ SOURCES = sorted(
     {file.resolve() for folder in ("rpcdist", "autograd", "collectives") for file in (ROOT / folder).rglob("*.py")}
     - {MODULE, *TEST_KIT.rglob("*.py")}
 )
+WAITS = {"timeout", "timeout_s", "limit_s", "grace_s", "pause_s", "interval_s", "idle_s", "wait_s", "peer_timeout_s"}
 LIMITS = {name: getattr(time_limits, name) for name in time_limits.__all__ if name != "DEPENDENCIES"}
 
 
@@ -36,6 +37,38 @@ def constants(file: Path) -> list[str]:
 def test_no_other_module_defines_a_time() -> None:
     assert len(SOURCES) > 200
     found = {str(file.relative_to(ROOT)): names for file in SOURCES if (names := constants(file))}
+    assert not found, f"these belong into rpcdist/time_limits.py: {found}"
+
+
+def literal_times(file: Path) -> list[str]:
+    """Waits and their defaults that bring a number of their own."""
+    found: list[ast.expr] = []
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Call):
+            found += [keyword.value for keyword in node.keywords if keyword.arg in WAITS]
+            if isinstance(node.func, ast.Attribute) and node.func.attr in ("sleep", "settimeout", "call_later"):
+                found += node.args[:1]
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            positional = node.args.posonlyargs + node.args.args
+            defaults = [*zip(reversed(positional), reversed(node.args.defaults), strict=False)]
+            defaults += [
+                (arg, value) for arg, value in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if value
+            ]
+            found += [value for arg, value in defaults if arg.arg in WAITS]
+    return [ast.unparse(value) for value in found if any(is_positive(part) for part in parts(value))]
+
+
+def parts(value: ast.expr) -> list[ast.expr]:
+    """What a wait may last: the value, or the arguments of `min` and `max`."""
+    return [part for argument in value.args for part in parts(argument)] if isinstance(value, ast.Call) else [value]
+
+
+def is_positive(value: ast.expr) -> bool:
+    return isinstance(value, ast.Constant) and isinstance(value.value, int | float) and value.value > 0
+
+
+def test_no_wait_brings_a_time_of_its_own() -> None:
+    found = {str(file.relative_to(ROOT)): times for file in SOURCES if (times := literal_times(file))}
     assert not found, f"these belong into rpcdist/time_limits.py: {found}"
 
 

@@ -16,7 +16,7 @@ from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, StoreTimeout
-from rpcdist.time_limits import STORE_CHECK_INTERVAL_S
+from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 
 __all__ = ["join_generation", "wait_for_keys", "wait_for_ranks"]
 
@@ -31,7 +31,7 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
     deadline = Deadline.after(timeout_s)
     while True:
         try:
-            store.wait(keys, max(1e-3, min(STORE_CHECK_INTERVAL_S, deadline.remaining_s())))
+            store.wait(keys, max(MIN_WAIT_S, min(STORE_CHECK_INTERVAL_S, deadline.remaining_s())))
             return
         except StoreTimeout:
             if deadline.expired():

@@ -179,7 +179,6 @@ class ClientHandshake(_HandshakeSide):
         job: the job's name, empty where none was given; both sides must say the same.
         role: what the connection is for ("rpc", "store", "collective" ...).
         identity: who this process is.
-        nonce: 32 random bytes, drawn here unless a test gives them.
         expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
         token_source: `token.describe_token_source()`, for the local error only.
 
@@ -194,7 +193,6 @@ class ClientHandshake(_HandshakeSide):
         job: str,
         role: str,
         identity: Identity,
-        nonce: bytes | None = None,
         *,
         expected: Identity | None = None,
         token_source: str | None = None,
@@ -203,7 +201,7 @@ class ClientHandshake(_HandshakeSide):
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         self._expected = expected
-        nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        nonce = secrets.token_bytes(NONCE_BYTES)
         self._hello = pb.Hello(
             version=PROTOCOL_VERSION, nonce=nonce, job=job, role=role, identity=identity_to_proto(identity)
         )
@@ -276,7 +274,6 @@ class ServerHandshake(_HandshakeSide):
         identity: who this process is.
         accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
             is told).
-        nonce: 32 random bytes, drawn here unless a test gives them.
         token_source: `token.describe_token_source()`, for the local error only.
 
     Attributes:
@@ -290,13 +287,12 @@ class ServerHandshake(_HandshakeSide):
         job: str,
         identity: Identity,
         accept: Callable[[pb.Hello], str | None] | None = None,
-        nonce: bytes | None = None,
         *,
         token_source: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source)
         self._accept = accept
-        self._nonce = secrets.token_bytes(NONCE_BYTES) if nonce is None else nonce
+        self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     @property
     def role(self) -> str:

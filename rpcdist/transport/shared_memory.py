@@ -18,6 +18,8 @@ import sys
 import time
 from typing import Final
 
+from rpcdist.time_limits import MIN_WAIT_S
+
 __all__ = ["Segment", "SegmentError", "accept", "offer", "unavailable"]
 
 _OFFER: Final = struct.Struct("<8sQ")
@@ -173,7 +175,7 @@ def _receive(sock: socket.socket, limit: float) -> tuple[bytes, list[int]]:
     descriptors: list[int] = []
     try:
         while len(message) < _OFFER.size:
-            sock.settimeout(max(0.001, limit - time.monotonic()))
+            sock.settimeout(max(MIN_WAIT_S, limit - time.monotonic()))
             data, more, _, _ = socket.recv_fds(
                 sock, _OFFER.size - len(message), _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
             )

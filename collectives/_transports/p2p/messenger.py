@@ -32,7 +32,7 @@ from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
-from rpcdist.time_limits import MESSAGE_SPIN_S, REFUSAL_POLL_S
+from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, REFUSAL_POLL_S
 from rpcdist.transport import fork
 
 __all__ = ["BUFFER_LIMIT_BYTES", "Connect", "Messenger"]
@@ -271,7 +271,7 @@ class Messenger:
             ]
         for work in works:
             try:
-                work.wait(max(1e-3, limit - time.monotonic()))
+                work.wait(max(MIN_WAIT_S, limit - time.monotonic()))
             except CollectiveError:  # the owner of the work gets the error
                 pass
         return all(work.is_success() for work in works)

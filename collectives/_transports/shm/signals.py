@@ -53,7 +53,6 @@ from rpcdist.time_limits import FUTEX_WAIT_S
 __all__ = ["Signals"]
 
 _WORD: Final = 8
-_WORDS: Final = LINE // _WORD
 MIN_SPINS: Final = 25
 MAX_SPINS: Final = 800
 """Reads of a flag that keep the interpreter's lock: about 30 us."""

@@ -16,6 +16,7 @@ from google.protobuf.message import Message
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
 
 __all__ = ["Connection", "IoThread", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
 
@@ -90,7 +91,7 @@ class Connection(Protocol):
     ) -> ReplyT:
         """One call of a service method of the peer."""
 
-    async def close(self, timeout_s: float = 5.0) -> None:
+    async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
 
 
