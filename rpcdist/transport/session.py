@@ -16,18 +16,21 @@ from typing import Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT, SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
+from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
 from rpcdist.transport._channels.channel import Channel, DirectChannel
 from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.lent_buffers import LentBuffers
+from rpcdist.transport.shared_payloads import SharedPayloads
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
 logger = logging.getLogger(__name__)
 
+_OWN_KINDS = frozenset(
+    ("heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer")
+)
 MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
@@ -122,7 +125,7 @@ class Session:
         self._handler = handler
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
-        self._lent = None if self._direct is None else LentBuffers(handler.shares_payloads)
+        self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
@@ -130,12 +133,17 @@ class Session:
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
         self._is_draining = False  # then only the writer may leave the queue empty, since it tells `drain`
         self._last_sent = self.last_received
-        self._trim_due = self.last_received + SEGMENTS_TRIM_S
-        self._leases_handle: asyncio.TimerHandle | None = None
         self._tick_due = 0.0
         self._tick_handle: asyncio.TimerHandle | None = None
         self._drained: asyncio.Event = asyncio.Event()
         self._ended: asyncio.Event = asyncio.Event()
+
+    def _new_shared_payloads(self) -> SharedPayloads | None:
+        """None for channels that cannot pass segments of memory."""
+        if self._direct is None:
+            return None
+        handler, loop = self._handler, self._io.loop
+        return SharedPayloads(handler.shares_payloads, loop, self._direct, self._outgoing, self.send, handler.borrow)
 
     def __repr__(self) -> str:
         state = "open" if self.closed_reason is None else f"closed: {self.closed_reason}"
@@ -155,8 +163,8 @@ class Session:
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
-        if self._lent is not None:
-            buffers = self._lend(self._lent, message, buffers)
+        if self._shared is not None:
+            buffers = self._shared.lend(message, buffers)
         number = self._outgoing.add(message, buffers)
         # The message is in the queue before the flag is read, and the writer clears the flag before it looks at the
         # queue for the last time: whoever comes first, one of the two sees the message.
@@ -164,16 +172,6 @@ class Session:
             self._awake = True
             self._io.call_soon(self._wake_writer)
         return number
-
-    def _lend(
-        self, lent: LentBuffers, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer]
-    ) -> Sequence[OutgoingBuffer]:
-        """Moves buffers of a message into shared memory; returns what the socket has to carry instead."""
-        if buffers:
-            buffers = lent.put_in(message, buffers, self._outgoing.add_offer)
-        if lent.has_news:
-            self._outgoing.add(lent.news())
-        return buffers
 
     def _send_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
@@ -249,13 +247,12 @@ class Session:
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
         self._close(reason)  # first, so that nobody is told of an end and still finds the session open
         writer.cancel()
-        for handle in (self._tick_handle, self._leases_handle):
-            if handle is not None:
-                handle.cancel()
+        if self._tick_handle is not None:
+            self._tick_handle.cancel()
         self._drained.set()
         self._ended.set()
-        if self._lent is not None:
-            self._lent.close()
+        if self._shared is not None:
+            self._shared.close()
         self._handler.on_closed(self, reason)
 
     async def drain(self, timeout_s: float) -> bool:
@@ -297,16 +294,9 @@ class Session:
             return
         messages = []
         for message in parsed.messages:
-            if message.HasField("heartbeat"):
-                continue
-            if message.HasField("chunk_credit"):
-                self._outgoing.grant(message.chunk_credit.bytes)
-                self._wake_writer()
-                continue
-            if message.HasField("transfer_aborted"):
-                self._incoming.abort(message.transfer_aborted.transfer)
-                continue
-            if self._lent is not None and self._take_account(self._lent, message):
+            kind = message.WhichOneof("body")
+            if kind in _OWN_KINDS:
+                self._handle(kind, message)
                 continue
             delivery = self._incoming.announce(message)
             if delivery is not None:
@@ -316,34 +306,20 @@ class Session:
         if parsed.HasField("handshake"):
             raise ProtocolViolation("a handshake message arrived after the handshake was finished")
 
-    def _take_account(self, lent: LentBuffers, message: rpc_pb2.Message) -> bool:
-        """Handles a message about shared memory; False if it is about something else."""
-        if message.HasField("segment_news"):
-            lent.take_news(message.segment_news)
-        elif message.HasField("segment_answer"):
-            lent.answered(message.segment_answer)
-        elif message.HasField("segment_offer") and self._direct is not None:
-            self.send(lent.answer_to(message.segment_offer, self._direct.take_descriptor()))
-        else:
-            return False
-        return True
+    def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
+        """Takes a message between the two sessions; nobody else hears of it."""
+        if kind == "chunk_credit":
+            self._outgoing.grant(message.chunk_credit.bytes)
+            self._wake_writer()
+        elif kind == "transfer_aborted":
+            self._incoming.abort(message.transfer_aborted.transfer)
+        elif self._shared is not None:
+            self._shared.handle(kind, message)
 
     def _borrow(self, message: rpc_pb2.Message) -> dict[int, IncomingBuffer]:
-        if self._lent is None:
+        if self._shared is None:
             raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
-        borrowed = self._lent.take_out(message)
-        if self._leases_handle is None:
-            self._leases_handle = self._io.loop.call_later(SEGMENTS_RETURN_S, self._return_leases, self._lent)
-        return {index: self._handler.borrow(view) for index, view in borrowed.items()}
-
-    def _return_leases(self, lent: LentBuffers) -> None:
-        """What no message takes back in time goes back by itself."""
-        self._leases_handle = None
-        if self.closed_reason is None:
-            if lent.has_news:
-                self.send(lent.news())
-            if lent.has_leases:
-                self._leases_handle = self._io.loop.call_later(SEGMENTS_RETURN_S, self._return_leases, lent)
+        return self._shared.borrow(message)
 
     def place(self, head: ChunkHead) -> memoryview | None:
         """See `FrameReceiver`."""
@@ -442,11 +418,8 @@ class Session:
         if silence > self._silence_limit_s and late < interval:
             self._close(f"no sign of life for {silence:.1f} s")
             return
-        if self._lent is not None and now >= self._trim_due:
-            self._trim_due = now + SEGMENTS_TRIM_S
-            self._lent.trim()
-            if self._lent.has_news:
-                self.send(self._lent.news())
+        if self._shared is not None:
+            self._shared.trim(now)
         # Not 1.0: a message sent just after the last tick would put the heartbeat off by nearly a whole interval.
         if now - self._last_sent >= interval * 0.9:
             self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))

@@ -41,9 +41,9 @@ async def exchange(pair: ChannelPair, data: bytes, side: int = 0) -> bytes:
 
 
 def lender(pair: ChannelPair, side: int = 0) -> Any:
-    lent = pair.sessions[side]._lent
-    assert lent is not None
-    return lent._lender
+    shared = pair.sessions[side]._shared
+    assert shared is not None
+    return shared.lent._lender
 
 
 async def until(condition: Callable[[], T]) -> T:

@@ -1,0 +1,101 @@
+"""When a session lends memory, asks for it back and gives it back; what it lends is the business of `LentBuffers`."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.time_limits import SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
+from rpcdist.transport._channels.channel import DirectChannel
+from rpcdist.transport._framing.incoming import IncomingBuffer
+from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
+from rpcdist.transport.lent_buffers import LentBuffers
+
+__all__ = ["SharedPayloads"]
+
+
+class SharedPayloads:
+    """The shared memory of one session on a channel that can pass segments. `lend` on any thread, the rest on the loop.
+
+    Args:
+        allowed: whether this process wants to share memory.
+        loop: the I/O loop, for timers.
+        channel: brings the descriptors of the peer's segments.
+        outgoing: the session's queue.
+        send: sends a message of its own accord.
+        receive: makes a received buffer of memory that the peer lends.
+    """
+
+    def __init__(
+        self,
+        allowed: bool,
+        loop: asyncio.AbstractEventLoop,
+        channel: DirectChannel,
+        outgoing: Outgoing,
+        send: Callable[[rpc_pb2.Message], object],
+        receive: Callable[[memoryview], IncomingBuffer],
+    ) -> None:
+        self.lent = LentBuffers(allowed)
+        self._loop = loop
+        self._channel = channel
+        self._outgoing = outgoing
+        self._send = send
+        self._receive = receive
+        self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
+        self._return_handle: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return repr(self.lent)
+
+    def lend(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+        """Moves buffers of a message into shared memory; returns what the socket has to carry instead.
+
+        News for the peer go along: they travel in the same envelope, and cost no wake-up of their own.
+        """
+        if buffers:
+            buffers = self.lent.put_in(message, buffers, self._outgoing.add_offer)
+        if self.lent.has_news:
+            self._outgoing.add(self.lent.news())
+        return buffers
+
+    def handle(self, kind: str, message: rpc_pb2.Message) -> None:
+        """Takes a message about segments; `kind` is its field in `body`."""
+        if kind == "segment_news":
+            self.lent.take_news(message.segment_news)
+        elif kind == "segment_answer":
+            self.lent.answered(message.segment_answer)
+        elif kind == "segment_offer":
+            self._send(self.lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
+
+    def borrow(self, message: rpc_pb2.Message) -> dict[int, IncomingBuffer]:
+        """The buffers of a message that lie in the peer's memory, by their index."""
+        borrowed = self.lent.take_out(message)
+        if self._return_handle is None:
+            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
+        return {index: self._receive(view) for index, view in borrowed.items()}
+
+    def _return(self) -> None:
+        """What no message takes back in time goes back by itself."""
+        self._return_handle = None
+        self._tell_news()
+        if self.lent.has_leases:
+            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
+
+    def trim(self, now: float) -> None:
+        """Gives memory back that was not needed for a while; the session calls it with each heartbeat."""
+        if now >= self._trim_due:
+            self._trim_due = now + SEGMENTS_TRIM_S
+            self.lent.trim()
+            self._tell_news()
+
+    def _tell_news(self) -> None:
+        if self.lent.has_news:
+            self._send(self.lent.news())
+
+    def close(self) -> None:
+        """The session has ended; tensors that lie in the peer's memory keep it."""
+        if self._return_handle is not None:
+            self._return_handle.cancel()
+        self.lent.close()
