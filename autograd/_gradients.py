@@ -83,14 +83,7 @@ def _is_dense(gradient: torch.Tensor) -> bool:
     """Whether every element has memory of its own, unlike in an expanded gradient."""
     if gradient.is_sparse:
         return gradient._values().is_contiguous() and gradient._indices().is_contiguous()
-    if gradient.is_contiguous():
-        return True
-    expected = 1
-    for stride, length in sorted(zip(gradient.stride(), gradient.shape, strict=True)):
-        if length > 1 and stride != expected:
-            return False
-        expected *= length
-    return True
+    return gradient.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
 
 
 def _copied(gradient: torch.Tensor) -> torch.Tensor:

@@ -304,10 +304,6 @@ class PassState:
 
     # ------------------------------------------------------------ views
 
-    def verdict_of(self, recv: int) -> int:
-        """The mask of the used tensors of a received message; 0 if it is undecided."""
-        return self._verdicts.get(recv, 0)
-
     def waits_for(self) -> dict[int, str]:
         """The reasons why the pass has not ended on this worker, by the worker that it waits for."""
         found: dict[int, str] = dict.fromkeys(self._unheard, "has not begun")

@@ -17,7 +17,7 @@ import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
-from rpcdist.parallel._ddp._bucket_reduction import CommHook, GradBucket
+from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
 
 __all__ = [
     "BuiltinCommHookType",

@@ -18,8 +18,8 @@ from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._arguments import choose_sync, member_group, refuse_unsupported
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
-from rpcdist.parallel._ddp._bucket_reduction import CommHook, check_comm_hook
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
+from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
@@ -31,7 +31,8 @@ from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
-from rpcdist.parallel._ddp._used_parameters import find_tensors, reached_leaves, watch_outputs
+from rpcdist.parallel._ddp._tensor_tree import find_tensors
+from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
 
@@ -397,7 +398,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         check_comm_hook(hook)
         if self.reducer.hook is not None:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
-        self.reducer.use_hook(hook, state, leaves_equal_bits(hook))
+        self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:
         """Registers a hook by its type."""
@@ -456,7 +457,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         self._remove_autograd_hooks()
         self._make_reducer(self.reducer.parameters)
         if hook is not None:
-            self.register_comm_hook(hook[1], hook[0])
+            self.reducer.use_hook(hook)
 
     def _remove_autograd_hooks(self) -> None:
         """Stops averaging gradients."""

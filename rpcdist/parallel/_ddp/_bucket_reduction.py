@@ -1,83 +1,29 @@
-"""The reduction of one bucket: averaging its tensors or calling the comm hook, and waiting for the other ranks."""
+"""The reductions of an iteration's buckets: starts them during the backward pass, and waits for them at its end."""
 
 from __future__ import annotations
 
-import inspect
-import logging
-import warnings
-from collections.abc import Callable, Sequence
-from typing import NoReturn
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError, ConfigError
-from rpcdist.parallel._ddp._ddp_errors import explained, list_names
-from rpcdist.parallel._ddp._dense_bucket import DenseBucket
-from rpcdist.parallel._ddp._gradient_layout import view_like
-from rpcdist.parallel._ddp._notices import Notices
-from rpcdist.time_limits import DDP_NOTICE_POLL_S
+from rpcdist.parallel._ddp._bucket_wait import BucketWait
+from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
+from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
+from rpcdist.parallel._ddp._finite_check import FiniteCheck
+from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 
-__all__ = ["BucketWait", "CommHook", "GradBucket", "check_comm_hook", "reduce_runs"]
+__all__ = ["Bucket", "BucketReductions", "Deliver", "GradientOf", "reduce_runs"]
 
-logger = logging.getLogger(__name__)
-
-
-class GradBucket:
-    """A bucket as a comm hook sees it. Valid until the hook's future is done."""
-
-    def __init__(self, bucket: DenseBucket, is_last: bool) -> None:
-        self._bucket = bucket
-        self._is_last = is_last
-        self._buffer = bucket.buffer
-
-    def __repr__(self) -> str:
-        return f"<GradBucket {self._bucket!r}>"
-
-    def index(self) -> int:
-        """Number of the bucket in the order of communication."""
-        return self._bucket.number
-
-    def buffer(self) -> torch.Tensor:
-        """The gradients of this rank as one flat tensor; a hook may change it in place."""
-        return self._buffer
-
-    def gradients(self) -> list[torch.Tensor]:
-        """Views of `buffer` in the shapes of the parameters."""
-        parameters = self.parameters()
-        parts = self._buffer.split([parameter.numel() for parameter in parameters])
-        return [view_like(part, parameter) for part, parameter in zip(parts, parameters, strict=True)]
-
-    def parameters(self) -> list[torch.Tensor]:
-        """The parameters, in the order of `gradients`."""
-        return [member.parameter for member in self._bucket.members]
-
-    def is_last(self) -> bool:
-        """Whether it is the last bucket of the iteration."""
-        return self._is_last
-
-    def set_buffer(self, buffer: torch.Tensor) -> None:
-        """Replaces the tensor that `buffer` returns by a flat one of the same size, perhaps of another dtype."""
-        if buffer.numel() != self._bucket.buffer.numel():
-            count = self._bucket.buffer.numel()
-            raise ConfigError(f"the buffer of bucket {self.index()} has {count} elements, not {buffer.numel()}")
-        self._buffer = buffer
-
-
-CommHook = Callable[[object, GradBucket], "torch.futures.Future[torch.Tensor]"]
-
-
-def check_comm_hook(hook: object) -> None:
-    """Raises TypeError or ConfigError for an object that cannot be a comm hook."""
-    if not callable(hook):
-        raise TypeError("Communication hook must be callable.")
-    try:
-        names = list(inspect.signature(hook).parameters)
-    except ValueError:  # no signature to look at
-        return
-    if len(names) != 2:
-        raise ConfigError(f"a communication hook takes two arguments, state and bucket; this one takes {names}")
+Bucket = DenseBucket | SparseBucket
+GradientOf = Callable[[BucketEntry], torch.Tensor | None]
+"""Returns a parameter's gradient on this rank; None if it has none."""
+Deliver = Callable[[list[BucketEntry], list[torch.Tensor], bool], None]
+"""Stores reduced gradients; see `GradientSource.deliver`."""
 
 
 def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: float, asynchronous: bool) -> list[Work]:
@@ -93,58 +39,120 @@ def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: floa
     return works
 
 
-class BucketWait:
-    """Waits for the reductions of a bucket, and explains why they fail or take long.
+class BucketReductions:
+    """The reductions of one iteration at a time. The reducer's lock guards it.
 
     Args:
         group: the ranks that reduce.
-        notices: where the ranks say which gradients they lack.
+        waiter: waits for the operations.
+        finite: examines the gradients.
+        hook: reduces dense buckets instead of an average.
+
+    Attributes:
+        first_launch_ns: when the first operation of the iteration was started; 0 before.
     """
 
-    def __init__(self, group: ProcessGroup, notices: Notices) -> None:
+    def __init__(
+        self, group: ProcessGroup, waiter: BucketWait, finite: FiniteCheck, hook: RegisteredHook | None
+    ) -> None:
+        self.first_launch_ns = 0
         self._group = group
-        self._notices = notices
-        self._told = 0
+        self._waiter = waiter
+        self._finite = finite
+        self._hook = hook
+        self._iteration = 0
+        self._divisor = 1.0
+        self._works: dict[int, list[Work]] = {}
+        self._futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
 
-    def wait(self, work: Work, number: int, names: Sequence[str], iteration: int) -> None:
-        """Returns when the operation is done.
+    def begin(self, iteration: int, divisor: float) -> None:
+        """Begins an iteration, whose gradients are divided by `divisor`."""
+        self.first_launch_ns = 0
+        self._iteration = iteration
+        self._divisor = divisor
+        self._works.clear()
+        self._futures.clear()
 
-        Raises:
-            CollectiveError: it failed, or another rank has given up on it; names that rank and the parameters.
+    # ------------------------------------------------------------ starting
+
+    def start(
+        self, bucket: Bucket, gradient_of: GradientOf, *, in_place: bool, is_last: bool, asynchronous: bool
+    ) -> None:
+        """Starts the reduction of a bucket.
+
+        Args:
+            bucket: whose gradients are ready.
+            gradient_of: returns the gradient of each member.
+            in_place: whether the reduction may overwrite gradients.
+            is_last: whether it is the last bucket of the iteration.
+            asynchronous: whether to return before the reduction has ended.
         """
         try:
-            while not work.is_completed():
-                self._wait_a_while(work)
-                if not work.is_completed():
-                    self._look(work, number, iteration)
-            work.wait()
+            if isinstance(bucket, SparseBucket):
+                self._start_sparse(bucket, gradient_of)
+            else:
+                self._start_dense(bucket, gradient_of, in_place, is_last, asynchronous)
         except CollectiveError as exc:
-            self.fail(exc, number, names, iteration)
+            self._waiter.fail(exc, bucket.number, _names(bucket), self._iteration)
 
-    @staticmethod
-    def _wait_a_while(work: Work) -> None:
-        try:
-            work.wait(DDP_NOTICE_POLL_S)
-        except CollectiveError:
-            if work.is_completed():
-                raise
+    def _start_sparse(self, bucket: SparseBucket, gradient_of: GradientOf) -> None:
+        gradient = gradient_of(bucket.members[0])
+        if gradient is not None:
+            self._finite.before([_values(gradient)], partial(_named_gradients, bucket, gradient_of))
+        self._works[bucket.number] = [bucket.start(gradient)]
 
-    def _look(self, work: Work, number: int, iteration: int) -> None:
-        for notice in self._notices.read(iteration):
-            if notice.final:
-                backend = self._group.backend(self._group.object_device)
-                backend.abort(f"the reduction of bucket {number} cannot end: {notice}")
-                work.wait()
-            elif self._told != iteration:
-                self._told = iteration
-                warnings.warn(f"still waiting in bucket {number}: {notice}", RuntimeWarning, stacklevel=2)
+    def _start_dense(
+        self, bucket: DenseBucket, gradient_of: GradientOf, in_place: bool, is_last: bool, asynchronous: bool
+    ) -> None:
+        runs = bucket.gather(gradient_of, in_place)
+        self._finite.before(runs, partial(_named_gradients, bucket, gradient_of))
+        if not self.first_launch_ns:
+            self.first_launch_ns = time.time_ns()
+        if self._hook is None:
+            self._works[bucket.number] = reduce_runs(runs, self._group, self._divisor, asynchronous)
+        else:
+            self._futures[bucket.number] = self._hook.hook(self._hook.state, GradBucket(bucket, is_last))
 
-    def fail(self, error: CollectiveError, number: int, names: Sequence[str], iteration: int) -> NoReturn:
-        """Raises the error with details: which gradients were reduced, and the notices of other ranks about them."""
-        rank = self._group.world_rank(self._group.rank())
-        told = "".join(f"; {notice}" for notice in self._notices.read(iteration))
-        raise explained(
-            error,
-            f"rank {rank} reduced bucket {number} of iteration {iteration}, with the gradients of {list_names(names)}"
-            f"{told}. If a rank ran out of data, train under `with model.join():`",
-        ) from error
+    # ------------------------------------------------------------ finishing
+
+    def finish(self, bucket: Bucket, deliver: Deliver) -> None:
+        """Waits for the reduction of a bucket, and delivers its results."""
+        for work in self._works.pop(bucket.number, ()):
+            self._waiter.wait(work, bucket.number, _names(bucket), self._iteration)
+        if isinstance(bucket, SparseBucket):
+            reduced = bucket.finish(self._divisor)
+            self._finite.after([_values(reduced)])
+            deliver(bucket.members, [reduced], True)
+            return
+        future = self._futures.pop(bucket.number, None)
+        if future is not None:
+            _take_result(bucket, future)
+        self._finite.after(bucket.runs)
+        bucket.scatter(deliver)
+
+    def conclude(self) -> None:
+        """Ends the iteration: warns about gradients that are not finite."""
+        self._finite.conclude(self._iteration)
+
+
+def _names(bucket: Bucket) -> list[str]:
+    return [member.name for member in bucket.members]
+
+
+def _values(gradient: torch.Tensor) -> torch.Tensor:
+    return (gradient._values() if gradient.is_sparse else gradient).reshape(-1)
+
+
+def _named_gradients(bucket: Bucket, gradient_of: GradientOf) -> Iterable[tuple[str, torch.Tensor]]:
+    pairs = ((member.name, gradient_of(member)) for member in bucket.members)
+    return [(name, gradient) for name, gradient in pairs if gradient is not None]
+
+
+def _take_result(bucket: DenseBucket, future: torch.futures.Future[torch.Tensor]) -> None:
+    """Copies the result of a comm hook's future into the bucket."""
+    result = future.wait()
+    tensor = result[0] if isinstance(result, list | tuple) else result
+    if not isinstance(tensor, torch.Tensor):
+        raise ConfigError(f"a comm hook's future has to bring a tensor, not {type(tensor).__name__}")
+    if tensor.data_ptr() != bucket.buffer.data_ptr():
+        bucket.buffer.copy_(tensor.view(-1))

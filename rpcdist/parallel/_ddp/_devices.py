@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 
 from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._tensor_tree import map_tensors
 
 __all__ = ["choose_device", "move_to"]
 
@@ -41,14 +41,4 @@ def choose_device(
 
 def move_to(value: Any, device: torch.device) -> Any:
     """A value with all its tensors on the device; containers are copied, other objects kept."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, non_blocking=True)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(move_to(item, device) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(move_to(item, device) for item in value)
-    if isinstance(value, dict):
-        return type(value)((key, move_to(item, device)) for key, item in value.items())
-    if is_dataclass(value) and not isinstance(value, type):
-        return type(value)(**{field.name: move_to(getattr(value, field.name), device) for field in fields(value)})
-    return value
+    return map_tensors(value, lambda tensor: tensor.to(device, non_blocking=True))

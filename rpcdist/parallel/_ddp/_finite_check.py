@@ -33,18 +33,16 @@ class FiniteCheck:
     Args:
         group: the ranks that reduce.
         mode: "probes", "all" (every element), or "never".
-
-    Attributes:
         results_are_equal: whether all ranks get the same reduced bits.
     """
 
-    def __init__(self, group: ProcessGroup, mode: CheckFinite) -> None:
+    def __init__(self, group: ProcessGroup, mode: CheckFinite, results_are_equal: bool) -> None:
         self._group = group
         self._mode = mode
         self._mine: list[str] = []
         self._found = False
         self._num_found = 0
-        self.results_are_equal = True
+        self._results_are_equal = results_are_equal
 
     def before(self, runs: Sequence[torch.Tensor], named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Examines this rank's contribution to a bucket; `named` returns its gradients by name."""
@@ -77,7 +75,7 @@ class FiniteCheck:
         if self._num_found & (self._num_found - 1):
             return
         culprits: list[Any] = [[] for _ in range(self._group.size())]
-        if self.results_are_equal:
+        if self._results_are_equal:
             collectives.all_gather_object(culprits, mine, group=self._group)
         else:
             culprits[self._group.rank()] = mine

@@ -14,15 +14,7 @@ _OWN_USES: Final = 2
 
 def fills_its_memory(tensor: torch.Tensor) -> bool:
     """Whether the elements of a tensor lie without gaps and overlaps, in any order of dimensions."""
-    if tensor.is_contiguous():
-        return True
-    expected = 1
-    for stride, length in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if length > 1:
-            if stride != expected:
-                return False
-            expected *= length
-    return True
+    return tensor.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(tensor))
 
 
 def as_run(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor | None:

@@ -19,15 +19,15 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 
 from rpcdist import collectives
-from rpcdist.collectives import ProcessGroup, Work
-from rpcdist.errors import CollectiveError, ConfigError
+from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._bucket_assignment import GradientFacts, initial_buckets, rebuilt_buckets
-from rpcdist.parallel._ddp._bucket_reduction import BucketWait, CommHook, GradBucket, reduce_runs
+from rpcdist.parallel._ddp._bucket_reduction import Bucket, BucketReductions
+from rpcdist.parallel._ddp._bucket_wait import BucketWait
+from rpcdist.parallel._ddp._comm_hook import RegisteredHook
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError, UnusedParameters
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
@@ -43,9 +43,7 @@ from rpcdist.parallel._ddp._parameters import Named
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
 
-__all__ = ["Bucket", "Reducer"]
-
-Bucket = DenseBucket | SparseBucket
+__all__ = ["Reducer"]
 
 
 class Reducer:
@@ -62,9 +60,9 @@ class Reducer:
         self.options = options
         self.iteration = 0
         self.divide_by: float | None = None  # None: the size of the group
-        self.hook: tuple[CommHook, object] | None = None
+        self.hook: RegisteredHook | None = None
         self.has_rebuilt = False
-        self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
+        self.first_gradient_ns = self.done_ns = 0
         self._facts = [
             GradientFacts(tensor.nbytes, (tensor.dtype, tensor.device), sparse) for _, tensor, sparse in parameters
         ]
@@ -82,8 +80,6 @@ class Reducer:
         """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group
         self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
-        self._waiter = BucketWait(group, self._notices)
-        self._finite = FiniteCheck(group, self.options.check_finite)
         self._partial_passes = False
         self._order: list[int] | None = None
         self._ready_order: list[int]
@@ -91,8 +87,14 @@ class Reducer:
         self._globally_used: list[bool] | None = None
         self.has_rebuilt = False
         self._armed = False
+        self._reductions = self._make_reductions()
         self._make_buckets(initial_buckets(self._facts, self.options.caps, self.options.dynamic_unused))
         self.initial_bucket_bytes = [bucket.num_bytes for bucket in self.buckets]
+
+    def _make_reductions(self) -> BucketReductions:
+        results_are_equal = self.hook is None or self.hook.leaves_equal_bits
+        finite = FiniteCheck(self.group, self.options.check_finite, results_are_equal)
+        return BucketReductions(self.group, BucketWait(self.group, self._notices), finite, self.hook)
 
     def _make_buckets(self, indices: Sequence[Sequence[int]]) -> None:
         self.buckets: list[Bucket] = []
@@ -107,7 +109,7 @@ class Reducer:
 
     def _reset(self) -> None:
         """Prepares for the first gradient of an iteration."""
-        self.first_gradient_ns = self.first_launch_ns = self.done_ns = 0
+        self.first_gradient_ns = self.done_ns = 0
         self._ready_order = []
         self._next = 0
         self._begun = False
@@ -116,23 +118,20 @@ class Reducer:
         self._unused: set[int] = set()
         self._marked_unused = False
         self._calls = [0] * len(self.parameters)
-        self._works: dict[int, list[Work]] = {}
-        self._futures: dict[int, torch.futures.Future[torch.Tensor]] = {}
         self._skipped: set[int] = set()
         for bucket in self.buckets:
             bucket.waiting = {member.index for member in bucket.members}
 
-    def use_hook(self, hook: CommHook, state: object, results_are_equal: bool) -> None:
-        """Reduces the dense buckets by a comm hook from now on.
-
-        Args:
-            hook: see `DistributedDataParallel.register_comm_hook`.
-            state: first argument of the hook.
-            results_are_equal: whether the hook is known to leave the same bits on all ranks.
-        """
-        self.hook = hook, state
-        self._finite.results_are_equal = results_are_equal
+    def use_hook(self, hook: RegisteredHook) -> None:
+        """Reduces the dense buckets by a comm hook from now on."""
+        self.hook = hook
+        self._reductions = self._make_reductions()
         self._make_buckets([[member.index for member in bucket.members] for bucket in self.buckets])
+
+    @property
+    def first_launch_ns(self) -> int:
+        """When the first reduction of the iteration was started; 0 before."""
+        return self._reductions.first_launch_ns
 
     # ------------------------------------------------------------ the forward pass
 
@@ -174,6 +173,7 @@ class Reducer:
             if not self._armed:
                 self.iteration += 1
             self._armed = True
+            self._reductions.begin(self.iteration, self.group.size() if self.divide_by is None else self.divide_by)
 
     def _missing(self) -> list[str]:
         """The names of the parameters without gradients in this iteration, in the module's order."""
@@ -267,44 +267,18 @@ class Reducer:
         if self.options.skip_unused and all(member.index in self._unused for member in bucket.members):
             self._skipped.add(bucket.number)
             return
-        try:
-            if isinstance(bucket, SparseBucket):
-                self._launch_sparse(bucket)
-            else:
-                self._launch_dense(bucket, asynchronous)
-        except CollectiveError as exc:
-            self._waiter.fail(exc, bucket.number, [member.name for member in bucket.members], self.iteration)
+        self._reductions.start(
+            bucket,
+            self._gradient,
+            in_place=self._source is None or self._source.lends,
+            is_last=bucket is self.buckets[-1],
+            asynchronous=asynchronous,
+        )
 
     def _gradient(self, member: BucketEntry) -> torch.Tensor | None:
         if self._source is None or member.index in self._unused:
             return None
         return self._source.gradient(member)
-
-    def _launch_sparse(self, bucket: SparseBucket) -> None:
-        gradient = self._gradient(bucket.members[0])
-        if gradient is not None:
-            values = gradient._values() if gradient.is_sparse else gradient
-            self._finite.before([values.reshape(-1)], partial(self._named_gradients, bucket))
-        self._works[bucket.number] = [bucket.start(gradient)]
-
-    def _launch_dense(self, bucket: DenseBucket, asynchronous: bool) -> None:
-        runs = bucket.gather(self._gradient, self._source is None or self._source.lends)
-        self._finite.before(runs, partial(self._named_gradients, bucket))
-        if not self.first_launch_ns:
-            self.first_launch_ns = time.time_ns()
-        if self.hook is None:
-            self._works[bucket.number] = reduce_runs(runs, self.group, self._divisor, asynchronous)
-            return
-        hook, state = self.hook
-        self._futures[bucket.number] = hook(state, GradBucket(bucket, bucket is self.buckets[-1]))
-
-    def _named_gradients(self, bucket: Bucket) -> list[tuple[str, torch.Tensor]]:
-        pairs = ((member.name, self._gradient(member)) for member in bucket.members)
-        return [(name, gradient) for name, gradient in pairs if gradient is not None]
-
-    @property
-    def _divisor(self) -> float:
-        return self.group.size() if self.divide_by is None else self.divide_by
 
     # ------------------------------------------------------------ the end of the pass
 
@@ -369,34 +343,10 @@ class Reducer:
         self._share_used()
         for bucket in self.buckets:
             if bucket.number not in self._skipped:
-                self._finish_bucket(bucket)
-        self._finite.conclude(self.iteration)
+                self._reductions.finish(bucket, self._deliver)
+        self._reductions.conclude()
         self._share_order()
         self.done_ns = time.time_ns()
-
-    def _finish_bucket(self, bucket: Bucket) -> None:
-        names = [member.name for member in bucket.members]
-        for work in self._works.pop(bucket.number, ()):
-            self._waiter.wait(work, bucket.number, names, self.iteration)
-        if isinstance(bucket, SparseBucket):
-            reduced = bucket.finish(self._divisor)
-            self._finite.after([(reduced._values() if reduced.is_sparse else reduced).reshape(-1)])
-            self._deliver(bucket.members, [reduced], lasting=True)
-            return
-        future = self._futures.pop(bucket.number, None)
-        if future is not None:
-            self._take_result(bucket, future)
-        self._finite.after(bucket.runs)
-        bucket.scatter(self._deliver)
-
-    def _take_result(self, bucket: DenseBucket, future: torch.futures.Future[torch.Tensor]) -> None:
-        """Copies the result of a comm hook's future into the bucket."""
-        result = future.wait()
-        tensor = result[0] if isinstance(result, list | tuple) else result
-        if not isinstance(tensor, torch.Tensor):
-            raise ConfigError(f"a comm hook's future has to bring a tensor, not {type(tensor).__name__}")
-        if tensor.data_ptr() != bucket.buffer.data_ptr():
-            bucket.buffer.copy_(tensor.view(-1))
 
     def _deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
         """Delivers reduced gradients; gradients of parameters that no rank used stay unchanged."""

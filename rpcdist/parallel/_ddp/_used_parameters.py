@@ -3,34 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rpcdist.parallel._ddp._tensor_tree import find_tensors, map_tensors
+
 if TYPE_CHECKING:
     from torch.autograd.graph import Node
 
-__all__ = ["find_tensors", "map_tensors", "reached_leaves", "watch_outputs"]
-
-
-def find_tensors(value: object) -> list[torch.Tensor]:
-    """All tensors in a value: nested lists, tuples, dicts and dataclasses, and local values of remote references."""
-    found: list[torch.Tensor] = []
-    pending = [value]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, torch.Tensor):
-            found.append(item)
-        elif isinstance(item, list | tuple | set | frozenset):
-            pending.extend(item)
-        elif isinstance(item, dict):
-            pending.extend(item.values())
-        elif is_dataclass(item) and not isinstance(item, type):
-            pending.extend(getattr(item, field.name) for field in fields(item))
-        elif callable(getattr(item, "is_owner", None)) and item.is_owner():  # type: ignore[attr-defined]
-            pending.append(item.local_value())  # type: ignore[attr-defined]
-    return found
+__all__ = ["reached_leaves", "watch_outputs"]
 
 
 def reached_leaves(outputs: Iterable[torch.Tensor]) -> set[int]:
@@ -55,39 +37,6 @@ def reached_leaves(outputs: Iterable[torch.Tensor]) -> set[int]:
     return leaves
 
 
-def map_tensors(value: Any, change: dict[int, torch.Tensor]) -> Any:
-    """A value with some tensors, given by `id`, replaced by others; dataclasses are copied, other objects kept."""
-    if isinstance(value, torch.Tensor):
-        return change.get(id(value), value)
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(map_tensors(item, change) for item in value))
-    if isinstance(value, list | tuple):
-        return type(value)(map_tensors(item, change) for item in value)
-    if isinstance(value, dict):
-        return _map_dict(value, change)
-    if is_dataclass(value) and not isinstance(value, type):
-        return _map_dataclass(value, change)
-    return value
-
-
-def _map_dict(value: dict[Any, Any], change: dict[int, torch.Tensor]) -> dict[Any, Any]:
-    import copy
-
-    mapped = copy.copy(value)  # keeps subclasses and their attributes, such as the outputs of model libraries
-    for key, item in value.items():
-        mapped[key] = map_tensors(item, change)
-    return mapped
-
-
-def _map_dataclass(value: Any, change: dict[int, torch.Tensor]) -> Any:
-    import copy
-
-    mapped = copy.copy(value)
-    for field in fields(value):
-        object.__setattr__(mapped, field.name, map_tensors(getattr(value, field.name), change))
-    return mapped
-
-
 class _Watch(torch.autograd.Function):
     """Passes outputs through unchanged. Its backward runs first in the backward pass, whichever outputs are used."""
 
@@ -109,4 +58,5 @@ def watch_outputs(value: Any, began: Callable[[], None]) -> Any:
     if not watched:
         return value
     passed = _Watch.apply(began, *watched)  # type: ignore[no-untyped-call]
-    return map_tensors(value, {id(old): new for old, new in zip(watched, passed, strict=True)})
+    replaced = {id(old): new for old, new in zip(watched, passed, strict=True)}
+    return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor))
