@@ -18,8 +18,8 @@ from rpcdist.rpc import api, backend_registry, constants, functions, internal, o
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._calling.result_streams import Stream
-from rpcdist.rpc._calling.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc._current import agent_or_none
+from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc._start import node_options
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
     _all_gather,

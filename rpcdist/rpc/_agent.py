@@ -1,299 +1,296 @@
-"""The agent: one per process, it owns everything that RPC uses, and routes what arrives.
+"""The agent: the parts of one RPC worker, wired together, started and stopped.
 
-Threads: public functions run on the caller's thread; `on_*` run on the I/O loop and never run user code there; user
-code runs in the pool and on the user loop.
+    caller              makes calls                        dispatcher    runs the calls of others
+    router, inbound     connections, in both directions    demultiplexer takes arriving messages apart
+    rrefs               counts remote references           marshal       encodes values with their references
+    pool, user_loop     run code of users                  directory     knows who is in the job
+    leader, gatherings  barriers and the like              leaving       waits until everybody may go
+
+Nothing else happens here: what a part needs, it gets in its constructor. Threads: public functions run on the caller's
+thread; `on_*` run on the I/O loop and never run code of users there; that runs in the pool and on the user loop.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
-import logging
 import threading
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from contextvars import Context
+from typing import Any, NamedTuple
 
 import torch
 
-from rpcdist import _upper_layers
-from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2, value_pb2
-from rpcdist.errors import PoolExhausted, RpcdistError
+from rpcdist._proto import autograd_pb2, rref_pb2
+from rpcdist.collectives import Store
+from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
-from rpcdist.rpc._autograd_hooks import AutogradHooks, CallContext, MakeAutograd
+from rpcdist.rpc._autograd_hooks import MakeAutograd
+from rpcdist.rpc._calling.autograd_links import AutogradLinks, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._calling.reply_sinks import Job
 from rpcdist.rpc._calling.result_streams import StreamTable
-from rpcdist.rpc._calling.waiting import replace_torch_functions
+from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.gil_wait import GilWait
-from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._executors.worker_pool import WorkerPool
-from rpcdist.rpc._membership.directory import Directory
-from rpcdist.rpc._membership.gatherings import Gatherings, Leader
+from rpcdist.rpc._futures.interrupt import InterruptWatch
+from rpcdist.rpc._futures.waiting import replace_torch_functions
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._membership.coordinator import Coordinator
+from rpcdist.rpc._membership.gatherings import Gatherings
+from rpcdist.rpc._membership.leader import Leader
+from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._peers.connections import Connections
-from rpcdist.rpc._peers.loopback import Loopback
-from rpcdist.rpc._peers.network import SendObserver
-from rpcdist.rpc._rref.identifiers import UniqueId
+from rpcdist.rpc._peers.control_receiver import ControlReceiver
+from rpcdist.rpc._peers.demultiplexer import Demultiplexer
+from rpcdist.rpc._peers.directory import Directory, Member
+from rpcdist.rpc._peers.events import PeerEvents
+from rpcdist.rpc._peers.inbound import Inbound
+from rpcdist.rpc._peers.lease_watch import LeaseWatch
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import Network
+from rpcdist.rpc._peers.router import Router
+from rpcdist.rpc._rref.handles import Handle
+from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, encode_into
-from rpcdist.rpc._values.arrived import ArrivedValue, OutgoingRRefs
-from rpcdist.rpc.future import Future
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.rpc.rref import PyRRef
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
-from rpcdist.transport import Node, Session
 
-if TYPE_CHECKING:
-    from rpcdist.collectives import Store
-    from rpcdist.rpc._calling.interrupt import InterruptWatch
-    from rpcdist.rpc._membership.coordinator import Coordinator
-
-__all__ = ["ROLE", "Agent", "AnySession"]
-
-logger = logging.getLogger(__name__)
+__all__ = ["ROLE", "Agent", "UpperParts"]
 
 ROLE = "rpc"
-RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 AUTOGRAD_SERVICE = autograd_pb2.DESCRIPTOR.services_by_name["Autograd"]
+RREF_SERVICE = rref_pb2.DESCRIPTOR.services_by_name["RRef"]
 
-AnySession = Session | Loopback
+
+class UpperParts(NamedTuple):
+    """What the agent needs of the modules above it, which are built on it.
+
+    Attributes:
+        rref_type: the class of remote references.
+        make_rref: makes one of a handle.
+        make_autograd: makes distributed autograd for an agent.
+        context_of: makes the context in which an agent is the current one: code of users that it runs sees it so.
+    """
+
+    rref_type: type
+    make_rref: Callable[[RRefHome, Handle], Any]
+    make_autograd: MakeAutograd
+    context_of: Callable[[Agent], Context]
 
 
 class Agent:
-    """See the module. `start_agent` makes it, `shutdown` ends it.
+    """See the module. `start_agent` makes it; `close` ends it.
 
     Args:
-        node: the transport; the agent holds one share of it.
-        directory: who is in the job.
+        network: the transport; the agent holds one share of it.
+        coordinator: knows who is in the job.
+        me: this worker.
+        members: everybody who is there at the start.
         options: the options of `init_rpc`.
         world_size: None where workers come and go.
+        store: where the workers found each other; closed with the agent.
+        above: what it needs of the modules above.
     """
 
-    def __init__(self, node: Node, directory: Directory, options: RpcOptions, world_size: int | None) -> None:
-        self.node = node
-        self.directory = directory
+    def __init__(
+        self,
+        *,
+        network: Network,
+        coordinator: Coordinator,
+        me: Identity,
+        members: Iterable[Member],
+        options: RpcOptions,
+        world_size: int | None,
+        store: Store,
+        above: UpperParts,
+    ) -> None:
+        self.network = network
         self.options = options
         self.world_size = world_size
-        self.identity: Identity = directory.me
-        self.worker_id = self.identity.id
-        self.worker_name = self.identity.name
-        self.incarnation = self.identity.incarnation
-        self.closed = False
+        self.identity = me
+        self.worker_id = me.id
+        self.worker_name = me.name
         self.ending = threading.Lock()  # of `shutdown`
         self.has_ended = False
+        self._coordinator = coordinator
+        self._store = store
+        io, is_static, context = network.io, world_size is not None, above.context_of(self)
+        self.context = context
+        self._lifetime = lifetime = Lifetime()
+
         self.pool = WorkerPool(
             max_threads=options.max_worker_threads,
             prepare=torch_state.adopt_num_threads,
             cleanup=torch_state.reset,
-            on_exhausted=self._on_exhausted,
+            on_exhausted=lambda *job: self.dispatcher.on_exhausted(*job),
             describe=describe_job,
+            new_context=context.copy,
         )
         self.user_loop = UserLoop()
-        self.loopback = Loopback(self.identity, ReceiveBuffer.allocate, self.on_messages)
-        self.connections = Connections(self)
-        self.rrefs = RRefManager(self)
-        self.caller = Caller(self)
-        self.streams = StreamTable(self)
-        self.dispatcher = Dispatcher(self)
-        self.gatherings = Gatherings()
-        self.leader = Leader(self)
-        self.gil_profiling = False
-        self.gil_wait = GilWait()
-        self.membership: Coordinator | None = None  # these three are given by `start_agent`
-        self.interrupts: InterruptWatch | None = None
-        self.store: Store | None = None
-        self.autograd: AutogradHooks | None = None
+
+        self.events = events = PeerEvents()
+        self.directory = Directory(me, members, options.device_maps, coordinator, io, events.replaced.publish)
+        self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
+        self._control = ControlReceiver(io, lifetime)
+        self.router = Router(network, self.directory, self._demultiplexer, self._control, events, lifetime, options)
+        self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads)
+        self._connections = Connections(self.router, self._inbound, self._control)
+        self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
+
+        self.rrefs = RRefManager(
+            _RRefLinks(self.directory, self.router), lambda handle: above.make_rref(self.rref_home, handle)
+        )
+        self.marshal = Marshal(
+            self.rrefs,
+            above.rref_type,
+            self.directory.device_map,
+            me.name,
+            by_value=options.by_value,
+            allow_pickle=options.allow_pickle,
+        )
+        self.streams = StreamTable(self.router.send_if_alive, self.marshal)
+        self.caller = Caller(
+            directory=self.directory,
+            router=self.router,
+            marshal=self.marshal,
+            streams=self.streams,
+            submit=self.pool.submit,
+            io=io,
+            lifetime=lifetime,
+            rpc_timeout_s=options.rpc_timeout,
+        )
+        links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
+        self.autograd = above.make_autograd(links)
+        self.rref_home = RRefCalls(
+            self.rrefs, self.caller, self.directory, self.autograd, options.autograd_mode, lifetime
+        )
+        self.leader = Leader(me, self.directory, self.router.watch)
+        self.dispatcher = Dispatcher(
+            pool=self.pool,
+            user_loop=self.user_loop,
+            new_context=context.copy,
+            marshal=self.marshal,
+            rrefs=self.rrefs,
+            callables=Callables(options, self.leader.callables, me.name),
+            admit_context=self.autograd.admit,
+            me=me,
+            lifetime=lifetime,
+        )
+        self.gatherings = Gatherings(self.caller, self.directory, is_static)
+        self.leaving = Leaving(
+            network=network,
+            connections=self._connections,
+            directory=self.directory,
+            coordinator=coordinator,
+            is_static=is_static,
+            caller=self.caller,
+            dispatcher=self.dispatcher,
+            rrefs=self.rrefs,
+            leader=self.leader,
+            gatherings=self.gatherings,
+            watch=self.router.watch,
+        )
+        self._interrupts = InterruptWatch(io, self.caller.interrupt)
         self._tick_handle: asyncio.TimerHandle | None = None
         self._restore_torch: Callable[[], None] = lambda: None
+        self._wire_messages()
+        self._wire_events()
 
     def __repr__(self) -> str:
         calls = f"{len(self.caller.calls)} calls out, {len(self.dispatcher)} in"
         return f"<Agent {self.worker_name} ({self.worker_id}) [{calls}]>"
 
+    def _wire_messages(self) -> None:
+        """Which part takes which kind of message."""
+        handle = self._demultiplexer.handle
+        handle("call", self.dispatcher.on_call)
+        handle("reply", self.caller.on_reply)
+        handle("cancel", self.dispatcher.on_cancel)
+        handle("stream_item", self.streams.on_item)
+        handle("stream_end", self.streams.on_end)
+        handle("stream_credit", self.dispatcher.on_credit)
+        handle("rref", self._control.on_message)
+        handle("autograd", self._control.on_message)
+        handle("ack", self.router.on_acknowledgement)
+        self._control.handle("autograd", self.autograd.on_message)
+        self._control.handle(
+            "rref", lambda sender, body, buffers: self.rrefs.on_message(sender.id, sender.incarnation, body)
+        )
+
+    def _wire_events(self) -> None:
+        """Which part hears of what happens to connections and workers. The order matters twice:
+
+        - References come after calls and handlers: a call that fails gives its shares back itself, and only those of
+          calls that are still in flight count as under way.
+        - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
+        """
+        events, references = self.events, self.rref_home
+        tell_autograd(self.autograd, events, self._lifetime)
+        events.broken.listen(self.caller.on_broken)
+        events.broken.listen(self.streams.on_broken)
+        events.broken.listen(self.dispatcher.on_broken)
+        events.broken.listen(references.on_broken)
+        events.replaced.listen(references.on_replaced)
+        events.lease_ended.listen(references.on_lease_ended)
+        events.lost.listen(references.on_lost)
+        events.lost.listen(self._coordinator.on_lost)
+        events.lost.listen(self.leader.on_lost)
+
+    # ------------------------------------------------------------ beginning and end
+
     def start(self) -> None:
         """Opens for business; any thread but the loop's."""
         self.user_loop.start()
-        make_autograd: MakeAutograd = _upper_layers.load("autograd")
-        self.autograd = make_autograd(_AutogradLinks(self))
         self._restore_torch = replace_torch_functions()
         atexit.register(self._abandon)
-        self.node.add_service(AUTOGRAD_SERVICE, {"Deliver": self._deliver_autograd})
-        self.node.add_service(RREF_SERVICE, {"Deliver": self._deliver_rref})
-        self.node.handle_role(ROLE, self.connections, self.connections.refusal)
-        self.node.io.call_soon(self._tick)
-
-    # ------------------------------------------------------------ what the references need (`RRefHost`)
-
-    def worker_name_of(self, worker_id: int) -> str:
-        return self.directory.name_of(worker_id)
-
-    def incarnation_of(self, worker_id: int) -> int:
-        return self.directory.incarnation_of(worker_id)
-
-    def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
-        """Sends a control message reliably; any thread, never blocks."""
-        if to == self.worker_id:
-            self.rrefs.on_message(self.worker_id, self.incarnation, message)
-        elif not self.closed:
-            self.connections.send_control(to, message)
-
-    def wake(self) -> None:
-        """The manager has work for `drain`; the next tick does it, since finalizers may call this anywhere."""
-
-    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
-        return self.caller.fetch(owner, rref, fork, timeout_s)
-
-    # ------------------------------------------------------------ values and replies
-
-    def encode_for(
-        self, value: value_pb2.Value, obj: object, to: int, autograd: CallContext | None = None
-    ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
-        """Encodes for a worker; remote references inside are shared with it, tensors that require grad recorded."""
-        externals = OutgoingRRefs(self.rrefs, PyRRef, to, value)
-        record = None if autograd is None else lambda tensors: autograd.sending(value, tensors, to)
-        try:
-            large = encode_into(
-                value,
-                obj,
-                externals,
-                by_value=self.options.by_value,
-                map_device=self.directory.device_map(to),
-                on_tensors=record,
-            )
-        except BaseException:
-            self.give_back(externals.forks, to)
-            raise
-        return large, externals.forks
-
-    def give_back(self, forks: Sequence[object] | None, to: int) -> None:
-        """Undoes shares whose message may not have arrived."""
-        for fork in forks or ():
-            self.rrefs.share_failed(fork, to)  # type: ignore[arg-type]
-
-    def send_reply(
-        self,
-        session: AnySession,
-        message: rpc_pb2.Message,
-        large: Sequence[LargeBuffer],
-        forks: list[value_pb2.RRefFork],
-    ) -> None:
-        session.send(message, large)
-        if forks and session.closed_reason is not None:
-            self.give_back(forks, session.peer.id)
-
-    def _on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
-        """A job found no thread for too long. Callers are told; what completes calls of ours runs all the same."""
-        if function == self.dispatcher.run:
-            self.dispatcher.fail(arguments[0], error)
-        else:
-            threading.Thread(target=function, args=arguments, name="rpcdist-overflow", daemon=True).start()
-
-    # ------------------------------------------------------------ what arrives (I/O loop)
-
-    def on_messages(self, session: AnySession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
-        if self.closed:
-            return
-        jobs: list[Job] = []
-        for message, buffers in messages:
-            kind = message.WhichOneof("body")
-            if kind == "reply":
-                self._on_reply(session, message.reply, buffers, jobs)
-            elif kind == "call":
-                self.dispatcher.admit(session, message.call, buffers, jobs)
-            elif kind == "autograd" and not message.control_seq:
-                if self.autograd is not None:
-                    self.autograd.on_message(session.peer, message.autograd, buffers)
-            elif kind == "rref" or kind == "autograd":
-                self.connections.take_control(session, message)
-            elif kind == "ack":
-                self.connections.acknowledged(session, message.ack.control_seq)
-            elif kind == "stream_item":
-                self._on_stream_item(session, message.stream_item, buffers)
-            elif kind == "stream_end":
-                end = message.stream_end
-                self.streams.end(end.id, end.failure if end.HasField("failure") else None)
-            elif kind == "stream_credit":
-                self.dispatcher.credit(session, message.stream_credit.id, message.stream_credit.items)
-            elif kind == "cancel":
-                self.dispatcher.cancel(session, message.cancel.id)
-        if jobs:
-            self.pool.submit_many(jobs)
-
-    def _on_reply(
-        self, session: AnySession, reply: rpc_pb2.Reply, buffers: Sequence[ReceiveBuffer], jobs: list[Job]
-    ) -> None:
-        payload: object = None
-        if reply.HasField("value"):
-            payload = ArrivedValue(reply.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
-        call = self.caller.calls.take(reply.id)
-        if call is None:  # it timed out or was cancelled here
-            if isinstance(payload, ArrivedValue):
-                payload.discard()
-            elif reply.stream:
-                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
-            return
-        if reply.stream:
-            timeout_s = None if call.timeout_s == float("inf") else call.timeout_s
-            payload = self.streams.open(call, session, timeout_s)
-        elif isinstance(payload, ArrivedValue):
-            payload.autograd = call.autograd
-        call.reply_sink.replied(reply, payload, jobs)
-
-    def _on_stream_item(self, session: AnySession, item: rpc_pb2.StreamItem, buffers: Sequence[ReceiveBuffer]) -> None:
-        arrived = ArrivedValue(item.value, buffers, self.rrefs, session.peer, not self.options.allow_pickle)
-        self.streams.item(item.id, arrived)
-
-    async def _deliver_rref(self, peer: Identity, message: rref_pb2.RRefMessage) -> rref_pb2.RRefDelivered:
-        """The service method; the same handler as for messages in envelopes, which repeats do no harm to."""
-        if self.closed:
-            raise RpcdistError(f"worker {self.worker_name!r} has shut down RPC")
-        self.rrefs.on_message(peer.id, peer.incarnation, message)
-        return rref_pb2.RRefDelivered()
-
-    async def _deliver_autograd(
-        self, peer: Identity, message: autograd_pb2.AutogradMessage
-    ) -> autograd_pb2.AutogradDelivered:
-        if self.closed or self.autograd is None:
-            raise RpcdistError(f"worker {self.worker_name!r} has shut down RPC")
-        self.autograd.on_message(peer, message, ())
-        return autograd_pb2.AutogradDelivered()
+        self._interrupts.start()
+        network = self.network
+        for service, kind, reply in (
+            (AUTOGRAD_SERVICE, "autograd", autograd_pb2.AutogradDelivered),
+            (RREF_SERVICE, "rref", rref_pb2.RRefDelivered),
+        ):
+            network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
+        network.handle_role(ROLE, self._inbound, self._inbound.refusal)
+        network.io.call_soon(self._tick)
 
     def _tick(self) -> None:
-        if self.closed:
+        if self._lifetime.is_closed:
             return
         try:
             self.rrefs.drain()
             self.streams.drain()
-            self.connections.renew_leases()
+            self._leases.renew()
         finally:
-            self._tick_handle = self.node.io.loop.call_later(AGENT_TICK_S, self._tick)
+            self._tick_handle = self.network.io.loop.call_later(AGENT_TICK_S, self._tick)
 
-    # ------------------------------------------------------------ the end
+    @property
+    def is_closed(self) -> bool:
+        """Whether it shuts down, or has."""
+        return self._lifetime.is_closed
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float = RPC_CLOSE_LIMIT_S) -> None:
         """Ends everything at once; idempotent, bounded. What is left in flight fails."""
-        if self.closed:
+        if self._lifetime.is_closed:
             return
-        self.closed = True
+        self._lifetime.is_closed = True
         atexit.unregister(self._abandon)
         self.dispatcher.accepting = False
-        if self.interrupts is not None:
-            self.interrupts.stop()
+        self._interrupts.stop()
         self._restore_torch()
-        stopped = RpcdistError("RPC was shut down in this process while the call was in flight")
-        self.caller.fail_all(stopped)
-        self.streams.fail_where(lambda peer, session: True, lambda what: RpcdistError(*stopped.args))
+        stopped = "RPC was shut down in this process while the call was in flight"
+        self.caller.fail_all(RpcdistError(stopped))
+        self.streams.fail_all(stopped)
         self.dispatcher.cancel_all()
-        if self.autograd is not None:
-            self.autograd.close()
+        self.autograd.close()
         self.rrefs.close()
-        if self.world_size is None and self.membership is not None:
-            self._say_goodbye(self.membership)
-        self.node.handle_role(ROLE, None)
-        self.node.run(self._close_connections(), timeout_s)
+        self.leaving.say_goodbye()
+        self.network.handle_role(ROLE, None)
+        self.network.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)
 
@@ -301,40 +298,37 @@ class Agent:
         """At the exit of a process that did not call `shutdown`, before its threads end: nobody is told any more what
         happens to calls. The others see a connection that ends, like that of any process that dies.
         """
-        self.closed = True
-
-    def _say_goodbye(self, membership: Coordinator) -> None:
-        try:
-            membership.leave()
-        except RpcdistError as exc:
-            logger.debug("the coordinator did not hear that this worker leaves: %s", exc)
+        self._lifetime.is_closed = True
 
     async def _close_connections(self) -> None:
         self.caller.stop_timer()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
-        self.connections.close("the peer shut down RPC")
+        self._connections.close("the peer shut down RPC")
 
-    async def flush(self, timeout_s: float, together: bool) -> None:
-        """Waits until what was queued is written; `together` says that all the others leave now, too."""
-        # The leader of the last round has replies on their way, and a stream that ends drops them: it leaves last.
-        is_leader = together and self.world_size is not None and self.worker_name == min(self.directory.names())
-        await self.connections.flush(timeout_s, wait_for_others=is_leader)
+    def release(self) -> None:
+        """Gives back what the agent was started with; after `close`. Blocks, bounded."""
+        self._store.close()
+        self.network.release()
 
     # ------------------------------------------------------------ a view inside
 
+    def profile_gil(self, flag: bool) -> None:
+        """Measures how long handlers wait for the interpreter lock."""
+        self.dispatcher.gil_wait = (self.dispatcher.gil_wait or GilWait()) if flag else None
+
     def get_debug_info(self) -> dict[str, str]:
         """torch's keys, with text values."""
-        stats = self.pool.stats()
+        gil_wait = self.dispatcher.gil_wait
         return {
             **self.rrefs.debug_info(),
-            **(self.autograd.counts() if self.autograd is not None else {}),
+            **self.autograd.counts(),
             "agent.thread_pool_size": str(self.options.num_worker_threads),
-            "agent.num_idle_threads": str(stats.idle),
+            "agent.num_idle_threads": str(self.pool.stats().idle),
             "agent.server_active_calls": str(len(self.dispatcher)),
             "agent.server_active_async_calls": str(len(self.dispatcher)),
             "agent.client_active_calls": str(len(self.caller.calls)),
-            **({"agent.gil_average_wait_time_us": f"{self.gil_wait.average_us():.3f}"} if self.gil_profiling else {}),
+            **({"agent.gil_average_wait_time_us": f"{gil_wait.average_us():.3f}"} if gil_wait is not None else {}),
         }
 
     # ------------------------------------------------------------ torch's RpcAgent
@@ -344,8 +338,7 @@ class Agent:
         return self.world_size is not None
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        worker_id = self.worker_id if worker is None else self.directory.resolve(worker)
-        return WorkerInfo(self.worker_name_of(worker_id), worker_id)
+        return self.directory.info(self.worker_id if worker is None else self.directory.resolve(worker))
 
     def get_worker_infos(self) -> list[WorkerInfo]:
         if self.world_size is None:
@@ -356,47 +349,25 @@ class Agent:
         return self.get_debug_info()
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Waits for outstanding work here and everywhere; see `rpcdist.rpc._shutdown.join`."""
-        from rpcdist.rpc._shutdown import join  # it builds on this module
-
-        join(self, float("inf") if timeout == 0 else timeout)
+        """Waits for outstanding work here and everywhere; 0 for no limit. See `Leaving.wait_for_work`."""
+        self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout)
 
     def sync(self) -> None:
         """Nothing to do: an agent that exists is ready."""
 
     def shutdown(self) -> None:
         """Ends at once; see `close`."""
-        self.close(RPC_CLOSE_LIMIT_S)
+        self.close()
 
     def _get_device_map(self, dst: WorkerInfo) -> dict[torch.device, torch.device]:
         return dict(self.options.device_maps.get(dst.name, {}))
 
 
-class _AutogradLinks:
-    """The agent, as distributed autograd sees it: `AutogradHost`."""
+class _RRefLinks:
+    """What the manager of references sees of the agent (`RRefHost`)."""
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.identity = agent.identity
-        self.allow_pickle = agent.options.allow_pickle
-        self.default_mode = agent.options.autograd_mode
-        self.timeout_of = agent.caller.timeout_of
-        self.worker_name_of = agent.directory.name_of
-        self.device_map = agent.directory.device_map
-        self.silence_s = agent.connections.silence_s
-        self.submit = agent.pool.submit
-        self.call_later = Timers(agent.node.io).call_later
-        self.send_control = agent.connections.send_control
-
-    @property
-    def is_closed(self) -> bool:
-        return self._agent.closed
-
-    def send(
-        self,
-        to: int,
-        message: autograd_pb2.AutogradMessage,
-        buffers: Sequence[LargeBuffer] = (),
-        observer: SendObserver | None = None,
-    ) -> None:
-        self._agent.connections.peer(to).send(rpc_pb2.Message(autograd=message), buffers, observer)
+    def __init__(self, directory: Directory, router: Router) -> None:
+        self.me = directory.me
+        self.name_of = directory.name_of
+        self.incarnation_of = directory.incarnation_of
+        self.send_control = router.send_control

@@ -1,32 +1,82 @@
-"""The agent of this process: the only mutable state of the package at module level."""
+"""Which agent the public functions use.
+
+A process has one agent, the one of `init_rpc`. Several may live in it, each under its own name, for tests, notebooks
+and simulations: then the current one is a context variable. Code of users that an agent runs, its handlers and the
+callbacks of its futures, sees that agent; every other thread and task sees the one of `init_rpc`, except inside of
+`use_agent`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar
 
-from rpcdist.errors import NotInitialized
-from rpcdist.transport.fork import check_not_forked
+from rpcdist.errors import ForkedProcess, NotInitialized
+from rpcdist.rpc._agent import Agent
+from rpcdist.transport import fork
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
+__all__ = ["agent_or_none", "context_of", "current_agent", "forget_agent", "set_current_agent", "use_agent"]
 
-__all__ = ["agent_or_none", "current_agent", "set_current_agent"]
 
-_agent: Agent | None = None
+class _Place:
+    """Where an agent is found until it has ended: contexts, and threads with them, live longer than that."""
+
+    __slots__ = ("__weakref__", "agent", "is_forked")
+
+    def __init__(self, agent: Agent | None = None) -> None:
+        self.agent = agent
+        self.is_forked = False
+        fork.register(self)
+
+    def after_fork_in_child(self) -> None:
+        """The agent stayed in the parent, with its threads and connections."""
+        self.is_forked = True
+
+
+_of_process = _Place()
+_place: ContextVar[_Place] = ContextVar("rpcdist_agent", default=_of_process)
 
 
 def current_agent() -> Agent:
-    """The running agent. Raises `NotInitialized` before `init_rpc` and after `shutdown`, `ForkedProcess` in a fork."""
-    if _agent is None:
+    """The current agent. Raises `NotInitialized` before `init_rpc` and after `shutdown`, `ForkedProcess` in a fork."""
+    place = _place.get()
+    agent = place.agent
+    if agent is None:
         raise NotInitialized
-    check_not_forked()
-    return _agent
+    if place.is_forked:
+        raise ForkedProcess
+    return agent
 
 
 def agent_or_none() -> Agent | None:
-    return _agent
+    return _place.get().agent
 
 
 def set_current_agent(agent: Agent | None) -> None:
-    global _agent
-    _agent = agent
+    """Says which agent is the one of this process."""
+    _of_process.agent = agent
+
+
+def context_of(agent: Agent) -> Context:
+    """An empty context in which this agent is the current one; run copies of it."""
+    context = Context()
+    context.run(_place.set, _Place(agent))
+    return context
+
+
+@contextmanager
+def use_agent(agent: Agent) -> Iterator[Agent]:
+    """Makes an agent the current one of this thread or task, while the `with` block lasts."""
+    token = _place.set(agent.context.run(_place.get))
+    try:
+        yield agent
+    finally:
+        _place.reset(token)
+
+
+def forget_agent(agent: Agent) -> None:
+    """An agent has ended: nobody finds it any more."""
+    agent.context.run(_place.get).agent = None
+    if _of_process.agent is agent:
+        _of_process.agent = None

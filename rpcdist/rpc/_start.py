@@ -5,21 +5,25 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 import torch
 
+from rpcdist import _upper_layers
 from rpcdist.collectives import Store
 from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
-from rpcdist.rpc._agent import ROLE, Agent
-from rpcdist.rpc._calling.interrupt import InterruptWatch
-from rpcdist.rpc._membership.coordinator import Coordinator, ProbingService, serve_membership
-from rpcdist.rpc._membership.directory import Directory, Member
-from rpcdist.rpc._membership.service import members_of
+from rpcdist.rpc._agent import ROLE, Agent, UpperParts
+from rpcdist.rpc._current import context_of
+from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
+from rpcdist.rpc._membership.service import MembershipService, members_of
+from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.time_limits import LATE_JOINERS_LIMIT_S
-from rpcdist.transport import Node, NodeOptions, acquire_node
+from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import is_loopback, pick_bind_host, split_address, warn_if_plaintext
 
 __all__ = ["node_options", "start_agent"]
@@ -35,7 +39,15 @@ def node_options(options: RpcOptions) -> NodeOptions:
     return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
 
 
-def start_agent(*, store: Store, name: str, rank: int, world_size: int | None, options: RpcOptions) -> Agent:
+def start_agent(
+    *,
+    store: Store,
+    name: str,
+    rank: int,
+    world_size: int | None,
+    options: RpcOptions,
+    network: Network | None = None,
+) -> Agent:
     """Joins the job and returns the running agent; blocks until the world is complete.
 
     Args:
@@ -44,6 +56,8 @@ def start_agent(*, store: Store, name: str, rank: int, world_size: int | None, o
         rank: its rank; rank 0 coordinates.
         world_size: None where workers come and go.
         options: how long to wait (`rpc_timeout`), where to listen, and the rest.
+        network: this worker's own place on the network, where several workers live in one process; the agent takes
+            over the caller's share of it. By default the node of the process.
 
     Raises:
         ConfigError: the name, rank or an option is wrong.
@@ -51,13 +65,13 @@ def start_agent(*, store: Store, name: str, rank: int, world_size: int | None, o
     """
     check_worker_name(name)
     _check_rank(rank, world_size)
-    node = acquire_node(node_options(options))
-    node.expect_role(ROLE)
+    place: Network = network if network is not None else acquire_node(node_options(options))
+    place.expect_role(ROLE)
     try:
-        return _join(node, store, Identity(name, rank, new_incarnation()), world_size, options)
+        return _join(place, store, Identity(name, rank, new_incarnation()), world_size, options)
     except BaseException:
-        node.handle_role(ROLE, None)
-        node.release()
+        place.handle_role(ROLE, None)
+        place.release()
         raise
 
 
@@ -69,35 +83,33 @@ def _check_rank(rank: int, world_size: int | None) -> None:
         )
 
 
-def _join(node: Node, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
+def _join(network: Network, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
     timeout_s = options.rpc_timeout or float("inf")
-    address = node.address or node.serve(_bind_host(options), options.port)
+    address = network.address or network.serve(_bind_host(options), options.port)
     _warn_if_exposed(address)
-    node.identity = me
-    service: ProbingService | None = None
+    network.identity = me
+    service: MembershipService | None = None
     started = time.monotonic()
     if me.id == 0:
-        service = serve_membership(node)
+        service = serve_membership(network, me, options.peer_timeout)
         store.set(COORDINATOR_KEY, address)
-        coordinator = address
-    else:
-        coordinator = _find_coordinator(store, timeout_s)
-    membership = Coordinator(node, coordinator, me, service)
-    reply = membership.join(address, world_size, timeout_s)
+    coordinator = Coordinator(network, address if me.id == 0 else _find_coordinator(store, timeout_s), me, service)
+    reply = coordinator.join(address, world_size, timeout_s)
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
-        node.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
-    records = members_of(reply, me, coordinator, time.monotonic() - started)
-    members = [Member(record.identity, record.address) for record in records]
-    directory = Directory(me, members, options, membership.members, elastic=True)
-    _check_device_maps(me, directory, options)
-    agent = Agent(node, directory, options, world_size)
-    directory.on_replaced = agent.connections.on_replaced
-    directory.refresh_soon = agent.connections.learn_soon
-    agent.membership = membership
-    agent.store = getattr(store, "underlying_store", store)  # a prefix store closes nothing
-    agent.interrupts = InterruptWatch(node, agent.caller.interrupt)
-    agent.interrupts.start()
+        network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
+    members = members_of(reply, me, coordinator.address, time.monotonic() - started)
+    _check_device_maps(me, members, options)
+    agent = Agent(
+        network=network,
+        coordinator=coordinator,
+        me=me,
+        members=members,
+        options=options,
+        world_size=world_size,
+        store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
+        above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
+    )
     agent.start()
     return agent
 
@@ -128,8 +140,8 @@ def _find_coordinator(store: Store, timeout_s: float) -> str:
         ) from exc
 
 
-def _check_device_maps(me: Identity, directory: Directory, options: RpcOptions) -> None:
-    known = set(directory.names())
+def _check_device_maps(me: Identity, members: Iterable[Member], options: RpcOptions) -> None:
+    known = {member.identity.name for member in members}
     for target, device_map in options.device_maps.items():
         if target not in known:
             raise ValueError(f"Node {me.name} has invalid target node names in its device maps: {target!r}")

@@ -11,14 +11,14 @@ from typing import Any, TypeVar
 
 import torch
 
-from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
-from rpcdist.rpc._current import agent_or_none, current_agent, set_current_agent
-from rpcdist.rpc._membership.gatherings import all_gather
-from rpcdist.rpc._shutdown import close_agent, join
+from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent
+from rpcdist.rpc._futures.collected import collecting as _thread_local_var
+from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.internal import _internal_rpc_pickler
@@ -44,11 +44,11 @@ __all__ = [
 T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
-# What torch's tests and programs reach into; `shutdown` looks these up here, so they may be patched.
+# torch's tests and programs reach into these: they are read here each time, so they may be patched.
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
-_thread_local_var = threading.local()
-_init_lock = threading.Lock()
+
+_init_lock = threading.Lock()  # two threads may call `init_rpc`, and only one agent may come of it
 
 
 def is_available() -> bool:
@@ -144,8 +144,7 @@ def rpc_async(
     wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
     """
     future: Future[T] = current_agent().caller.start(to, func, args, kwargs, timeout)
-    if hasattr(_thread_local_var, "future_list"):
-        _thread_local_var.future_list.append(future)
+    note_started(future)
     return future
 
 
@@ -184,33 +183,22 @@ def remote(
     Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
     the reference is used.
     """
-    agent = current_agent()
-    owner = agent.directory.resolve(to)
-    rref: RRef[T]
-    rref, fork = agent.rrefs.create_remote(owner)
-    try:
-        created = agent.caller.remote(owner, fork, func, args, kwargs, timeout)
-    except BaseException as exc:
-        agent.rrefs.on_creation_failed(fork, exc)
-        raise
-    agent.rrefs.track_creation(rref, fork, created)
+    rref: RRef[T] = current_agent().rref_home.remote(to, func, args, timeout, kwargs)
     return rref
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:
     """Name and id of a worker, by default of this one. Raises `UnknownWorker`."""
-    agent = current_agent()
-    worker_id = agent.worker_id if worker_name is None else agent.directory.resolve(worker_name)
-    return WorkerInfo(agent.worker_name_of(worker_id), worker_id)
+    return current_agent().get_worker_info(worker_name)
 
 
 # ---------------------------------------------------------------- together
 
 
 def _all_gather(obj: T, worker_names: Iterable[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, T]:
-    """Exchanges one object per worker; see `rpcdist.rpc._membership.gatherings.all_gather`."""
+    """Exchanges one object per worker; see `rpcdist.rpc._membership.gatherings.Gatherings`."""
     agent = current_agent()
-    return all_gather(agent, obj, worker_names, agent.caller.timeout_of(timeout))
+    return agent.gatherings.all_gather(obj, worker_names, agent.caller.timeout_of(timeout))
 
 
 def _barrier(worker_names: Iterable[str]) -> None:
@@ -224,7 +212,7 @@ def _barrier(worker_names: Iterable[str]) -> None:
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
     """Returns when every worker of the job has called it. 0 waits as long as the others live."""
     agent = current_agent()
-    all_gather(agent, None, None, agent.caller.timeout_of(timeout))
+    agent.gatherings.all_gather(None, None, agent.caller.timeout_of(timeout))
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout_s: float = RREF_DELETION_LIMIT_S) -> None:
@@ -298,22 +286,27 @@ def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:
     with agent.ending:  # several threads may have called it; one closes, and the others wait until that is done
         if not agent.has_ended:
             agent.has_ended = True
-            _close_all_of(agent, finished, flush)
+            _close(agent, finished, flush)
 
 
-def _close_all_of(agent: Agent, finished: bool, flush: bool) -> None:
+def _close(agent: Agent, finished: bool, flush: bool) -> None:
+    leak: RRefError | None = None
     try:
-        # A shutdown that failed flushes, too: the others wait for the reason.
-        close_agent(agent, flush=flush, together=finished, ignore_leaks=_ignore_rref_leak or not finished)
+        if finished and not _ignore_rref_leak:
+            agent.rrefs.check_leaks()
+    except RRefError as exc:
+        leak = exc
+    try:
+        if flush:  # also after a shutdown that failed: the others wait for the reason
+            agent.leaving.send_last_replies(together=finished)
     finally:
-        set_current_agent(None)
-        if agent.store is not None:
-            agent.store.close()
-        agent.node.release()
-
-
-def _join(agent: Agent, timeout_s: float) -> None:
-    join(agent, timeout_s)
+        try:
+            agent.close()
+        finally:
+            forget_agent(agent)
+            agent.release()
+    if leak is not None:
+        raise leak
 
 
 # ---------------------------------------------------------------- settings and a view inside
@@ -331,7 +324,7 @@ def _set_rpc_timeout(timeout_s: float) -> None:
 
 def enable_gil_profiling(flag: bool) -> None:
     """Adds `agent.gil_average_wait_time_us`, how long handlers waited for the interpreter lock, to the debug info."""
-    current_agent().gil_profiling = bool(flag)
+    current_agent().profile_gil(bool(flag))
 
 
 def debug_info() -> dict[str, str]:

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, cast
+from typing import Protocol, cast
 
 import torch.distributed
 
 from rpcdist.collectives import Store, TorchStoreAdapter
+from rpcdist.rpc._start import start_agent
 from rpcdist.rpc.constants import (
     DEFAULT_INIT_METHOD,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 __all__ = [
     "BackendType",
@@ -177,9 +175,6 @@ def _start(
         raise TypeError(
             f"`rpc_backend_options` must be a `TensorPipeRpcBackendOptions` or an `RpcOptions`. {rpc_backend_options}"
         )
-    # Late, because the agent is above this module: it reads the options that are built here.
-    from rpcdist.rpc._start import start_agent
-
     return start_agent(store=_as_store(store), name=name, rank=rank, world_size=world_size, options=rpc_backend_options)
 
 

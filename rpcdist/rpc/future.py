@@ -20,7 +20,7 @@ Rules:
     An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
     methods on that way forget `self` when they end: else the future, and all local variables of the functions that
     waited for it, remote references among them, would live until the garbage collector comes. For the C++ half, which
-    that collector does not see, `rpcdist.rpc._calling.future_failure` goes further.
+    that collector does not see, `rpcdist.rpc._futures.failure` goes further.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ import torch
 import torch.futures
 
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
-from rpcdist.rpc._calling.future_failure import Failure, raise_failure
-from rpcdist.rpc._calling.interrupt import acquire
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._futures.failure import Failure, raise_failure
+from rpcdist.rpc._futures.interrupt import acquire
 
 __all__ = ["Future"]
 

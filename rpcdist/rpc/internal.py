@@ -16,6 +16,7 @@ import torch
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import ReceiveBuffer, register_reducer
 from rpcdist.rpc._values.pickled import read_pickle, write_pickle
+from rpcdist.rpc.rref import PyRRef
 
 __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serialize"]
 
@@ -55,13 +56,9 @@ class _RRefs:
 
     def __init__(self, forks: list[object] | None = None) -> None:
         self.forks: list[object] = [] if forks is None else forks
-        # Late, because remote references are built on the codec, which is below this module.
-        from rpcdist.rpc.rref import PyRRef
-
-        self._type = PyRRef
 
     def is_external(self, obj: object) -> bool:
-        return isinstance(obj, self._type)
+        return isinstance(obj, PyRRef)
 
     def externalize(self, obj: object) -> int:
         self.forks.append(cast(_ShareableRRef, obj)._serialize())
@@ -70,7 +67,7 @@ class _RRefs:
     def internalize(self, index: int) -> object:
         if index >= len(self.forks):
             raise SerializationError(f"the value refers to remote reference {index} of {len(self.forks)}")
-        return self._type._deserialize(self.forks[index])
+        return PyRRef._deserialize(self.forks[index])
 
 
 class _InternalRPCPickler:

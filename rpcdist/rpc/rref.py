@@ -19,8 +19,9 @@ import torch
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._current import agent_or_none, current_agent
+from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc._rref.proxy import RRefProxy
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -49,24 +50,24 @@ class PyRRef(Generic[T]):
         NotInitialized: before `init_rpc`, or after `shutdown`.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_manager", "_type_future")
+    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_type_future")
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:
             raise NotInitialized(
                 "Current RPC agent is not set! Did you initialize the RPC framework (e.g. by calling `rpc.init_rpc`)?"
             )
-        manager = current_agent().rrefs
-        self._set(manager, manager.own(value))
+        agent = current_agent()
+        self._set(agent.rref_home, agent.rrefs.own(value))
 
     @classmethod
-    def _of(cls, manager: RRefManager, handle: Handle) -> PyRRef[Any]:
+    def _of(cls, home: RRefHome, handle: Handle) -> PyRRef[Any]:
         rref = cls.__new__(cls)
-        rref._set(manager, handle)
+        rref._set(home, handle)
         return rref
 
-    def _set(self, manager: RRefManager, handle: Handle) -> None:
-        self._manager = manager
+    def _set(self, home: RRefHome, handle: Handle) -> None:
+        self._home = home
         self._handle = handle
         self._creation: Future[Any] | None = None
         self._type_future: Future[type] | None = None
@@ -111,9 +112,9 @@ class PyRRef(Generic[T]):
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
         try:
-            return cast(T, self._manager.fetch(state, timeout).wait())
+            return cast(T, self._home.fetch(state, timeout).wait())
         except WorkerLost as exc:
-            raise self._manager.fetch_error(state, exc) from exc
+            raise self._home.fetch_error(state, exc) from exc
 
     def __await__(self) -> Generator[Any, None, T]:
         """`to_here` without blocking. Cancelling the task ends the transfer, and leaves the value alone."""
@@ -122,9 +123,9 @@ class PyRRef(Generic[T]):
         if state.value is not None:
             return cast(T, (yield from state.value.derived().__await__()))
         try:
-            return cast(T, (yield from self._manager.fetch(state, UNSET_RPC_TIMEOUT).__await__()))
+            return cast(T, (yield from self._home.fetch(state, UNSET_RPC_TIMEOUT).__await__()))
         except WorkerLost as exc:
-            raise self._manager.fetch_error(state, exc) from exc
+            raise self._home.fetch_error(state, exc) from exc
 
     def local_value(self) -> T:
         """The value itself, at the owner. Waits until it exists.
@@ -134,7 +135,7 @@ class PyRRef(Generic[T]):
         """
         if not self.is_owner():
             state = self._handle.state
-            me = WorkerInfo(self._manager.my_name, self._manager.me.worker)
+            me = WorkerInfo(self._home.my_name, self._home.me.worker)
             raise RRefError(
                 f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
                 f"(or copy the value with to_here(); {state.owner_name!r} is where it lives)"
@@ -178,10 +179,7 @@ class PyRRef(Generic[T]):
             future.set_result(type(self.local_value()))
             return future
         self._handle.state.check(USE_AFTER_DELETION)
-        from rpcdist.rpc import api  # both import this module
-        from rpcdist.rpc._rref import proxied
-
-        asked: Future[type] = api.rpc_async(self.owner(), proxied._rref_typeof_on_owner, (self,), timeout=timeout)
+        asked: Future[type] = self._home.rpc_async(self.owner(), proxied._rref_typeof_on_owner, (self,), timeout)
         asked.is_quiet = True
         return asked
 
@@ -207,10 +205,8 @@ class PyRRef(Generic[T]):
         if not self.is_owner():
             if dist_autograd_ctx_id == -1:
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
-            from rpcdist.rpc import api  # both import this module
-            from rpcdist.rpc._rref import proxied
-
-            api.rpc_sync(self.owner(), proxied._backward, (self, dist_autograd_ctx_id, retain_graph))
+            arguments = (self, dist_autograd_ctx_id, retain_graph)
+            self._home.rpc_sync(self.owner(), proxied._backward, arguments, UNSET_RPC_TIMEOUT)
             return
         value = self.local_value()
         if not isinstance(value, torch.Tensor):
@@ -218,10 +214,7 @@ class PyRRef(Generic[T]):
         if dist_autograd_ctx_id == -1:
             value.backward(retain_graph=retain_graph)  # type: ignore[no-untyped-call]
             return
-        agent = current_agent()
-        assert agent.autograd is not None  # the agent has started
-        deadline = Deadline.after(agent.caller.timeout_of(UNSET_RPC_TIMEOUT)).earlier(current_deadline.get())
-        agent.autograd.backward(dist_autograd_ctx_id, [value], retain_graph, agent.options.autograd_mode, deadline)
+        self._home.backward(dist_autograd_ctx_id, value, retain_graph)
 
     # ------------------------------------------------------------ as an object
 
@@ -239,7 +232,7 @@ class PyRRef(Generic[T]):
 
     def _serialize(self) -> NoReturn:
         """torch's name for pickling by hand. A share needs a receiver, so there is no such thing here."""
-        self._manager.check_sharable(self)
+        self._home.check_sharable(self)
         raise RRefError(TRAVELS_IN_CALLS)
 
     @staticmethod

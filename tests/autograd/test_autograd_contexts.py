@@ -257,10 +257,10 @@ def test_messages_may_come_by_the_grpc_service(cluster: Cluster) -> None:
         message.release.SetInParent()
 
         async def deliver() -> None:
-            link = agent.connections.peer(1)._link
+            link = agent.router.peer(1)._connection
             await link.unary("Autograd", "Deliver", message, autograd_pb2.AutogradDelivered, 10.0)
 
-        agent.node.run(deliver(), 20.0)
+        agent.network.run(deliver(), 20.0)
         limit = time.monotonic() + SETTLE_LIMIT_S
         while debug_info(("worker1",))["worker1"]["num_autograd_contexts"] != "0" and time.monotonic() < limit:
             time.sleep(0.01)

@@ -77,9 +77,9 @@ class Outcome:
         self.errors.append(exc)
 
 
-def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None, agent: Any = None) -> PendingCall:
+def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None, owner: Any = None) -> PendingCall:
     deadline = deadline or Deadline.after(timeout_s)
-    made = PendingCall(agent, table.next_id(), 1, lambda: "rpc to 'b' of f", deadline, timeout_s, Outcome())
+    made = PendingCall(owner, table.next_id(), 1, lambda: "rpc to 'b' of f", deadline, timeout_s, Outcome())
     table.add(made)
     return made
 
@@ -110,15 +110,15 @@ def test_calls_are_taken_by_what_they_wait_for() -> None:
     table = CallTable(lambda at: None)
     calls = [pending(table, 10) for _ in range(4)]
     assert table.take_where(lambda made: made.id % 2 == 0) == calls[1::2]
-    assert list(table) == calls[::2] and table.total == 4
+    assert list(table) == calls[::2] and table.num_work == 4
     assert not table.wait_empty(0)
 
 
 def test_a_call_that_met_a_closed_session_is_reported() -> None:
     unanswered: list[tuple[Any, ...]] = []
-    agent = SimpleNamespace(connections=SimpleNamespace(on_unanswered=lambda *args: unanswered.append(args)))
+    owner = SimpleNamespace(on_unanswered=lambda *args: unanswered.append(args))
     table = CallTable(lambda at: None)
-    made = pending(table, 10, agent=agent)
+    made = pending(table, 10, owner=owner)
     peer = Identity("b", 1, 7)
     made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)
     assert made.transfer == 3 and not unanswered

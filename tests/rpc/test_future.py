@@ -18,8 +18,8 @@ import pytest
 import torch
 
 from rpcdist.errors import Cancelled, DeadlineExceeded
-from rpcdist.rpc._calling.waiting import collect_all, wait_all
 from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._futures.waiting import collect_all, wait_all
 from rpcdist.rpc.future import Future
 
 LIMIT_S = 30.0

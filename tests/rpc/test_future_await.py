@@ -11,8 +11,8 @@ from test_future import REPLY_SINKS, failed_future
 from test_future import pool as pool
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.rpc._calling.waiting import as_completed, wait_all, wait_any
 from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._futures.waiting import as_completed, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
 

@@ -14,8 +14,8 @@ from test_future import LIMIT_S, deliver, done_future, failed_future
 from test_future import pool as pool
 
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._calling.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
 from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._futures.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
 

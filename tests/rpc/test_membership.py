@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_table import MemberRecord
-from rpcdist.rpc._membership.service import MembershipService, MembershipTable, join_request, members_of
+from rpcdist.rpc._membership.membership_table import MembershipTable
+from rpcdist.rpc._membership.service import MembershipService, join_request, members_of
+from rpcdist.rpc._peers.directory import Member
 from rpcdist.transport.identities import identity_to_proto
 
 Outcome = pb.JoinReply.Outcome
@@ -28,8 +29,8 @@ def worker(name: str, rank: int, incarnation: int = 0) -> Identity:
     return Identity(name, rank, incarnation or 100 + rank)
 
 
-def record(identity: Identity) -> MemberRecord:
-    return MemberRecord(identity, f"127.0.0.1:{5000 + identity.incarnation}")
+def record(identity: Identity) -> Member:
+    return Member(identity, f"127.0.0.1:{5000 + identity.incarnation}")
 
 
 class Join(NamedTuple):
@@ -358,16 +359,6 @@ async def test_leaving_is_idempotent_and_only_for_oneself() -> None:
     for _ in range(2):
         await service.leave(B, leave)
     assert [member.identity for member in service.table.members] == [A]
-
-
-async def test_a_coordinator_that_gives_up_tells_everybody() -> None:
-    service = MembershipService()
-    waiting = ask(service, A)
-    await until_waiting(service, 1)
-    service.close("the coordinator was stopped")
-    assert await settled(waiting, ask(service, B)) == [Outcome.TIMED_OUT] * 2
-    with pytest.raises(RendezvousError, match="the coordinator was stopped"):
-        members_of(waiting.result(), A, "here", 0.0)
 
 
 @pytest.mark.parametrize(

@@ -141,7 +141,7 @@ def test_what_cannot_be_called_is_a_type_error(cluster: Cluster) -> None:
 @pytest.fixture
 def by_value(cluster: Cluster) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cluster.agent.options, "by_value", True)
+        patch.setattr(cluster.agent.marshal, "by_value", True)
         yield
 
 

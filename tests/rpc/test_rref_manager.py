@@ -13,8 +13,8 @@ import pytest
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
-from rpcdist.rpc._rref.handles import copy_outcome
-from rpcdist.rpc._rref.identifiers import UniqueId
+from rpcdist.ids import Identity
+from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc.future import Future
@@ -22,37 +22,46 @@ from rpcdist.rpc.rref import RRef
 
 
 class Host:
-    """An agent in memory: control messages wait in the cluster's queue until `Cluster.run` delivers them."""
+    """The agent of one worker, in memory (`RRefHost`)."""
 
     def __init__(self, cluster: Cluster, worker_id: int) -> None:
-        self.worker_id = worker_id
-        self.worker_name = f"w{worker_id}"
-        self.incarnation = 100 + worker_id
+        self.me = Identity(f"w{worker_id}", worker_id, 100 + worker_id)
         self.cluster = cluster
-        self.manager = RRefManager(self)
+        self.manager = RRefManager(self, lambda handle: RRef._of(self.home, handle))
+        self.home: Any = Home(self)
 
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         self.cluster.queue.append((self, to, rref_pb2.RRefMessage.FromString(message.SerializeToString())))
 
-    def worker_name_of(self, worker_id: int) -> str:
+    def name_of(self, worker_id: int) -> str:
         return f"w{worker_id}"
 
     def incarnation_of(self, worker_id: int) -> int:
         return self.cluster.incarnations[worker_id]
 
-    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
-        result: Future[Any] = Future()
-        manager = self.cluster.hosts[owner].manager
-        value = manager.get_value_future(id_to_pb(rref), id_to_pb(fork), self.worker_id)
-        value.add_done_callback(lambda done: copy_outcome(done, result))
-        return result
-
-    def wake(self) -> None: ...
-
     def own(self, value: object) -> RRef[Any]:
         rref: RRef[Any] = RRef.__new__(RRef)
-        rref._set(self.manager, self.manager.own(value))
+        rref._set(self.home, self.manager.own(value))
         return rref
+
+
+class Home:
+    """What references need of that agent: of `RRefHome`, the calls that these tests make."""
+
+    def __init__(self, host: Host) -> None:
+        self.me = host.manager.me
+        self.my_name = host.me.name
+        self.check_sharable = host.manager.check_sharable
+        self.fetch_error = host.manager.fetch_error
+        self.host = host
+
+    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+        result: Future[Any] = Future()
+        result.is_quiet = True
+        owner = self.host.cluster.hosts[self.host.manager.owner_of(state)]
+        value = owner.manager.get_value_future(id_to_pb(state.rref), id_to_pb(state.id), self.host.me.id)
+        value.add_done_callback(lambda done: copy_outcome(done, result))
+        return result
 
 
 class Cluster:
@@ -70,7 +79,7 @@ class Cluster:
             if not self.queue:
                 return
             sender, to, message = self.queue.pop(0)
-            self.hosts[to].manager.on_message(sender.worker_id, sender.incarnation, message)
+            self.hosts[to].manager.on_message(sender.me.id, sender.me.incarnation, message)
 
     def send(self, rref: RRef[Any], sender: int, to: int) -> RRef[Any]:
         fork = self.hosts[sender].manager.share(rref, to)
@@ -84,7 +93,8 @@ class Cluster:
         manager, owners = self.hosts[creator].manager, self.hosts[owner].manager
         rref, fork = manager.create_remote(owner)
         future: Future[Any] = Future()
-        manager.track_creation(rref, fork, future)
+        rref._creation = future
+        manager.track_creation(fork, future)
 
         def deliver() -> None:
             owners.set_value(owners.accept_creation(fork, creator), value)
@@ -131,7 +141,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     at_2 = cluster.send(rref, 0, 2)
     at_1 = cluster.send(at_2, 2, 1)
     cluster.run()
-    fetched = at_2._manager.fetch(at_2._handle.state, 1.0)
+    fetched = at_2._home.fetch(at_2._handle.state, 1.0)
     assert not fetched.done() and not rref.confirmed_by_owner()
     deliver()
     cluster.run()

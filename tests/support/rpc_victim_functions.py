@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -40,7 +41,7 @@ def pid() -> int:
 
 def address() -> str:
     """Where this worker listens."""
-    found: str = rpc.api._get_current_rpc_agent().node.address
+    found: str = rpc.api._get_current_rpc_agent().network.address
     return found
 
 
@@ -327,20 +328,19 @@ def connection_to(name: str) -> str:
     """Which session leads to a worker."""
     agent = rpc.api._get_current_rpc_agent()
     rpc.rpc_sync(name, pid)
-    session: bytes = agent.connections.peer(agent.directory.resolve(name)).session.id
+    session: bytes = agent.router.peer(agent.directory.resolve(name)).session.id
     return session.hex()
 
 
 def num_unproven() -> int:
     """How many peers are in the middle of a handshake."""
-    found: int = rpc.api._get_current_rpc_agent().node._server.num_unproven
+    found: int = rpc.api._get_current_rpc_agent().network._server.num_unproven
     return found
 
 
 def limit_closing(seconds: float) -> None:
-    from rpcdist.rpc import _shutdown
-
-    vars(_shutdown)["RPC_CLOSE_LIMIT_S"] = seconds
+    agent = rpc.api._get_current_rpc_agent()
+    agent.close = functools.partial(agent.close, seconds)
 
 
 def limit_handshakes(seconds: float, count: int = 512) -> None:

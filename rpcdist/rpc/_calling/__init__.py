@@ -1,3 +1,3 @@
-"""The caller's side: calls in flight, and whoever waits for their outcome."""
+"""The caller's side: makes calls, keeps those in flight, and hands their outcome to whoever waits for it."""
 
 __all__: list[str] = []

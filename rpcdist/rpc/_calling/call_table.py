@@ -10,32 +10,46 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import NamedTuple, Protocol
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import DeadlineExceeded, WorkerLost
+from rpcdist.errors import DeadlineExceeded
+from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
-    from rpcdist.rpc._autograd_hooks import CallContext
-
-__all__ = ["CallTable", "PendingCall", "ReplySink"]
+__all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
 
 
-Job = tuple[Callable[..., object], tuple[object, ...]]
+class CallFlags(NamedTuple):
+    """How a call is treated, beside what it calls.
+
+    Attributes:
+        is_repeatable: it may run twice, so it is sent again when its connection breaks, until the worker is declared
+            lost. Only where nothing but plain arguments travels: a share of a reference cannot be made twice.
+        counts_as_work: a worker that shuts down waits for it, on both sides. A call that itself waits for other workers
+            does not count: they would wait for each other.
+    """
+
+    is_repeatable: bool = False
+    counts_as_work: bool = True
+
+
+USER_CALL = CallFlags()
+REPEATABLE = CallFlags(is_repeatable=True)
+GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
 
 
 class ReplySink(Protocol):
     """What is done with the outcome of a call."""
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
+    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
         """The reply came; called on the I/O loop (on any thread for calls to oneself).
 
         Args:
             reply: the message.
-            payload: an `Arrived` value, a `Stream`, or None.
+            payload: an `ArrivedValue`, a `Stream`, or None.
             jobs: gets what is left to do in the pool.
         """
 
@@ -43,33 +57,47 @@ class ReplySink(Protocol):
         """The call ended otherwise; any thread."""
 
 
+class CallOwner(Protocol):
+    """What a call tells about itself; any thread."""
+
+    def is_pending(self, call: PendingCall) -> bool:
+        """Whether it has not ended yet."""
+
+    def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+        """The session on which it was sent has ended."""
+
+    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before the message could be given to a session."""
+
+
 class PendingCall:
-    """One call in flight.
+    """One call in flight; it observes how its own message is sent (`SendObserver`).
 
     Attributes:
         id: its number on the wire.
         peer: the worker that it went to.
         what: for messages, e.g. "rpc to 'w1' of torch.add".
         deadline: when it ends at the latest.
+        flags: how it is treated.
         timeout_s: what the user asked for.
         inherited_s: what was left of the deadline, where it is that of the call that is being handled here; else None.
         reply_sink: takes the outcome.
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
-        repeatable: the message, where it may run twice: it is sent again when its connection breaks, until the worker
-            is declared lost.
+        repeat: the message, if it may be sent again.
         autograd: the autograd context in which it was made, or None.
     """
 
     __slots__ = (
-        "_agent",
+        "_owner",
         "autograd",
         "deadline",
+        "flags",
         "forks",
         "id",
         "inherited_s",
         "peer",
-        "repeatable",
+        "repeat",
         "reply_sink",
         "session",
         "timeout_s",
@@ -79,15 +107,16 @@ class PendingCall:
 
     def __init__(
         self,
-        agent: Agent,
+        owner: CallOwner,
         id: int,
         peer: int,
         what: Callable[[], str],
         deadline: Deadline,
         timeout_s: float,
         reply_sink: ReplySink,
+        flags: CallFlags = USER_CALL,
     ) -> None:
-        self._agent = agent
+        self._owner = owner
         self.id = id
         self.peer = peer
         self.what = what
@@ -97,8 +126,9 @@ class PendingCall:
         self.inherited_s = deadline.remaining_s() if inherits else None
         self.reply_sink = reply_sink
         self.transfer = 0
-        self.session: object | None = None
-        self.repeatable: rpc_pb2.Message | None = None
+        self.flags = flags
+        self.session: MessageSink | None = None
+        self.repeat: rpc_pb2.Message | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
         self.autograd: CallContext | None = None
 
@@ -107,19 +137,17 @@ class PendingCall:
 
     @property
     def ended(self) -> bool:
-        return self.id not in self._agent.caller.calls
+        return not self._owner.is_pending(self)
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         """The message was given to a session; if that session has ended meanwhile, so has the call."""
         self.session = session
         self.transfer = transfer
         if session.closed_reason is not None:
-            self._agent.connections.on_unanswered(self, session, session.closed_reason)
+            self._owner.on_unanswered(self, session, session.closed_reason)
 
     def on_not_sent(self, silence_s: float, reason: str) -> None:
-        """The worker was declared lost before the message could be given to a session."""
-        worker = self._agent.worker_name_of(self.peer)
-        self._agent.caller.end(self, WorkerLost(worker, self.what(), silence_s, reason))
+        self._owner.on_undelivered(self, silence_s, reason)
 
     def deadline_error(self) -> DeadlineExceeded:
         if self.inherited_s is None:
@@ -130,7 +158,14 @@ class PendingCall:
 
 
 class CallTable:
-    """The calls of an agent that are in flight. `add` and `take` may be called on any thread."""
+    """The calls of an agent that are in flight. `add` and `take` may be called on any thread.
+
+    Args:
+        wake_at: asked to have `take_expired` called at a time, in seconds of the monotonic clock.
+
+    Attributes:
+        num_work: how many calls that count as work were ever made.
+    """
 
     def __init__(self, wake_at: Callable[[float], None]) -> None:
         self._calls: dict[int, PendingCall] = {}
@@ -139,7 +174,7 @@ class CallTable:
         self._wake_at = wake_at
         self._empty = threading.Condition()
         self._waiters = 0
-        self.total = 0
+        self.num_work = 0
 
     def __len__(self) -> int:
         return len(self._calls)
@@ -156,7 +191,8 @@ class CallTable:
     def add(self, call: PendingCall) -> None:
         """Registers a call before it is sent; asks to be woken at its deadline."""
         self._calls[call.id] = call
-        self.total += 1
+        if call.flags.counts_as_work:
+            self.num_work += 1
         at = call.deadline.at
         if at < self._earliest:
             self._earliest = at

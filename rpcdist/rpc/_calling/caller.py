@@ -1,11 +1,12 @@
-"""The caller's side of an agent: makes calls, and ends them at their deadline, by cancellation or by loss."""
+"""The caller's side of an agent: makes calls, and ends them by their reply, deadline, cancellation or loss."""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import Any
 
 import torch
 
@@ -13,20 +14,32 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.call_table import CallTable, PendingCall, ReplySink
-from rpcdist.rpc._calling.reply_sinks import FutureReplySink, SyncReplySink
-from rpcdist.rpc._membership.gatherings import CONTRIBUTE
+from rpcdist.rpc._calling.call_table import (
+    GATHERING,
+    REPEATABLE,
+    USER_CALL,
+    CallFlags,
+    CallTable,
+    PendingCall,
+    ReplySink,
+)
+from rpcdist.rpc._calling.call_timer import CallTimer
+from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
+from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import IoThread, MessageSink
+from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.protobuf import id_to_pb
-from rpcdist.rpc._values import LargeBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.function_names import encode_function, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.transport import Session
-
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
 
 __all__ = ["Caller", "Destination"]
 
@@ -35,14 +48,41 @@ INFINITE = float("inf")
 
 
 class Caller:
-    """One per agent. Any thread may use it; the timer runs on the I/O loop."""
+    """One per agent. Any thread may use it; `on_*` run on the I/O loop.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self.calls = CallTable(self._wake_at)
-        self.rpc_timeout_s = agent.options.rpc_timeout
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0  # kept here: for a time that has passed, uvloop returns a handle that does not know it
+    Args:
+        directory: who is in the job.
+        router: sends the calls.
+        marshal: encodes arguments, receives results.
+        streams: receives results that are streams.
+        submit: gives functions that may run code of users to the pool.
+        io: the I/O loop, for deadlines.
+        lifetime: no call is made when it is over.
+        rpc_timeout_s: the limit of calls that name none.
+    """
+
+    def __init__(
+        self,
+        *,
+        directory: Directory,
+        router: Router,
+        marshal: Marshal,
+        streams: StreamTable,
+        submit: Submit,
+        io: IoThread,
+        lifetime: Lifetime,
+        rpc_timeout_s: float,
+    ) -> None:
+        self.rpc_timeout_s = rpc_timeout_s
+        self._directory = directory
+        self._router = router
+        self._marshal = marshal
+        self._streams = streams
+        self._submit = submit
+        self._io = io
+        self._lifetime = lifetime
+        self._timer = CallTimer(io, self._expire)
+        self.calls = CallTable(self._timer.wake_at)
 
     def __repr__(self) -> str:
         return f"<Caller {self.calls!r}>"
@@ -53,18 +93,20 @@ class Caller:
             timeout_s = self.rpc_timeout_s
         return INFINITE if timeout_s == 0 else timeout_s
 
+    # ------------------------------------------------------------ making calls
+
     def sync(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Any:
+        """Calls a function, and waits for its result."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
-        reply_sink = SyncReplySink(self._agent.options.allow_pickle)
-        call = self._call(self._agent.directory.resolve(to), func, args, kwargs, timeout_s, reply_sink)
-        return reply_sink.wait(call, self._agent)
+        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, reply_sink)
+        return reply_sink.wait(call, self)
 
     def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
+        """Calls a function; cancelling the future cancels the call."""
         future: Future[Any] = Future()
-        call = self._call(
-            self._agent.directory.resolve(to), func, args, kwargs, timeout_s, FutureReplySink(self._agent, future)
-        )
+        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, self._sink(future))
         future._on_cancel = lambda: self.cancel(call, None)
         return future
 
@@ -73,29 +115,37 @@ class Caller:
     ) -> Future[Any]:
         """Asks a worker to run a function and keep its result under the ids in `fork`."""
         future: Future[Any] = Future()
-        self._call(to, func, args, kwargs, timeout_s, FutureReplySink(self._agent, future), result=fork)
+        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=fork)
         return future
 
     def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
-        """The value of a remote reference, from its owner."""
+        """The value of a remote reference, from its owner. Asking twice does no harm."""
         future: Future[Any] = Future()
         message = rpc_pb2.Message()
         target = message.call.fetch
         target.rref.CopyFrom(id_to_pb(rref))
         target.fork.CopyFrom(id_to_pb(fork))
         context = self._join_autograd(message.call, owner)
-        call = self._send_call(
-            owner,
-            message,
-            (),
-            timeout_s,
-            self._deadline(timeout_s),
-            FutureReplySink(self._agent, future),
-            lambda: f"to_here() of {rref}",
-            autograd=context,
+        call = self._pending(
+            owner, lambda: f"to_here() of {rref}", self._deadline(timeout_s), timeout_s, self._sink(future), REPEATABLE
         )
+        call.autograd = context
+        self._send(call, message, ())
         future._on_cancel = lambda: self.cancel(call, None)
         return future
+
+    def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Calls a function that every worker serves under this name, and that waits for other workers; blocks."""
+        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        message = rpc_pb2.Message()
+        message.call.function = name
+        message.call.counts_as_idle = True
+        deadline = self._deadline(timeout_s)
+        large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
+        call = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, GATHERING)
+        call.forks = forks or None
+        self._send(call, message, large)
+        return reply_sink.wait(call, self)
 
     def _call(
         self,
@@ -113,21 +163,27 @@ class Caller:
         message = rpc_pb2.Message()
         call = message.call
         func, args, kwargs = unwrap(func, _positional(args), _by_keyword(kwargs))
-        name = encode_function(func, by_value=self._agent.options.by_value)
+        name = encode_function(func, by_value=self._marshal.by_value)
         if isinstance(name, str):
             call.function = name
         else:
             call.function_pickle = name
-        context = None if name == CONTRIBUTE else self._join_autograd(call, to)
-        large, forks = self._agent.encode_for(call.arguments, (args, kwargs), to, context)
+            name = getattr(func, "__qualname__", repr(func))
+        context = self._join_autograd(call, to)
+        large, forks = self._marshal.encode(call.arguments, (args, kwargs), to, context)
         if result is not None:
             call.result.CopyFrom(result)
+        pending = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, USER_CALL)
+        pending.forks = forks or None
+        pending.autograd = context
+        self._send(pending, message, large)
+        return pending
 
-        def what() -> str:
-            called = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
-            return f"rpc to {self._agent.worker_name_of(to)!r} of {called}"
+    def _sink(self, future: Future[Any]) -> FutureReplySink:
+        return FutureReplySink(future, self._submit, self._marshal.allow_pickle)
 
-        return self._send_call(to, message, large, timeout_s, deadline, reply_sink, what, forks, context)
+    def _describe(self, to: int, name: str) -> str:
+        return f"rpc to {self._directory.name_of(to)!r} of {name}"
 
     def _join_autograd(self, call: rpc_pb2.Call, to: int) -> CallContext | None:
         """Takes the autograd context of this thread or task along, if there is one."""
@@ -141,52 +197,67 @@ class Caller:
     def _deadline(self, timeout_s: float) -> Deadline:
         return Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
 
-    def _send_call(
+    def _pending(
         self,
         to: int,
-        message: rpc_pb2.Message,
-        large: Sequence[LargeBuffer],
-        timeout_s: float,
-        deadline: Deadline,
-        reply_sink: ReplySink,
         what: Callable[[], str],
-        forks: list[value_pb2.RRefFork] | None = None,
-        autograd: CallContext | None = None,
+        deadline: Deadline,
+        timeout_s: float,
+        reply_sink: ReplySink,
+        flags: CallFlags,
     ) -> PendingCall:
-        if self._agent.closed:
+        timeout_s = self.timeout_of(timeout_s)
+        return PendingCall(self, self.calls.next_id(), to, what, deadline, timeout_s, reply_sink, flags)
+
+    def _send(self, call: PendingCall, message: rpc_pb2.Message, large: Sequence[LargeBuffer]) -> None:
+        """Enters a call into the table, and gives its message to the router.
+
+        The table comes first: the reply may be there before the router returns.
+        """
+        if self._lifetime.is_closed:
             raise RpcdistError("RPC is shutting down in this process")
-        call = PendingCall(
-            self._agent, self.calls.next_id(), to, what, deadline, self.timeout_of(timeout_s), reply_sink
-        )
         message.call.id = call.id
-        if deadline.is_finite:
-            message.call.timeout_us = max(1, int(deadline.remaining_s() * 1e6))
-        call.forks = forks or None
-        call.autograd = autograd
-        gathers = message.call.function == CONTRIBUTE and not large and not forks
-        call.repeatable = message if gathers or message.call.HasField("fetch") else None
+        if call.deadline.is_finite:
+            message.call.timeout_us = max(1, int(call.deadline.remaining_s() * 1e6))
+        if call.flags.is_repeatable and not large and not call.forks:
+            call.repeat = message
         self.calls.add(call)
         try:
-            if to == self._agent.worker_id:
-                call.session = self._agent.loopback
-                self._agent.loopback.send(message, large)
-            else:
-                self._agent.connections.living_peer(to).send(message, large, call)
+            self._router.send_call(call.peer, message, large, call)
         except TransportError as exc:
-            self.end(
-                call,
-                WorkerLost(self._agent.worker_name_of(to), what(), self._agent.connections.silence_s(to), str(exc)),
-            )
+            self.on_undelivered(call, self._router.silence_s(call.peer), str(exc))
         except BaseException:
             self.calls.take(call.id)
-            self._agent.give_back(forks, to)
+            self._marshal.give_back(call.forks, call.peer)
             raise
-        return call
+
+    # ------------------------------------------------------------ how calls end
+
+    def on_reply(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """A reply arrived; on the I/O loop."""
+        reply = message.reply
+        payload: object = None
+        if reply.HasField("value"):
+            payload = self._marshal.arrived(reply.value, buffers, session.peer)
+        call = self.calls.take(reply.id)
+        if call is None:  # it timed out or was cancelled here
+            if isinstance(payload, ArrivedValue):
+                payload.discard()
+            elif reply.stream:
+                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
+            return
+        if reply.stream:
+            payload = self._streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
+        elif isinstance(payload, ArrivedValue):
+            payload.autograd = call.autograd
+        call.reply_sink.replied(reply, payload, jobs)
 
     def end(self, call: PendingCall, exc: BaseException) -> None:
         """Fails a call, unless it has ended; any thread."""
         if self.calls.take(call.id) is not None:
-            self._agent.give_back(call.forks, call.peer)
+            self._marshal.give_back(call.forks, call.peer)
             call.reply_sink.failed(exc)
 
     def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
@@ -199,11 +270,11 @@ class Caller:
         if self.calls.take(call.id) is None:
             return False
         session = call.session
-        if isinstance(session, Session) and call.transfer:
-            session.abort_transfer(call.transfer, "the call was cancelled")
         if session is not None:
-            session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))  # type: ignore[attr-defined]
-        self._agent.give_back(call.forks, call.peer)
+            if call.transfer:
+                session.abort_transfer(call.transfer, "the call was cancelled")
+            session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=call.id)))
+        self._marshal.give_back(call.forks, call.peer)
         if exc is not None:
             call.reply_sink.failed(exc)
         return True
@@ -213,27 +284,11 @@ class Caller:
         for call in self.calls:
             self.cancel(call, Cancelled(f"{call.what()} was interrupted by Ctrl-C"))
 
-    # ------------------------------------------------------------ deadlines (I/O loop)
-
-    def _wake_at(self, at: float) -> None:
-        self._agent.node.io.call_soon(self._arm, at)
-
-    def _arm(self, at: float) -> None:
-        loop = self._agent.node.io.loop
-        when = loop.time() + at - time.monotonic()
-        if self._timer is not None and not self._timer.cancelled() and loop.time() < self._timer_at <= when:
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer, self._timer_at = loop.call_at(when, self._expire), when
-
     def _expire(self) -> None:
-        self._timer = None
         for call in self.calls.take_expired():
-            session = call.session
-            if isinstance(session, Session) and call.transfer:
-                session.abort_transfer(call.transfer, "the deadline of the call is over")
-            self._agent.give_back(call.forks, call.peer)
+            if call.session is not None and call.transfer:
+                call.session.abort_transfer(call.transfer, "the deadline of the call is over")
+            self._marshal.give_back(call.forks, call.peer)
             call.reply_sink.failed(call.deadline_error())
 
     def fail_all(self, exc: BaseException) -> None:
@@ -243,8 +298,43 @@ class Caller:
 
     def stop_timer(self) -> None:
         """On the I/O loop."""
-        if self._timer is not None:
-            self._timer.cancel()
+        self._timer.stop()
+
+    # ------------------------------------------------------------ what happens to connections
+
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """A session has ended: what was sent on it will not be answered. On the I/O loop."""
+        for call in self.calls:
+            if call.session is session:
+                self.on_unanswered(call, session, reason)
+
+    def is_pending(self, call: PendingCall) -> bool:
+        """See `CallOwner`."""
+        return call.id in self.calls
+
+    def on_unanswered(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+        """The session of a call has ended: the call fails, unless it may be repeated. Any thread."""
+        if call.repeat is None:
+            self.end(call, _lost(session, reason, call.what()))
+        else:
+            self._io.call_soon(self._send_again, call, session, reason)
+
+    def _send_again(self, call: PendingCall, session: MessageSink, reason: str) -> None:
+        if call.ended or call.session is not session or call.repeat is None:
+            return
+        call.session = None
+        try:
+            self._router.send_again(session.peer, call.repeat, call)
+        except TransportError as exc:
+            self.end(call, _lost(session, f"{reason}; {exc}", call.what()))
+
+    def on_undelivered(self, call: PendingCall, silence_s: float, reason: str) -> None:
+        """The worker was declared lost before the call could be sent. Any thread."""
+        self.end(call, WorkerLost(self._directory.name_of(call.peer), call.what(), silence_s, reason))
+
+
+def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
+    return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

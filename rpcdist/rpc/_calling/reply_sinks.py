@@ -3,24 +3,36 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.call_table import Job, PendingCall
-from rpcdist.rpc._calling.interrupt import acquire
+from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._executors.blocking import blocking
-from rpcdist.rpc._values.arrived import ArrivedValue
+from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
+__all__ = ["FutureReplySink", "SyncReplySink", "result_of"]
 
-__all__ = ["FutureReplySink", "Job", "SyncReplySink", "result_of"]
+
+class Canceller(Protocol):
+    """Ends calls before their time."""
+
+    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        """See `Caller.cancel`."""
+
+
+class Submit(Protocol):
+    """Gives a function to the pool."""
+
+    def __call__(self, function: Callable[..., object], /, *arguments: object) -> None: ...
 
 
 def result_of(reply: rpc_pb2.Reply, payload: object, may_unpickle: bool) -> object:
@@ -54,7 +66,7 @@ class SyncReplySink:
         self._payload: object = None
         self._error: BaseException | None = None
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
+    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
         self._reply = reply
         self._payload = payload
         self._lock.release()
@@ -63,17 +75,17 @@ class SyncReplySink:
         self._error = exc
         self._lock.release()
 
-    def wait(self, call: PendingCall, agent: Agent) -> object:
+    def wait(self, call: PendingCall, canceller: Canceller) -> object:
         """The result; raises the call's failure, or `DeadlineExceeded`."""
         left_s = call.deadline.wait_s()
         try:
             with blocking():
                 ended = acquire(self._lock, left_s)
         except BaseException:  # Ctrl-C in the main thread
-            agent.caller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
+            canceller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
         if not ended:
-            if agent.caller.cancel(call, None):
+            if canceller.cancel(call, None):
                 raise call.deadline_error()
             self._lock.acquire(timeout=THREAD_GRACE_S)  # the outcome arrived in this very moment
         if (error := self._error) is not None:
@@ -89,19 +101,20 @@ class SyncReplySink:
 class FutureReplySink:
     """A future. Its value is decoded by a thread that waits for it, or in the pool; callbacks run in the pool."""
 
-    __slots__ = ("_agent", "future")
+    __slots__ = ("_may_unpickle", "_submit", "future")
 
-    def __init__(self, agent: Agent, future: Future[Any]) -> None:
-        self._agent = agent
+    def __init__(self, future: Future[Any], submit: Submit, may_unpickle: bool) -> None:
         self.future = future
+        self._submit = submit
+        self._may_unpickle = may_unpickle
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[Job]) -> None:
+    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
         future = self.future
-        if future._deliver(partial(result_of, reply, payload, self._agent.options.allow_pickle)):
+        if future._deliver(partial(result_of, reply, payload, self._may_unpickle)):
             context = payload.autograd if isinstance(payload, ArrivedValue) else None
             jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
         elif future.cancelled() and isinstance(payload, ArrivedValue):
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:
-        self._agent.pool.submit(self.future._fail, exc)
+        self._submit(self.future._fail, exc)

@@ -9,24 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
-from rpcdist.rpc._calling.interrupt import longest_sleep_s
-from rpcdist.rpc._values.arrived import ArrivedValue
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._calling.call_table import PendingCall
+from rpcdist.rpc._futures.interrupt import longest_sleep_s
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.failures import exception_of
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent
-    from rpcdist.rpc._autograd_hooks import CallContext
-    from rpcdist.rpc._calling.call_table import PendingCall
-
-__all__ = ["DEFAULT_WINDOW", "Stream", "StreamState"]
+__all__ = ["DEFAULT_WINDOW", "Stream", "StreamState", "StreamTable"]
 
 DEFAULT_WINDOW = 16
 T = TypeVar("T")
@@ -244,53 +246,76 @@ class Stream(Generic[T]):
 
 
 class StreamTable:
-    """The streams that this worker consumes."""
+    """The streams that this worker consumes.
 
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._streams: dict[int, tuple[StreamState, int, object]] = {}
+    Args:
+        send: sends a message about a call to a worker, unless that is gone.
+        marshal: receives the items.
+    """
+
+    def __init__(self, send: Callable[[int, rpc_pb2.Message], None], marshal: Marshal) -> None:
+        self._send = send
+        self._marshal = marshal
+        self._streams: dict[int, tuple[StreamState, MessageSink]] = {}
         self._dropped: deque[StreamState] = deque()
 
     def __len__(self) -> int:
         return len(self._streams)
 
-    def open(self, call: PendingCall, session: object, timeout_s: float | None) -> Stream[object]:
+    def __repr__(self) -> str:
+        return f"<StreamTable [{len(self._streams)} streams]>"
+
+    def open(self, call: PendingCall, session: MessageSink, timeout_s: float | None) -> Stream[object]:
         """Registers the stream that a call turned out to be; on the I/O loop, before its first item."""
         id, peer = call.id, call.peer
 
         def grant(items: int) -> None:
-            self._agent.connections.send_to(
-                peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items))
-            )
+            self._send(peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items)))
 
         def cancel() -> None:
             self._streams.pop(id, None)
-            self._agent.connections.send_to(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
+            self._send(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
-        may_unpickle = self._agent.options.allow_pickle
-        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, may_unpickle)
+        state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, self._marshal.allow_pickle)
         state.autograd = call.autograd
-        self._streams[id] = (state, peer, session)
+        self._streams[id] = (state, session)
         return Stream(state, timeout_s, self._dropped.append)
 
-    def item(self, id: int, arrived: ArrivedValue) -> None:
-        entry = self._streams.get(id)
+    def on_item(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """An item arrived. The shares of references in it are received in any case, so that they can be given back."""
+        item = message.stream_item
+        arrived = self._marshal.arrived(item.value, buffers, session.peer)
+        entry = self._streams.get(item.id)
         if entry is None:
             arrived.discard()  # cancelled at this end meanwhile
         else:
             arrived.autograd = entry[0].autograd
             entry[0].arrived(arrived)
 
-    def end(self, id: int, failure: rpc_pb2.Failure | None) -> None:
-        entry = self._streams.pop(id, None)
+    def on_end(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """The producer has sent its last item."""
+        end = message.stream_end
+        entry = self._streams.pop(end.id, None)
         if entry is not None:
-            entry[0].end(failure)
+            entry[0].end(end.failure if end.HasField("failure") else None)
 
-    def fail_where(self, matches: Callable[[int, object], bool], exc: Callable[[str], BaseException]) -> None:
-        """Ends the streams from a peer, or on a session, that is gone."""
-        for id, (state, peer, session) in list(self._streams.items()):
-            if matches(peer, session) and self._streams.pop(id, None) is not None:
-                state.end(exc(state.what))
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """A connection has ended, and the streams that came on it."""
+        silence_s = time.monotonic() - session.last_received
+        self._fail(lambda on: on is session, lambda what: WorkerLost(session.peer.name, what, silence_s, reason))
+
+    def fail_all(self, text: str) -> None:
+        """Ends all streams here; nobody is told."""
+        self._fail(lambda on: True, lambda what: RpcdistError(text))
+
+    def _fail(self, matches: Callable[[MessageSink], bool], error: Callable[[str], BaseException]) -> None:
+        for id, (state, session) in list(self._streams.items()):
+            if matches(session) and self._streams.pop(id, None) is not None:
+                state.end(error(state.what))
 
     def drain(self) -> None:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""

@@ -66,7 +66,7 @@ def _describe(function: Function, arguments: tuple[object, ...]) -> str:
 class WorkerPool:
     """Runs synchronous jobs in threads; see the rules above.
 
-    Each job runs in an empty `contextvars.Context`.
+    Each job runs in a `contextvars.Context` of its own.
 
     Args:
         name: the threads are called `name-N`.
@@ -79,6 +79,7 @@ class WorkerPool:
         prepare: called on each thread when it starts.
         cleanup: called after each job on its thread, to take away what a user function left behind there.
         describe: names a job in messages.
+        new_context: makes the context of a job.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class WorkerPool:
         prepare: Callable[[], object] = lambda: None,
         cleanup: Callable[[], object] | None = None,
         describe: Callable[[Function, tuple[object, ...]], str] = _describe,
+        new_context: Callable[[], Context] = Context,
     ) -> None:
         self.name = name
         self.max_threads = max_threads
@@ -105,6 +107,7 @@ class WorkerPool:
         self._prepare = prepare
         self._cleanup = cleanup
         self._describe = describe
+        self._new_context = new_context
 
         self._queue: deque[Job] = deque()
         self._workers: set[WorkerThread] = set()
@@ -246,7 +249,7 @@ class WorkerPool:
         worker.begin()
         blocking.set_hooks(partial(self._enter_blocking, worker), partial(self._leave_blocking, worker))
         self._prepare()
-        queue, cleanup = self._queue, self._cleanup
+        queue, cleanup, new_context = self._queue, self._cleanup, self._new_context
         while True:
             try:
                 function, arguments, _ = queue.popleft()
@@ -259,7 +262,7 @@ class WorkerPool:
             if queue and self._monitor.sleeping:
                 self._monitor.wake()  # more than one job came for the one thread that was woken
             try:
-                Context().run(function, *arguments)
+                new_context().run(function, *arguments)
             except BaseException as error:
                 self._report(error, function)
             worker.arguments = ()

@@ -22,22 +22,12 @@ from dataclasses import dataclass
 from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.errors import ConfigError
 from rpcdist.ids import Identity, check_worker_name
+from rpcdist.rpc._peers.directory import Member
 
-__all__ = ["MemberRecord", "MembershipTable", "Verdict"]
+__all__ = ["MembershipTable", "Verdict"]
 
 Outcome = JoinReply.Outcome
 _OTHER_JOB = "; if they belong to two jobs, give each an address of its own (MASTER_PORT)"
-
-
-@dataclass(frozen=True, slots=True)
-class MemberRecord:
-    """A worker, and where it listens (host:port)."""
-
-    identity: Identity
-    address: str
-
-    def __str__(self) -> str:
-        return f"{self.identity.name!r} (rank {self.identity.id}, {self.address})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +64,7 @@ class MembershipTable:
         self.formed = False
         self.broken: Verdict | None = None
         self.version = 0
-        self._living: dict[str, MemberRecord] = {}
+        self._living: dict[str, Member] = {}
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
         self._lost: set[int] = set()  # incarnations
         self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
@@ -85,7 +75,7 @@ class MembershipTable:
         return f"<MembershipTable {len(self._living)} of {size}, {state}, version {self.version}>"
 
     @property
-    def members(self) -> list[MemberRecord]:
+    def members(self) -> list[Member]:
         """The living workers, by rank."""
         return sorted(self._living.values(), key=lambda member: member.identity.id)
 
@@ -102,7 +92,7 @@ class MembershipTable:
         detail = f"came, but did not wait to the end: rank {gone}" if gone else ""
         return Verdict(Outcome.TIMED_OUT, detail, tuple(self.missing))
 
-    def join(self, member: MemberRecord, world_size: int) -> Verdict:
+    def join(self, member: Member, world_size: int) -> Verdict:
         """A worker wants to join; accepted ones are in the list afterwards. The same worker may ask again.
 
         Args:
@@ -149,7 +139,7 @@ class MembershipTable:
             self._lost.add(identity.incarnation)
         return removed
 
-    def _own_contradiction(self, member: MemberRecord, world_size: int) -> Verdict:
+    def _own_contradiction(self, member: Member, world_size: int) -> Verdict:
         """What is wrong with this worker alone; the others go on."""
         identity = member.identity
         if identity.incarnation in self._lost:
@@ -164,7 +154,7 @@ class MembershipTable:
             return Verdict(Outcome.ID_OUT_OF_RANGE, f"{text}; check RANK and WORLD_SIZE")
         return _OK
 
-    def _known_again(self, member: MemberRecord, world_size: int) -> bool:
+    def _known_again(self, member: Member, world_size: int) -> bool:
         """The same incarnation asks again, because its connection broke while it waited."""
         known = self._living.get(member.identity.name)
         if known is None or known.identity != member.identity or world_size != self.world_size:
@@ -174,7 +164,7 @@ class MembershipTable:
             self.version += 1
         return True
 
-    def _contradiction(self, member: MemberRecord, world_size: int) -> Verdict | None:
+    def _contradiction(self, member: Member, world_size: int) -> Verdict | None:
         """What is wrong between this worker and those that are there."""
         if self.world_size is not None and world_size != self.world_size:
             return self._other_world(member, world_size)
@@ -193,7 +183,7 @@ class MembershipTable:
         place = self._vacant.get(identity.name)
         return place is not None and place.id == identity.id
 
-    def _other_world(self, member: MemberRecord, world_size: int) -> Verdict:
+    def _other_world(self, member: Member, world_size: int) -> Verdict:
         there = _listed(self.members)
         if not world_size or not self.world_size:
             static, dynamic = (str(member), there) if world_size else (there, str(member))
@@ -208,7 +198,7 @@ class MembershipTable:
             f"{self.world_size} by {there}; give all of them the same (WORLD_SIZE)",
         )
 
-    def _full(self, member: MemberRecord) -> Verdict:
+    def _full(self, member: Member) -> Verdict:
         vacant = ", ".join(f"{place.name!r} (rank {place.id})" for place in self._vacant.values()) or "none"
         return Verdict(
             Outcome.WORLD_FULL,
@@ -217,7 +207,7 @@ class MembershipTable:
             "world_size, or with world_size=None for workers that come and go",
         )
 
-    def _accept(self, member: MemberRecord, world_size: int) -> None:
+    def _accept(self, member: Member, world_size: int) -> None:
         self.world_size = world_size
         self._living[member.identity.name] = member
         self._vacant.pop(member.identity.name, None)
@@ -242,7 +232,7 @@ class MembershipTable:
         return True
 
 
-def _listed(members: Sequence[MemberRecord], limit: int = 3) -> str:
+def _listed(members: Sequence[Member], limit: int = 3) -> str:
     shown = ", ".join(str(member) for member in members[:limit])
     more = len(members) - limit
     return f"{shown} and {more} more" if more > 0 else shown or "nobody any more"

@@ -1,46 +1,62 @@
-"""The coordinator's gRPC service `Membership`, and what a worker makes of its answers.
+"""The coordinator's service `Membership`, and what a worker makes of its answers.
 
-The rules are in `_membership_table.py`; here is only the waiting. Everything of the service runs on the I/O loop.
+The rules are in `membership_table.py`; here is only the waiting. Everything of the service runs on the I/O loop.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, DuplicateName, RendezvousError, WorldMismatch
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_table import MemberRecord, MembershipTable, Verdict
+from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
+from rpcdist.rpc._peers.directory import Member
 from rpcdist.time_limits import PARKED_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
 __all__ = [
-    "MemberRecord",
     "MembershipService",
-    "MembershipTable",
+    "Probe",
     "join_request",
     "members_of",
 ]
 
+logger = logging.getLogger(__name__)
+
 Outcome = pb.JoinReply.Outcome
+
+
+Probe = Callable[[Member], Awaitable[bool]]
+"""Asks a worker whether it is alive, in the incarnation that is known."""
+
+
+async def _is_alive(member: Member) -> bool:
+    return True
 
 
 class MembershipService:
     """Answers `Join`, `Leave` and `Members`; register it with `Node.add_service`. I/O loop only.
 
+    Args:
+        probe: is asked about the member whose name or rank a newcomer has: only one that does not answer is declared
+            lost, and gives its place to the newcomer.
+
     Attributes:
         table: the list of workers; read it, and change it through this service.
     """
 
-    def __init__(self, table: MembershipTable | None = None) -> None:
-        self.table = MembershipTable() if table is None else table
+    def __init__(self, probe: Probe = _is_alive) -> None:
+        self.table = MembershipTable()
+        self._probe = probe
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._joined_by: dict[Identity, int] = {}  # the incarnation of the process that speaks for a worker
         self._answered: set[int] = set()  # incarnations that were told of the broken world
         self._answer_came = asyncio.Event()
-        self._closed: Verdict | None = None
+        self._changed = asyncio.Event()  # the list of workers did
 
     def __repr__(self) -> str:
         return f"<MembershipService {self.table!r}, {len(self._waiting)} waiting>"
@@ -60,10 +76,26 @@ class MembershipService:
 
         Cancellation (the caller's connection has ended) takes the worker out again, unless the world has formed.
         """
+        reply = await self._join(peer, request)
+        if reply.outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID) and await self._free_place(request):
+            reply = await self._join(peer, request)
+        return reply
+
+    async def _free_place(self, request: pb.JoinRequest) -> bool:
+        """Declares the members lost that have the newcomer's place and do not answer; whether there was one."""
+        newcomer = identity_from_proto(request.member.identity)
+        found = False
+        for member in self.table.members:
+            old = member.identity
+            same_place = newcomer.name == old.name or newcomer.id == old.id
+            if same_place and newcomer.incarnation != old.incarnation and not await self._probe(member):
+                logger.info("worker %s does not answer any more; its place is free", old.name)
+                found = self.lost(old) or found
+        return found
+
+    async def _join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         identity = identity_from_proto(request.member.identity)
-        if self._closed is not None:
-            return self._reply(self._closed)
-        verdict = self.table.join(MemberRecord(identity, request.member.address), request.world_size)
+        verdict = self.table.join(Member(identity, request.member.address), request.world_size)
         if verdict.ok:
             self._joined_by[identity] = peer.incarnation
             if request.world_size and not self.table.formed:
@@ -88,6 +120,7 @@ class MembershipService:
             raise CallRefused(f"{peer.name!r} cannot take worker {identity.name!r} out: only its own process may")
         self._joined_by.pop(identity, None)
         self.table.leave(identity)
+        self._changed.set()
         return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
@@ -97,12 +130,23 @@ class MembershipService:
     def lost(self, identity: Identity) -> bool:
         """Declares an incarnation dead, so that a replacement may join. False if it is not in the list."""
         self._joined_by.pop(identity, None)
+        self._changed.set()
         return self.table.lost(identity)
 
-    def close(self, detail: str) -> None:
-        """Answers everybody who waits, and everybody who comes later, that the coordinator has given up."""
-        self._closed = Verdict(Outcome.TIMED_OUT, detail)
-        self._decide(self._closed)
+    def others(self, me: Identity) -> list[Member]:
+        """The members beside one worker."""
+        return [member for member in self.table.members if member.identity != me]
+
+    async def alone(self, me: Identity, timeout_s: float) -> bool:
+        """Waits until all but this worker have left or are lost; False when the time is over."""
+        try:
+            async with asyncio.timeout(None if timeout_s == float("inf") else timeout_s):
+                while self.others(me):
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            return False
+        return True
 
     async def all_answered(self, timeout_s: float) -> bool:
         """Waits until as many processes as the world's size were told that it broke; False when the time is over.
@@ -172,7 +216,7 @@ def join_request(me: Identity, address: str, world_size: int | None, timeout_s: 
     return pb.JoinRequest(member=member, world_size=world_size or 0, timeout_ms=timeout_ms)
 
 
-def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> list[MemberRecord]:
+def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> list[Member]:
     """Takes the coordinator's answer apart.
 
     Args:
@@ -189,7 +233,7 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
         WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
         RendezvousError: not everybody came in time, or this process was declared lost.
     """
-    members = [MemberRecord(identity_from_proto(member.identity), member.address) for member in reply.members]
+    members = [Member(identity_from_proto(member.identity), member.address) for member in reply.members]
     outcome = reply.outcome
     if outcome == Outcome.OK:
         return members
@@ -203,7 +247,7 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
     raise WorldMismatch(text + (reply.detail or f"outcome {outcome}"))
 
 
-def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[MemberRecord], waited_s: float) -> str:
+def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
     if not reply.missing:
         return reply.detail or f"the world was not complete after {waited_s:.1f} s"
     missing = list(reply.missing)

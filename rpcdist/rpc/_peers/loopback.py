@@ -7,24 +7,28 @@ from collections.abc import Callable, Sequence
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
-from rpcdist.transport.session import IncomingBuffer, OutgoingBuffer
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 
 __all__ = ["Loopback"]
 
 
 class Loopback:
-    """Has the parts of `Session` that the RPC layer uses. Values are copied as on the way to any other worker."""
+    """The session of a worker with itself. Values are copied as on the way to any other worker.
+
+    Args:
+        identity: this worker.
+        deliver: takes the messages, on the thread that sends.
+    """
 
     closed_reason = None
 
     def __init__(
         self,
         identity: Identity,
-        allocate: Callable[[int], IncomingBuffer],
-        deliver: Callable[[Loopback, list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]], None],
+        deliver: Callable[[MessageSink, list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]], None],
     ) -> None:
         self.peer = identity
-        self._allocate = allocate
         self._deliver = deliver
 
     def __repr__(self) -> str:
@@ -34,13 +38,8 @@ class Loopback:
     def last_received(self) -> float:
         return time.monotonic()
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
-        received = []
-        for buffer in buffers:
-            copy = self._allocate(len(buffer.view))
-            copy.view[:] = buffer.view
-            received.append(copy)
-        self._deliver(self, [(message, received)])
+    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+        self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
         return 0
 
     def abort_transfer(self, number: int, reason: str) -> None:

@@ -69,14 +69,21 @@ class SessionTaker(Protocol):
     def on_opened(self, session: PeerSession) -> None:
         """A peer opened this session; not called for those that this process opens itself."""
 
-    def on_messages(self, session: PeerSession, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
-        """Messages arrived whole, in the order in which they became complete."""
+    def on_messages(self, session: PeerSession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
+        """Messages arrived whole, in the order in which they became complete, with buffers that `allocate` made."""
 
     def on_closed(self, session: PeerSession, reason: str) -> None:
         """The session ended; called once."""
 
     def allocate(self, size_bytes: int) -> ReceiveBuffer:
         """Memory for a large buffer that was announced."""
+
+    def borrow(self, view: memoryview) -> ReceiveBuffer:
+        """A large buffer whose bytes are in memory that the peer lends."""
+
+    @property
+    def shares_payloads(self) -> bool:
+        """Whether large buffers may travel in shared memory."""
 
 
 class Connection(Protocol):
@@ -110,7 +117,15 @@ class IoThread(Protocol):
 
 
 class Network(Protocol):
-    """This process's place on the network."""
+    """This process's place on the network.
+
+    Attributes:
+        identity: who this process is to others; set when it joins a job.
+        address: where it is served (host:port), or None.
+    """
+
+    identity: Identity
+    address: str | None
 
     @property
     def io(self) -> IoThread:
@@ -118,6 +133,12 @@ class Network(Protocol):
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Runs a coroutine on the I/O loop and waits for it; any other thread."""
+
+    def serve(self, host: str, port: int) -> str:
+        """Starts to serve, where it does not yet, and returns the address; blocks. Port 0 takes a free one."""
+
+    def expect_role(self, role: str) -> None:
+        """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
 
     def add_service(
         self,

@@ -25,9 +25,10 @@ from typing import Protocol
 from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
-from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlOutbox
-from rpcdist.rpc._peers.network import SendObserver
+from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
@@ -35,8 +36,6 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     REFUSED_GRACE_S,
 )
-from rpcdist.transport import Link, Node, Session, SessionHandler
-from rpcdist.transport.session import OutgoingBuffer
 
 __all__ = ["Peer", "PeerOwner", "PeerState"]
 
@@ -54,10 +53,17 @@ class PeerState(Enum):
     CLOSED = "closed"
 
 
-class PeerOwner(SessionHandler, Protocol):
-    """The agent, as its peers see it. Called on the I/O loop."""
+class PeerOwner(Protocol):
+    """The router, as its peers see it. Called on the I/O loop."""
 
-    def on_peer_broken(self, peer: Peer, session: Session, reason: str) -> None:
+    @property
+    def shares_payloads(self) -> bool:
+        """Whether large buffers may travel in shared memory."""
+
+    def on_messages(self, session: MessageSink, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+        """Messages arrived on the connection."""
+
+    def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
 
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
@@ -67,6 +73,12 @@ class PeerOwner(SessionHandler, Protocol):
 class Peer:
     """One other worker in one incarnation.
 
+    Args:
+        network: opens connections.
+        member: who it is, and where it listens.
+        owner: is told what arrives and what happens.
+        timeout_s: silence after which it is declared lost.
+
     Attributes:
         identity: who it is.
         address: host:port.
@@ -75,22 +87,22 @@ class Peer:
         is_gone: it is LOST, and its process has certainly ended.
     """
 
-    def __init__(self, node: Node, identity: Identity, address: str, owner: PeerOwner, timeout_s: float) -> None:
-        self.identity = identity
-        self.address = address
-        self.session: Session | None = None
+    def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
+        self.identity = member.identity
+        self.address = member.address
+        self.session: PeerSession | None = None
         self.state = PeerState.IDLE
         self.lost_reason: str | None = None
         self.last_up = time.monotonic()
         self.lost_at = 0.0
         self.is_gone = False
-        self._node = node
+        self._network = network
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[rpc_pb2.Message, Sequence[OutgoingBuffer], SendObserver | None]] = []
+        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], SendObserver | None]] = []
         self._control = ControlOutbox()
-        self._link: Link | None = None
+        self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -100,7 +112,7 @@ class Peer:
     # ------------------------------------------------------------ any thread
 
     def send(
-        self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = (), sent: SendObserver | None = None
+        self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: SendObserver | None = None
     ) -> None:
         """Sends a message, or keeps it until the connection stands.
 
@@ -123,7 +135,7 @@ class Peer:
         if sent is not None:
             sent.on_sent(session, number)
 
-    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer], sent: SendObserver | None) -> None:
+    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: SendObserver | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent))
@@ -160,14 +172,14 @@ class Peer:
 
     def _start_connecting(self) -> None:
         self.state = PeerState.CONNECTING
-        self._node.io.call_soon(self._spawn_connect)
+        self._network.io.call_soon(self._spawn_connect)
 
     # ------------------------------------------------------------ I/O loop
 
     def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
         if self.state is PeerState.CONNECTING:
             connecting = self._connect(broken, last_seen)
-            self._task = self._node.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
+            self._task = self._network.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
 
     async def _connect(self, broken: str = "", last_seen: float | None = None) -> None:
         """Connects, or declares the worker lost.
@@ -182,11 +194,11 @@ class Peer:
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             try:
-                link = await self._node.connect(
+                connection = await self._network.connect(
                     self.address,
                     ROLE,
                     max(limit - time.monotonic(), MIN_ATTEMPT_S),
-                    handler=_Forward(self, self._owner),
+                    handler=_Incoming(self, self._owner),
                     expected=self.identity,
                     retry=False,
                 )
@@ -204,20 +216,20 @@ class Peer:
                     self._lose(_because(broken, str(exc)), gone=refused)
                     return
             else:
-                self._up(link)
+                self._up(connection)
                 return
             attempt += 1
             await asyncio.sleep(next(pauses))
 
-    def _up(self, link: Link) -> None:
+    def _up(self, connection: Connection) -> None:
         with self._lock:
             if self.state is PeerState.CLOSED:
-                link.session.close("closed at this end")
+                connection.session.close("closed at this end")
                 return
-            self._link = link
+            self._connection = connection
             self.state = PeerState.UP
             self.lost_reason = None
-            session = link.session
+            session = connection.session
             for message in self._control.to_resend():
                 session.send(message)
             waiting, self._waiting = self._waiting, []
@@ -231,7 +243,7 @@ class Peer:
         if session.closed_reason is not None:
             self.on_session_closed(session, session.closed_reason)
 
-    def on_session_closed(self, session: Session, reason: str) -> None:
+    def on_session_closed(self, session: PeerSession, reason: str) -> None:
         with self._lock:
             if self.state is PeerState.CLOSED:
                 return
@@ -240,7 +252,7 @@ class Peer:
                 self.session = None
                 self.last_up = session.last_received
                 self.state = PeerState.CONNECTING
-        self._owner.on_peer_broken(self, session, reason)  # also after `declare_lost`: calls wait on this session
+        self._owner.on_peer_broken(session, reason)  # also after `declare_lost`: calls wait on this session
         if reconnect:
             self._spawn_connect(reason, session.last_received)
 
@@ -275,8 +287,8 @@ class Peer:
     def _end(self, reason: str) -> None:
         if self._task is not None and self._task is not asyncio.current_task():
             self._task.cancel()
-        if self._link is not None:
-            self._link.session.close(reason)
+        if self._connection is not None:
+            self._connection.session.close(reason)
         self.session = None
 
 
@@ -284,19 +296,17 @@ def _because(broken: str, then: str) -> str:
     return f"{broken}; then {then}" if broken else then
 
 
-class _Forward:
-    """Gives the session's events to the agent and its end to the peer first."""
+class _Incoming:
+    """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
 
-    __slots__ = ("_owner", "_peer", "allocate", "borrow", "on_messages", "on_opened", "shares_payloads")
+    __slots__ = ("allocate", "borrow", "on_closed", "on_messages", "shares_payloads")
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
-        self._peer = peer
-        self._owner = owner
-        self.on_messages = owner.on_messages
-        self.allocate = owner.allocate
-        self.borrow = owner.borrow
+        self.allocate = ReceiveBuffer.allocate
+        self.borrow = ReceiveBuffer.borrowed
         self.shares_payloads = owner.shares_payloads
-        self.on_opened = owner.on_opened
+        self.on_messages = owner.on_messages
+        self.on_closed = peer.on_session_closed
 
-    def on_closed(self, session: Session, reason: str) -> None:
-        self._peer.on_session_closed(session, reason)
+    def on_opened(self, session: PeerSession) -> None:
+        """Not called: the peer opens the session itself."""

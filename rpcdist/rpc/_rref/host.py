@@ -1,46 +1,70 @@
-"""What the manager of remote references needs of the agent, and what it hands to it."""
+"""What remote references need of their agent, as protocols."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
-from rpcdist._proto import rref_pb2
-from rpcdist.rpc._rref.handles import Handle, HandleState
-from rpcdist.rpc._rref.identifiers import UniqueId
-from rpcdist.rpc.future import Future
+import torch
 
-__all__ = ["RRefHost", "Token"]
+from rpcdist._proto import rref_pb2
+from rpcdist.errors import WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.identifiers import Incarnation
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = ["RRefHome", "RRefHost"]
 
 
 class RRefHost(Protocol):
-    """What the manager needs of its agent."""
+    """What the manager needs: who others are, and a way to tell them something."""
 
-    worker_id: int
-    worker_name: str
-    incarnation: int
+    @property
+    def me(self) -> Identity:
+        """This worker."""
 
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         """Delivers at least once, unless the worker dies. Any thread, never blocks."""
 
-    def worker_name_of(self, worker_id: int) -> str:
-        """Its name, or a text with the id if it is unknown."""
+    def name_of(self, worker_id: int) -> str:
+        """A worker's name, or a text with the id if it is unknown."""
 
     def incarnation_of(self, worker_id: int) -> int:
         """Of the process that has this id now; 0 if it is unknown."""
 
-    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
+
+class RRefHome(Protocol):
+    """What a reference object needs: the agent that it came from, which may not be the current one."""
+
+    @property
+    def me(self) -> Incarnation:
+        """This worker."""
+
+    @property
+    def my_name(self) -> str:
+        """Its name."""
+
+    def check_sharable(self, rref: Any) -> object:
+        """Raises `RRefError` if the reference cannot be shared."""
+
+    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         """The value, from its owner."""
 
-    def wake(self) -> None:
-        """Asks for a call of `drain` soon."""
+    def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
+        """What to raise when the fetch failed with a lost worker."""
 
+    def rpc_sync(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Calls a function, and waits for its result."""
 
-class Token:
-    """A reference that arrived in a message and was not unpickled yet. `claim` it, or `discard` it."""
+    def rpc_async(
+        self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
+    ) -> Future[Any]:
+        """Calls a function."""
 
-    __slots__ = ("handle", "rref", "state")
+    def remote(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Calls a function whose result stays there; returns a reference to it."""
 
-    def __init__(self, state: HandleState, handle: Handle) -> None:
-        self.state = state
-        self.handle: Handle | None = handle
-        self.rref: object = None
+    def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
+        """Runs a distributed backward pass that begins here; blocks."""

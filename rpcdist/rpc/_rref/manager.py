@@ -18,34 +18,35 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
-from rpcdist.rpc._rref.host import RRefHost, Token
+from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
+from rpcdist.rpc._rref.token import Token
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["RRefHost", "RRefManager", "Token"]
+__all__ = ["RRefManager"]
 
 
 class RRefManager:
     """All remote references of one worker.
 
     Args:
-        host: the agent.
+        host: knows the other workers, and sends messages to them.
         wrap: makes the public object of a handle.
     """
 
-    def __init__(self, host: RRefHost, wrap: Callable[[RRefManager, Handle], Any] | None = None) -> None:
+    def __init__(self, host: RRefHost, wrap: Callable[[Handle], Any]) -> None:
         self._host = host
         self._wrap = wrap
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
-        self.me = Incarnation(host.worker_id, host.incarnation)
-        self.my_name = host.worker_name
+        self.me = Incarnation(host.me.id, host.me.incarnation)
+        self.my_name = host.me.name
         self._protocol = RRefProtocol(self.me)
         self._numbers = itertools.count()
         self._states: dict[UniqueId, HandleState] = {}
@@ -65,7 +66,7 @@ class RRefManager:
         rref = self._new_id()
         owned = OwnerValue(rref)
         owned.set(value)
-        return self._add_handle(rref, rref, self.me, self._host.worker_name, owned)
+        return self._add_handle(rref, rref, self.me, self.my_name, owned)
 
     def create_remote(self, owner: int) -> tuple[Any, value_pb2.RRefFork]:
         """Begins a `remote()`: the reference, and what goes into `Call.result`.
@@ -80,17 +81,16 @@ class RRefManager:
         if self.closed:
             raise NotInitialized
         event = events.CreateRemote(rref, fork, node)
-        handle = self._feed_new(event, rref, fork, node, self._host.worker_name_of(owner))
+        handle = self._feed_new(event, rref, fork, node, self._host.name_of(owner))
         if handle.state.error is not None:
             raise fresh_copy(handle.state.error)
-        return self._public(handle), self._fork_pb(handle.state, fork, None)
+        return self._wrap(handle), self._fork_pb(handle.state, fork, None)
 
-    def track_creation(self, rref: Any, fork: value_pb2.RRefFork, future: Future[Any]) -> None:
-        """Has the end of the call of a `remote()` reported; `future` is what `rref._get_future()` returns."""
-        rref._creation = future
+    def track_creation(self, fork: value_pb2.RRefFork, future: Future[Any]) -> None:
+        """Has the end of the call of a `remote()` reported."""
         future.is_quiet = True  # the error surfaces where the reference is used
 
-        def ended(future: Future[Any]) -> None:  # must not hold `rref`
+        def ended(future: Future[Any]) -> None:  # must not hold the reference, which the future would keep alive
             error = future.exception()
             if error is None:
                 self.on_created(fork)
@@ -198,7 +198,7 @@ class RRefManager:
         if token.rref is None:
             if token.handle is None:
                 raise RRefError("a remote reference was claimed after its message was given up")
-            token.rref = self._public(token.handle)
+            token.rref = self._wrap(token.handle)
         return token.rref
 
     def discard(self, token: Token) -> None:
@@ -252,25 +252,18 @@ class RRefManager:
 
     # ------------------------------------------------------------ use by a user
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
-        """The value of a reference that another worker owns. Errors of the call go through `fetch_error`."""
-        check_not_forked()
-        future = self._host.fetch(self._living(state), state.rref, state.id, timeout_s)
-        future.is_quiet = True
-        return future
+    def owner_of(self, state: HandleState) -> int:
+        """The owner's id, if it is still the same process; raises `OwnerLost` otherwise."""
+        if self._is_replaced(state.owner):
+            self._lose(state.owner, replaced(state.owner_name))
+            state.check("")
+        return state.owner.worker
 
     def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
         """A lost connection to the owner is `OwnerLost`; a `WorkerLost` that is itself the value's error stays."""
         if exc.worker != state.owner_name:
             return exc
         return owner_lost(exc, f"to_here() of {state.rref}")
-
-    def _living(self, state: HandleState) -> int:
-        """The owner's id, if it is still the same process."""
-        if self._is_replaced(state.owner):
-            self._lose(state.owner, replaced(state.owner_name))
-            state.check("")
-        return state.owner.worker
 
     # ------------------------------------------------------------ drops, and the end
 
@@ -354,17 +347,10 @@ class RRefManager:
         return Incarnation(worker_id, self._host.incarnation_of(worker_id) if incarnation is None else incarnation)
 
     def _name(self, node: Incarnation) -> str:
-        return self._host.worker_name_of(node.worker)
+        return self._host.name_of(node.worker)
 
     def _is_replaced(self, node: Incarnation) -> bool:
         return self._host.incarnation_of(node.worker) not in (0, node.incarnation)
-
-    def _public(self, handle: Handle) -> Any:
-        if self._wrap is None:
-            from rpcdist.rpc.rref import RRef  # the public class is a layer above its bookkeeping
-
-            self._wrap = RRef._of
-        return self._wrap(self, handle)
 
     def _feed_new(
         self, event: events.RRefEvent, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str

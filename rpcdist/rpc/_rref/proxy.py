@@ -4,26 +4,37 @@ from __future__ import annotations
 
 import inspect
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 
+from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import copy_outcome
+from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
-
-if TYPE_CHECKING:
-    from rpcdist.rpc.rref import PyRRef
+from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = ["Mode", "RRefProxy"]
 
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
 
 
+class ProxiedRRef(Protocol):
+    """What a proxy needs of its reference."""
+
+    @property
+    def _home(self) -> RRefHome: ...
+
+    def owner(self) -> WorkerInfo: ...
+
+    def _get_type(self, timeout: float, blocking: bool) -> Any: ...
+
+
 class RRefProxy:
     """Its attributes are functions that call the method of that name at the owner. May be kept and used again."""
 
-    def __init__(self, rref: PyRRef[Any], mode: Mode, timeout: float) -> None:
+    def __init__(self, rref: ProxiedRRef, mode: Mode, timeout: float) -> None:
         self._rref = rref
         self._mode: Mode = mode
         self._timeout = timeout
@@ -41,7 +52,7 @@ class RRefProxy:
         return f"<{self._mode} proxy of {self._rref!r}>"
 
 
-def _call(rref: PyRRef[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     type_future = rref._get_type(timeout=timeout, blocking=False)
     if mode == "rpc_async" and not type_future.done():
         return _call_when_known(type_future, rref, method, timeout, args, kwargs)
@@ -50,22 +61,20 @@ def _call(rref: PyRRef[Any], mode: Mode, method: str, timeout: float, /, *args: 
 
 def _call_now(
     kind: type,
-    rref: PyRRef[Any],
+    rref: ProxiedRRef,
     mode: Mode,
     method: str,
     timeout: float,
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    from rpcdist.rpc import api  # it imports this module
-
-    invoke = _invoker(kind, method)
-    return getattr(api, mode)(rref.owner(), invoke, args=(rref, method, args, kwargs), timeout=timeout)
+    call = getattr(rref._home, mode)
+    return call(rref.owner(), _invoker(kind, method), (rref, method, args, kwargs), timeout)
 
 
 def _call_when_known(
     type_future: Future[type],
-    rref: PyRRef[Any],
+    rref: ProxiedRRef,
     method: str,
     timeout: float,
     args: tuple[Any, ...],
@@ -89,8 +98,6 @@ def _call_when_known(
 
 def _invoker(kind: type, method: str) -> Any:
     """How the owner has to run the method; raises `AttributeError` if the type has none of that name."""
-    from rpcdist.rpc._rref import proxied
-
     if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):  # their methods cannot be asked
         return proxied._local_invoke
     function = getattr(kind, method)

@@ -13,155 +13,159 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
-from contextvars import copy_context
-from typing import TYPE_CHECKING, Any
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextvars import Context, copy_context
+from typing import Any
 
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
+from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.call_table import Job
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
-from rpcdist.rpc._membership.gatherings import CONTRIBUTE, INTERNAL
-from rpcdist.rpc._serving.producers import AsyncProducer, Producer, SyncProducer
+from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.active_call import ActiveCall
+from rpcdist.rpc._serving.callables import Callables
+from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
-from rpcdist.rpc._values.arrived import ArrivedValue
-from rpcdist.rpc._values.failures import failure_of
-from rpcdist.rpc._values.function_names import decode_function, function_name
 from rpcdist.rpc.functions import is_async_execution
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent, AnySession
-
-__all__ = ["ActiveCall", "Dispatcher", "describe_job"]
+__all__ = ["Dispatcher", "describe_job"]
 
 logger = logging.getLogger(__name__)
 
 MAX_KNOWN_COROUTINES = 4096
 
 
-class ActiveCall:
-    """A call that this worker is handling."""
+class Dispatcher:
+    """The callee's side of an agent.
 
-    __slots__ = (
-        "arguments",
-        "autograd",
-        "call",
-        "cancelled",
-        "deadline",
-        "entry",
-        "handle",
-        "is_chained",
-        "producer",
-        "session",
-    )
+    Args:
+        pool: runs functions.
+        user_loop: runs coroutines.
+        new_context: makes the contexts in which both run.
+        marshal: decodes arguments, encodes results.
+        rrefs: keeps the results of `remote()`.
+        callables: finds functions.
+        admit_context: the autograd context of a call, by its id; None if it is over.
+        me: this worker.
+        lifetime: when it is over, failures are not answered: the end of the process says more than they do.
+    """
 
     def __init__(
-        self, session: AnySession, call: rpc_pb2.Call, arguments: ArrivedValue | None, deadline: Deadline
+        self,
+        *,
+        pool: WorkerPool,
+        user_loop: UserLoop,
+        new_context: Callable[[], Context],
+        marshal: Marshal,
+        rrefs: RRefManager,
+        callables: Callables,
+        admit_context: Callable[[int, Identity], CallContext | None],
+        me: Identity,
+        lifetime: Lifetime,
     ) -> None:
-        self.session = session
-        self.call = call
-        self.arguments = arguments
-        self.deadline = deadline
-        self.cancelled = False
-        self.handle: Any = None  # of the user loop, while a coroutine runs
-        self.producer: Producer | None = None
-        self.entry: Any = None  # remote(): where the result is kept
-        self.autograd: CallContext | None = None  # the caller's, in which the function runs
-        self.is_chained = False  # the function has returned a future, and that is waited for
-
-    @property
-    def is_abandoned(self) -> bool:
-        """Nothing runs, and nobody waits: its caller gave up, and the future may never be completed."""
-        return self.is_chained and (self.cancelled or self.deadline.expired())
-
-    def __repr__(self) -> str:
-        return f"<call {self.call.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
-
-    @property
-    def what(self) -> str:
-        return self.call.function or self.call.WhichOneof("target") or "?"
-
-
-class Dispatcher:
-    """The callee's side of an agent."""
-
-    def __init__(self, agent: Agent) -> None:
-        self._agent = agent
-        self._active: dict[tuple[object, int], ActiveCall] = {}
+        self._pool = pool
+        self._user_loop = user_loop
+        self._new_context = new_context
+        self._marshal = marshal
+        self._rrefs = rrefs
+        self._callables = callables
+        self._admit_context = admit_context
+        self._me = me
+        self._lifetime = lifetime
+        self._active: dict[tuple[MessageSink, int], ActiveCall] = {}
+        # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
+        # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
         self._idle = threading.Condition()
         self._idle_waiters = 0
         self.accepting = True
+        self.gil_wait: GilWait | None = None  # measures, while it is there
 
     def __len__(self) -> int:
         return len(self._active)
 
+    def __repr__(self) -> str:
+        return f"<Dispatcher of {self._me.name} [{len(self._active)} calls]>"
+
     # ------------------------------------------------------------ I/O loop
 
-    def admit(self, session: AnySession, call: rpc_pb2.Call, buffers: Sequence[ReceiveBuffer], jobs: list[Job]) -> None:
-        """Takes a call; appends what the pool must do to `jobs`."""
-        agent = self._agent
+    def on_call(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """Takes a call; appends what the pool must do to `jobs`.
+
+        Whatever the loop can do without running code of users is done here, so that a thread of the pool has less to
+        do: the shares of references in the arguments are received, and a `remote()` is entered as being created.
+        """
+        call = message.call
         arguments = None
         if call.HasField("arguments"):
-            plain_only = not agent.options.allow_pickle
-            arguments = ArrivedValue(call.arguments, buffers, agent.rrefs, session.peer, plain_only)
+            arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
         deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
         active = ActiveCall(session, call, arguments, deadline)
-        if call.autograd_context and agent.autograd is not None:
-            active.autograd = agent.autograd.admit(call.autograd_context, session.peer)
+        if call.autograd_context:
+            active.autograd = self._admit_context(call.autograd_context, session.peer)
             if arguments is not None:
                 arguments.autograd = active.autograd
         self._active[session, call.id] = active
         if not self.accepting:
-            self.fail(active, RpcdistError(f"worker {agent.worker_name!r} has shut down"))
+            self.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
         if call.HasField("result"):
             try:
-                active.entry = agent.rrefs.accept_creation(call.result, session.peer.id, session.peer.incarnation)
+                active.entry = self._rrefs.accept_creation(call.result, session.peer.id, session.peer.incarnation)
             except RpcdistError as exc:
                 self.fail(active, exc)
                 return
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
-            confirmed.add_done_callback(lambda _: agent.pool.submit(self.run, active))
-        elif call.function in self._coroutine_functions and self._runs_on_loop(active):
+            confirmed.add_done_callback(lambda _: self._pool.submit(self.run, active))
+        elif call.function in self._coroutine_functions and _decodes_without_user_code(call):
             self._start_coroutine(active, None)
         else:
             jobs.append((self.run, (active,)))
 
-    def _runs_on_loop(self, active: ActiveCall) -> bool:
-        """Whether decoding the arguments runs no user code, so that the pool can be skipped."""
-        arguments = active.call.arguments
-        return arguments.encoding == value_pb2.Value.PLAIN and not arguments.rrefs and not len(arguments.buffers)
-
-    def cancel(self, session: AnySession, id: int) -> None:
+    def on_cancel(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
         """The caller does not want the result any more."""
-        active = self._active.get((session, id))
+        active = self._active.get((session, message.cancel.id))
         if active is not None:
-            self._cancel(active)
+            active.cancel()
 
-    def credit(self, session: AnySession, id: int, items: int) -> None:
-        active = self._active.get((session, id))
+    def on_credit(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """The consumer of a stream can take more items."""
+        credit = message.stream_credit
+        active = self._active.get((session, credit.id))
         if active is not None and active.producer is not None:
-            active.producer.credit(items)
+            active.producer.credit(credit.items)
 
-    def session_ended(self, session: AnySession) -> None:
-        """Nobody waits for these replies any more."""
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """A connection has ended: nobody waits for the replies to its calls. What `remote()` creates stays wanted."""
         for key, active in list(self._active.items()):
             if key[0] is session and not active.call.HasField("result"):
-                self._cancel(active)
+                active.cancel()
 
-    def _cancel(self, active: ActiveCall) -> None:
-        active.cancelled = True
-        if active.producer is not None:
-            active.producer.cancel()
-        if active.handle is not None:
-            active.handle.cancel()
+    def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
+        """A job found no thread for too long. Callers are told; what completes calls of ours runs all the same."""
+        if function == self.run:
+            self.fail(arguments[0], error)
+        else:
+            threading.Thread(target=function, args=arguments, name="rpcdist-overflow", daemon=True).start()
 
     # ------------------------------------------------------------ pool
 
@@ -172,8 +176,8 @@ class Dispatcher:
         try:
             if not self._wanted(active):
                 return
-            if self._agent.gil_profiling:
-                self._agent.gil_wait.sample()
+            if self.gil_wait is not None:
+                self.gil_wait.sample()
             if active.call.HasField("fetch"):
                 self._fetch(active)
             else:
@@ -193,36 +197,8 @@ class Dispatcher:
             return False
         return True
 
-    def _function(self, call: rpc_pb2.Call) -> Callable[..., Any]:
-        options = self._agent.options
-        if call.HasField("function_pickle"):
-            if options.allow_functions is not None or not options.allow_pickle:
-                raise CallRefused(
-                    f"worker {self._agent.worker_name!r} accepts functions by name only (allow_functions or "
-                    "allow_pickle=False is set there); call a module-level function"
-                )
-            return decode_function(call.function_pickle)
-        module, _, name = call.function.partition(":")
-        if options.allow_functions is None or call.function in INTERNAL:
-            return decode_function(call.function)
-        if not options.allows(module, name):
-            raise CallRefused(
-                f"worker {self._agent.worker_name!r} does not allow calls of {call.function}; "
-                "add it to RpcOptions(allow_functions=...) there"
-            )
-        function = decode_function(call.function)
-        home = function_name(function)
-        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
-        if call.function not in options.allow_functions and not (home and options.allows(*home.split(":", 1))):
-            raise CallRefused(
-                f"worker {self._agent.worker_name!r} does not allow calls of {call.function}, which is "
-                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
-                "RpcOptions(allow_functions=...) there, without wildcards"
-            )
-        return function
-
     def _invoke(self, active: ActiveCall) -> None:
-        function = self._function(active.call)
+        function = self._callables.find(active.call)
         args, kwargs = _arguments(active)
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
@@ -254,7 +230,7 @@ class Dispatcher:
 
     def _fetch(self, active: ActiveCall) -> None:
         fetch, peer = active.call.fetch, active.session.peer
-        future = self._agent.rrefs.get_value_future(fetch.rref, fetch.fork, peer.id, peer.incarnation)
+        future = self._rrefs.get_value_future(fetch.rref, fetch.fork, peer.id, peer.incarnation)
         self._chain(active, future)
 
     # ------------------------------------------------------------ user loop
@@ -267,7 +243,7 @@ class Dispatcher:
         async def run() -> object:
             if coroutine is not None:
                 return await coroutine
-            function = self._function(active.call)
+            function = self._callables.find(active.call)
             args, kwargs = _arguments(active)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
@@ -275,15 +251,16 @@ class Dispatcher:
         def done(outcome: object, exc: BaseException | None) -> None:
             # Encoding may run user code and be slow; the loop has other coroutines to serve.
             if exc is not None:
-                self._agent.pool.submit(self.fail, active, exc)
+                self._pool.submit(self.fail, active, exc)
             elif outcome is None:
                 self._finish(active, None)
             else:
-                self._agent.pool.submit(self._finish, active, outcome)
+                self._pool.submit(self._finish, active, outcome)
 
-        context = copy_context()
+        # A function that is not a coroutine function may have set variables before it returned a coroutine.
+        context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
-        active.handle = self._agent.user_loop.submit(run, done, deadline=active.deadline, context=context)
+        active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
         if active.cancelled:  # between the check and here
             active.handle.cancel()
 
@@ -293,7 +270,7 @@ class Dispatcher:
         """Answers a call; anything that goes wrong with the answer becomes its failure."""
         try:
             if active.entry is not None:
-                self._agent.rrefs.set_value(active.entry, result)
+                self._rrefs.set_value(active.entry, result)
                 reply = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, created=True))
                 active.session.send(reply)
                 self._forget(active)
@@ -305,8 +282,8 @@ class Dispatcher:
                 message = rpc_pb2.Message()
                 message.reply.id = active.call.id
                 peer = active.session.peer.id
-                large, forks = self._agent.encode_for(message.reply.value, result, peer, active.autograd)
-                self._agent.send_reply(active.session, message, large, forks)
+                large, forks = self._marshal.encode(message.reply.value, result, peer, active.autograd)
+                self._marshal.send(active.session, message, large, forks)
                 self._forget(active)
         except BaseException as exc:
             self.fail(active, exc)
@@ -321,31 +298,32 @@ class Dispatcher:
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
         if active.arguments is not None:
             active.arguments.discard()
-        agent = self._agent
-        failure = failure_of(exc, agent.worker_name)
+        failure = self._marshal.failure(exc)
         by_user = active.call.function and not active.call.function.startswith("rpcdist.")
         if failure.kind == rpc_pb2.Failure.USER and by_user:
             logger.warning(
                 "a call of %s from %s failed on %s:\n%s",
                 active.what,
                 active.session.peer.name,
-                agent.worker_name,
+                self._me.name,
                 failure.traceback,
             )
         if active.entry is not None:
-            agent.rrefs.set_error(active.entry, exc)
-        if not agent.closed:  # the end of this process says more than what it did to its handlers
+            self._rrefs.set_error(active.entry, exc)
+        if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
             message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))
             active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        to = (self._agent, active.session, active.call.id, active.autograd)
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, stream=True)))
-        producer: Producer
+        sender = StreamSender(
+            self._marshal, active.session, active.call.id, active.autograd, lambda: self._forget(active)
+        )
+        producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
-            producer = SyncProducer(*to, generator, lambda: self._forget(active))
+            producer = SyncProducer(self._pool, sender, generator, self._new_context())
         else:
-            producer = AsyncProducer(*to, generator, lambda: self._forget(active))
+            producer = AsyncProducer(self._user_loop, sender, generator, self._new_context())
         active.producer = producer
         producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
@@ -361,28 +339,25 @@ class Dispatcher:
 
     def wait_idle(self, timeout_s: float | None) -> bool:
         """Waits until no call is being handled; False when the time is over."""
-        with self._idle:
-            self._idle_waiters += 1
-            try:
-                return self._idle.wait_for(lambda: not self._working(), timeout_s)
-            finally:
-                self._idle_waiters -= 1
+        return self._wait(lambda: not self._working(), timeout_s)
 
     def wait_gathered(self, timeout_s: float) -> bool:
         """Waits until the workers that wait here for others have been answered; False when the time is over."""
+        return self._wait(lambda: not any(active.call.counts_as_idle for active in self._calls()), timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         with self._idle:
             self._idle_waiters += 1
             try:
-                return self._idle.wait_for(
-                    lambda: all(active.call.function != CONTRIBUTE for active in list(self._active.values())), timeout_s
-                )
+                return self._idle.wait_for(condition, timeout_s)
             finally:
                 self._idle_waiters -= 1
 
+    def _calls(self) -> list[ActiveCall]:
+        return list(self._active.values())
+
     def _working(self) -> list[ActiveCall]:
-        """The calls of users that count; a barrier that waits here for others is no work of this worker."""
-        calls = list(self._active.values())
-        return [active for active in calls if active.call.function != CONTRIBUTE and not active.is_abandoned]
+        return [active for active in self._calls() if active.counts_as_work]
 
     def describe(self) -> list[str]:
         """The calls that are being handled, for messages."""
@@ -390,8 +365,14 @@ class Dispatcher:
 
     def cancel_all(self) -> None:
         """Cancels what is left."""
-        for active in list(self._active.values()):
-            self._cancel(active)
+        for active in self._calls():
+            active.cancel()
+
+
+def _decodes_without_user_code(call: rpc_pb2.Call) -> bool:
+    """Whether decoding the arguments runs no user code, so that the pool can be skipped."""
+    arguments = call.arguments
+    return arguments.encoding == value_pb2.Value.PLAIN and not arguments.rrefs and not len(arguments.buffers)
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

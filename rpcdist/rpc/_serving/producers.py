@@ -6,20 +6,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Generator
-from contextvars import Context, copy_context
+from contextvars import Context
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._executors.torch_state import StateSlot
-from rpcdist.rpc._values.failures import failure_of
+from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.network import MessageSink
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._agent import Agent, AnySession
-
-__all__ = ["AsyncProducer", "Producer", "SyncProducer"]
+__all__ = ["AsyncProducer", "Producer", "StreamSender", "SyncProducer"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,14 +34,27 @@ class Producer(Protocol):
         """The consumer wants no more; the generator is closed."""
 
 
-class _Sender:
-    """Puts items and the end on the wire."""
+class StreamSender:
+    """Puts the items of one stream, and its end, on the wire.
+
+    Args:
+        marshal: encodes the items.
+        session: where they go.
+        id: the call whose result the stream is.
+        autograd: the context of the call, or None.
+        ended: called before the end is sent.
+    """
 
     def __init__(
-        self, agent: Agent, session: AnySession, id: int, autograd: CallContext | None, ended: Callable[[], None]
+        self,
+        marshal: Marshal,
+        session: MessageSink,
+        id: int,
+        autograd: CallContext | None,
+        ended: Callable[[], None],
     ) -> None:
-        self._agent = agent
-        self._autograd = autograd
+        self.autograd = autograd
+        self._marshal = marshal
         self._session = session
         self._id = id
         self._ended = ended
@@ -50,15 +63,14 @@ class _Sender:
         message = rpc_pb2.Message()
         message.stream_item.id = self._id
         peer = self._session.peer.id
-        large, forks = self._agent.encode_for(message.stream_item.value, item, peer, self._autograd)
-        self._agent.send_reply(self._session, message, large, forks)
+        large, forks = self._marshal.encode(message.stream_item.value, item, peer, self.autograd)
+        self._marshal.send(self._session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:
         self._ended()
         end = rpc_pb2.StreamEnd(id=self._id)
         if exc is not None:
-            agent = self._agent
-            end.failure.CopyFrom(failure_of(exc, agent.worker_name))
+            end.failure.CopyFrom(self._marshal.failure(exc))
         self._session.send(rpc_pb2.Message(stream_end=end))
 
 
@@ -70,20 +82,14 @@ class SyncProducer:
     """
 
     def __init__(
-        self,
-        agent: Agent,
-        session: AnySession,
-        id: int,
-        autograd: CallContext | None,
-        generator: Generator[Any, Any, Any],
-        ended: Callable[[], None],
+        self, pool: WorkerPool, sender: StreamSender, generator: Generator[Any, Any, Any], context: Context
     ) -> None:
-        self._pool = agent.pool
+        self._pool = pool
         self._generator = generator
-        self._context = Context()
-        self._context.run(current_autograd.set, autograd)
+        self._context = context
+        self._context.run(current_autograd.set, sender.autograd)
         self._state = StateSlot()
-        self._sender = _Sender(agent, session, id, autograd, ended)
+        self._sender = sender
         self._credits = 0
         self._running = False
         self._cancelled = False
@@ -153,23 +159,15 @@ class AsyncProducer:
     """Draws from an async generator on the user loop; a waiting producer costs no thread."""
 
     def __init__(
-        self,
-        agent: Agent,
-        session: AnySession,
-        id: int,
-        autograd: CallContext | None,
-        generator: AsyncGenerator[Any, Any],
-        ended: Callable[[], None],
+        self, user_loop: UserLoop, sender: StreamSender, generator: AsyncGenerator[Any, Any], context: Context
     ) -> None:
-        self._agent = agent
         self._generator = generator
-        self._sender = _Sender(agent, session, id, autograd, ended)
+        self._sender = sender
         self._credits = 0
         self._lock = threading.Lock()
         self._wake: Callable[[], object] | None = None
-        context = copy_context()
-        context.run(current_autograd.set, autograd)
-        self._handle = agent.user_loop.submit(self._drive, self._done, deadline=NEVER, context=context)
+        context.run(current_autograd.set, sender.autograd)
+        self._handle = user_loop.submit(self._drive, self._done, deadline=NEVER, context=context)
 
     def credit(self, items: int) -> None:
         with self._lock:

@@ -18,8 +18,8 @@ from typing import Any, Final, Generic, NamedTuple, TypeVar, cast
 import torch.futures
 
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded
-from rpcdist.rpc._calling.interrupt import acquire
 from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc.future import Future
 
 __all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]

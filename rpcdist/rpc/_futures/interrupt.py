@@ -23,8 +23,8 @@ import time
 from _thread import LockType, get_ident
 from collections.abc import Callable
 
+from rpcdist.rpc._peers.network import IoThread
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
-from rpcdist.transport import Node
 
 __all__ = ["InterruptWatch", "acquire", "longest_sleep_s"]
 
@@ -60,8 +60,8 @@ class InterruptWatch:
     descriptor belongs to somebody else, such as an asyncio loop of the main thread.
     """
 
-    def __init__(self, node: Node, interrupted: Callable[[], None]) -> None:
-        self._node = node
+    def __init__(self, io: IoThread, interrupted: Callable[[], None]) -> None:
+        self._io = io
         self._interrupted = interrupted
         self._sockets: tuple[socket.socket, socket.socket] | None = None
 
@@ -78,7 +78,7 @@ class InterruptWatch:
             theirs.close()
             return
         self._sockets = (ours, theirs)
-        self._node.io.call_soon(self._node.io.loop.add_reader, ours.fileno(), self._read)
+        self._io.call_soon(self._io.loop.add_reader, ours.fileno(), self._read)
 
     def _read(self) -> None:
         assert self._sockets is not None
@@ -102,11 +102,11 @@ class InterruptWatch:
             signal.set_wakeup_fd(current)  # somebody else's by now
 
         def close() -> None:
-            self._node.io.loop.remove_reader(ours.fileno())
+            self._io.loop.remove_reader(ours.fileno())
             ours.close()
             theirs.close()
 
-        self._node.io.call_soon(close)
+        self._io.call_soon(close)
 
 
 def _main_thread_is_in_torch() -> bool:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
+from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
+from rpcdist.rpc.future import Future
 
-if TYPE_CHECKING:
-    from rpcdist.rpc._autograd_hooks import CallContext
-    from rpcdist.rpc._rref.manager import RRefManager, Token
-    from rpcdist.rpc.future import Future
-
-__all__ = ["NO_BUFFERS", "ArrivedValue", "OutgoingRRefs"]
-
-NO_BUFFERS: Sequence[ReceiveBuffer] = ()
+__all__ = ["ArrivedValue", "OutgoingRRefs"]
 
 
 class ArrivedValue:

@@ -1,0 +1,83 @@
+"""Between the agent and distributed autograd: what autograd sees of the agent, and what it is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+
+from rpcdist._proto import autograd_pb2, rpc_pb2
+from rpcdist.errors import WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._autograd_hooks import AutogradHooks
+from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._executors.timers import Timers
+from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.events import PeerEvents
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import IoThread, MessageSink, SendObserver
+from rpcdist.rpc._peers.router import Router
+from rpcdist.rpc._values import LargeBuffer
+from rpcdist.rpc.options import RpcOptions
+
+__all__ = ["AutogradLinks", "tell_autograd"]
+
+
+class AutogradLinks:
+    """The parts of the agent that distributed autograd uses (`AutogradHost`)."""
+
+    def __init__(
+        self,
+        directory: Directory,
+        router: Router,
+        caller: Caller,
+        pool: WorkerPool,
+        io: IoThread,
+        lifetime: Lifetime,
+        options: RpcOptions,
+    ) -> None:
+        self.identity = directory.me
+        self.allow_pickle = options.allow_pickle
+        self.default_mode = options.autograd_mode
+        self.timeout_of = caller.timeout_of
+        self.worker_name_of = directory.name_of
+        self.device_map = directory.device_map
+        self.silence_s = router.silence_s
+        self.submit = pool.submit
+        self.call_later = Timers(io).call_later
+        self.send_control = router.send_control
+        self._router = router
+        self._lifetime = lifetime
+
+    def __repr__(self) -> str:
+        return f"<AutogradLinks of {self.identity.name}>"
+
+    @property
+    def is_closed(self) -> bool:
+        return self._lifetime.is_closed
+
+    def send(
+        self,
+        to: int,
+        message: autograd_pb2.AutogradMessage,
+        buffers: Sequence[LargeBuffer] = (),
+        observer: SendObserver | None = None,
+    ) -> None:
+        self._router.send(to, rpc_pb2.Message(autograd=message), buffers, observer)
+
+
+def tell_autograd(hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime) -> None:
+    """Has distributed autograd hear of what happens to connections and workers, until the agent closes."""
+
+    def broken(session: MessageSink, reason: str) -> None:
+        if not lifetime.is_closed:
+            silence_s = time.monotonic() - session.last_received
+            hooks.worker_lost(session.peer, WorkerLost(session.peer.name, "a backward pass", silence_s, reason))
+
+    def lost(identity: Identity, error: WorkerLost) -> None:
+        if not lifetime.is_closed:
+            hooks.worker_lost(identity, WorkerLost(error.worker, "a backward pass", error.last_seen_s, error.reason))
+            hooks.worker_dead(identity)
+
+    events.broken.listen(broken)
+    events.lost.listen(lost)

@@ -1,0 +1,120 @@
+"""The calls that remote references make: to create a value elsewhere, to fetch it, and to run its methods."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._autograd_hooks import AutogradHooks
+from rpcdist.rpc._calling.caller import Caller, Destination
+from rpcdist.rpc._futures.collected import note_started
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._peers.router import REPLACED
+from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
+from rpcdist.transport.fork import check_not_forked
+
+__all__ = ["RRefCalls"]
+
+
+class RRefCalls:
+    """What every reference of an agent holds (`RRefHome`). Any thread may call any method.
+
+    Args:
+        rrefs: counts the references.
+        caller: makes the calls.
+        directory: who is in the job.
+        autograd: runs distributed backward passes.
+        autograd_mode: of backward passes that begin at a reference.
+        lifetime: when it is over, shares are not asked about any more.
+    """
+
+    def __init__(
+        self,
+        rrefs: RRefManager,
+        caller: Caller,
+        directory: Directory,
+        autograd: AutogradHooks,
+        autograd_mode: str,
+        lifetime: Lifetime,
+    ) -> None:
+        self.me = rrefs.me
+        self.my_name = rrefs.my_name
+        self.check_sharable = rrefs.check_sharable
+        self.fetch_error = rrefs.fetch_error
+        self._rrefs = rrefs
+        self._caller = caller
+        self._directory = directory
+        self._autograd = autograd
+        self._autograd_mode = autograd_mode
+        self._lifetime = lifetime
+
+    def __repr__(self) -> str:
+        return f"<RRefCalls of {self.my_name}>"
+
+    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+        """The value of a reference that another worker owns. A lost worker goes through `fetch_error`."""
+        check_not_forked()
+        future = self._caller.fetch(self._rrefs.owner_of(state), state.rref, state.id, timeout_s)
+        future.is_quiet = True
+        return future
+
+    def rpc_sync(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float) -> Any:
+        return self._caller.sync(to, func, args, None, timeout_s)
+
+    def rpc_async(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float) -> Future[Any]:
+        future = self._caller.start(to, func, args, None, timeout_s)
+        note_started(future)
+        return future
+
+    def remote(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float, kwargs: Any = None) -> Any:
+        """Calls a function whose result stays there; returns a reference to it at once."""
+        owner = self._directory.resolve(to)
+        rref, fork = self._rrefs.create_remote(owner)
+        try:
+            created = self._caller.remote(owner, fork, func, args, kwargs, timeout_s)
+        except BaseException as exc:
+            self._rrefs.on_creation_failed(fork, exc)
+            raise
+        rref._creation = created
+        self._rrefs.track_creation(fork, created)
+        return rref
+
+    def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
+        """Runs a distributed backward pass that begins here; blocks."""
+        timeout_s = self._caller.timeout_of(UNSET_RPC_TIMEOUT)
+        deadline = Deadline.after(timeout_s).earlier(current_deadline.get())
+        self._autograd.backward(context_id, [root], retain_graph, self._autograd_mode, deadline)
+
+    # ------------------------------------------------------------ what happens to workers (I/O loop)
+
+    def on_broken(self, session: MessageSink, reason: str) -> None:
+        """Messages to a worker may be lost, and shares of references with them: ask for those that did not arrive.
+
+        Calls that are still in flight give their shares back themselves when they end.
+        """
+        peer = session.peer.id
+        if not self._lifetime.is_closed and self._directory.knows(peer):
+            in_flight = [fork for call in self._caller.calls if call.peer == peer for fork in call.forks or ()]
+            self._rrefs.connection_broken(peer, in_flight)
+
+    def on_lost(self, identity: Identity, error: WorkerLost) -> None:
+        """A worker is declared dead: its values are gone, and so are the references that it held."""
+        self._rrefs.worker_lost(identity.id, error, identity.incarnation)
+
+    def on_replaced(self, identity: Identity) -> None:
+        """Another process has the place of a worker, which may never have been connected."""
+        self.on_lost(identity, WorkerLost(identity.name, "a connection", 0.0, REPLACED))
+
+    def on_lease_ended(self, identity: Identity) -> None:
+        """Nothing was heard of a worker for too long: its references are dropped."""
+        self._rrefs.lease_ended(identity.id, identity.incarnation)

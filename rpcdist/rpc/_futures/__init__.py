@@ -1,0 +1,3 @@
+"""What stands behind `rpcdist.rpc.Future`: failures, waiting for several, and waits that Ctrl-C ends."""
+
+__all__: list[str] = []

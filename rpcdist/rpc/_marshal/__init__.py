@@ -1,0 +1,3 @@
+"""Values with what belongs to them beyond data: shares of remote references, and history for autograd."""
+
+__all__: list[str] = []

@@ -1,0 +1,116 @@
+"""Values to and from the wire, with what belongs to them beyond data.
+
+A value that leaves shares its remote references with the receiver, and its tensors are recorded where gradients are to
+flow back. A share whose message may not have arrived is given back, or its value would live for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+
+import torch
+
+from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.ids import Identity
+from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._marshal.arrived_value import ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer, encode_into
+from rpcdist.rpc._values.failures import failure_of
+
+__all__ = ["Marshal"]
+
+
+class Marshal:
+    """One per agent. Encoding may run code of users, so it is done on their threads or in the pool.
+
+    Args:
+        rrefs: makes and receives shares of remote references.
+        rref_type: the class of those.
+        device_map: where tensors of other devices go at a worker.
+        worker_name: this worker's, for failures.
+        by_value: send the code of functions and classes that the receiver cannot import.
+        allow_pickle: take pickles from others.
+    """
+
+    def __init__(
+        self,
+        rrefs: RRefManager,
+        rref_type: type,
+        device_map: Callable[[int], MapDevice | None],
+        worker_name: str,
+        *,
+        by_value: bool,
+        allow_pickle: bool,
+    ) -> None:
+        self.by_value = by_value
+        self.allow_pickle = allow_pickle
+        self._rrefs = rrefs
+        self._rref_type = rref_type
+        self._device_map = device_map
+        self._worker_name = worker_name
+
+    def __repr__(self) -> str:
+        return f"<Marshal of {self._worker_name}>"
+
+    def encode(
+        self, value: value_pb2.Value, obj: object, to: int, autograd: CallContext | None = None
+    ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
+        """Encodes an object for a worker.
+
+        Args:
+            value: the message to fill.
+            obj: the object.
+            to: the worker's id.
+            autograd: records the tensors that require grad, unless it is None.
+
+        Returns:
+            The large buffers, and the shares, for `give_back`.
+        """
+        externals = OutgoingRRefs(self._rrefs, self._rref_type, to, value)
+        record = None if autograd is None else partial(_record, autograd, value, to)
+        try:
+            large = encode_into(
+                value, obj, externals, by_value=self.by_value, map_device=self._device_map(to), on_tensors=record
+            )
+        except BaseException:
+            self.give_back(externals.forks, to)
+            raise
+        return large, externals.forks
+
+    def give_back(self, forks: Iterable[value_pb2.RRefFork] | None, to: int) -> None:
+        """Undoes shares whose message may not have arrived."""
+        for fork in forks or ():
+            self._rrefs.share_failed(fork, to)
+
+    def send(
+        self,
+        session: MessageSink,
+        message: rpc_pb2.Message,
+        large: Sequence[LargeBuffer],
+        forks: list[value_pb2.RRefFork],
+    ) -> None:
+        """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
+        session.send(message, large)
+        if forks and session.closed_reason is not None:
+            self.give_back(forks, session.peer.id)
+
+    def arrived(
+        self,
+        value: value_pb2.Value,
+        buffers: Sequence[ReceiveBuffer],
+        sender: Identity,
+        autograd: CallContext | None = None,
+    ) -> ArrivedValue:
+        """A value that came; its shares are received at once, the rest is decoded later. On the I/O loop."""
+        return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd)
+
+    def failure(self, exc: BaseException) -> rpc_pb2.Failure:
+        """An exception of this worker, for the wire; raises nothing."""
+        return failure_of(exc, self._worker_name)
+
+
+def _record(context: CallContext, value: value_pb2.Value, to: int, tensors: list[torch.Tensor]) -> None:
+    context.sending(value, tensors, to)

@@ -1,0 +1,51 @@
+"""Arriving messages, handed to the part of the agent that handles their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values.buffers import ReceiveBuffer
+
+__all__ = ["Demultiplexer", "Handler", "PoolJob"]
+
+PoolJob = tuple[Callable[..., object], tuple[object, ...]]
+"""A function and its arguments, to be called by a thread of the pool."""
+
+Handler = Callable[[MessageSink, rpc_pb2.Message, list[ReceiveBuffer], list[PoolJob]], object]
+"""Takes the session, the message, its large buffers, and the list to which it adds what the pool shall do."""
+
+
+class Demultiplexer:
+    """One per agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
+
+    Args:
+        submit_many: gives jobs to the pool.
+        lifetime: nothing is handed on when it is over.
+    """
+
+    def __init__(self, submit_many: Callable[[list[PoolJob]], object], lifetime: Lifetime) -> None:
+        self._submit_many = submit_many
+        self._lifetime = lifetime
+        self._handlers: dict[str | None, Handler] = {}
+
+    def __repr__(self) -> str:
+        return f"<Demultiplexer [{', '.join(map(str, self._handlers))}]>"
+
+    def handle(self, kind: str, handler: Handler) -> None:
+        """Says who takes messages whose body is of this kind. Messages of unknown kinds are dropped."""
+        self._handlers[kind] = handler
+
+    def on_messages(self, session: MessageSink, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+        """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""
+        if self._lifetime.is_closed:
+            return
+        jobs: list[PoolJob] = []
+        for message, buffers in messages:
+            handler = self._handlers.get(message.WhichOneof("body"))
+            if handler is not None:
+                handler(session, message, buffers, jobs)
+        if jobs:
+            self._submit_many(jobs)

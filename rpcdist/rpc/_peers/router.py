@@ -1,0 +1,245 @@
+"""Messages to workers, by their ids: which connection they take, and whether there is one, is decided here.
+
+This worker's own id leads to the loopback. Any other leads to the `Peer` of the process that has the id now; a peer
+whose process was replaced, or was lost a while ago, gives way to a new attempt.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Sequence
+
+from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist.errors import RpcdistError, TransportError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.control_receiver import ControlReceiver
+from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.events import PeerEvents
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.loopback import Loopback
+from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._peers.peer import Peer, PeerState
+from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc.options import RpcOptions
+
+__all__ = ["REPLACED", "ControlBody", "Router"]
+
+logger = logging.getLogger(__name__)
+
+REPLACED = "another process took its place"
+
+ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage
+
+
+class Router:
+    """One per agent. Any thread may use it, except for what is said to run on the I/O loop.
+
+    Args:
+        network: opens connections.
+        directory: who is in the job, and where.
+        demultiplexer: gets the answers that arrive on connections of this worker, and what it sends to itself.
+        control: applies control messages of this worker to itself.
+        events: is told what happens to connections.
+        lifetime: when it is over, control messages are dropped.
+        options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
+    """
+
+    def __init__(
+        self,
+        network: Network,
+        directory: Directory,
+        demultiplexer: Demultiplexer,
+        control: ControlReceiver,
+        events: PeerEvents,
+        lifetime: Lifetime,
+        options: RpcOptions,
+    ) -> None:
+        self._network = network
+        self._directory = directory
+        self._control = control
+        self._events = events
+        self._lifetime = lifetime
+        self._peer_timeout_s = options.peer_timeout
+        self.shares_payloads = options.share_payloads
+        self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
+        self._me = directory.me.id
+        self._loopback = Loopback(directory.me, demultiplexer.on_messages)
+        self._peers: dict[int, Peer] = {}
+        self._lock = threading.Lock()  # for making peers; they are looked up without it
+        events.opened.listen(self._on_opened)
+        events.replaced.listen(self._on_replaced)
+
+    def __repr__(self) -> str:
+        return f"<Router [{len(self._peers)} peers]>"
+
+    # ------------------------------------------------------------ sending
+
+    def send_call(
+        self, to: int, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], observer: SendObserver
+    ) -> None:
+        """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.
+
+        Raises:
+            TransportError: the worker is lost, or this one shuts down.
+        """
+        if to == self._me:
+            self._loopback.send(message, buffers)
+            observer.on_sent(self._loopback, 0)
+        else:
+            self._living_peer(to).send(message, buffers, observer)
+
+    def send(
+        self,
+        to: int,
+        message: rpc_pb2.Message,
+        buffers: Sequence[LargeBuffer] = (),
+        observer: SendObserver | None = None,
+    ) -> None:
+        """Sends a message at most once, and never waits.
+
+        Raises:
+            TransportError, UnknownWorker: the worker is lost, or nobody has this id.
+        """
+        if to != self._me:
+            self.peer(to).send(message, buffers, observer)
+            return
+        self._loopback.send(message, buffers)
+        if observer is not None:
+            observer.on_sent(self._loopback, 0)
+
+    def send_if_alive(self, to: int, message: rpc_pb2.Message) -> None:
+        """As `send`, of a message that matters to a living worker only; else it is dropped."""
+        try:
+            self.send(to, message)
+        except TransportError as exc:
+            logger.debug("not sent to worker %s: %s", to, exc)
+
+    def send_again(self, identity: Identity, message: rpc_pb2.Message, observer: SendObserver) -> None:
+        """Sends a message once more, to the same process only; on the I/O loop. Raises `TransportError`."""
+        peer = self._peers.get(identity.id)
+        if peer is None or peer.identity != identity:
+            raise TransportError(REPLACED)
+        peer.send(message, (), observer)
+
+    def send_control(self, to: int, body: ControlBody) -> None:
+        """Sends a control message until it is acknowledged, unless the worker dies; never waits."""
+        if to == self._me:
+            self._control.apply(
+                "rref" if isinstance(body, rref_pb2.RRefMessage) else "autograd", self._directory.me, body
+            )
+        elif self._lifetime.is_closed:
+            return
+        elif self._directory.knows(to):
+            self.peer(to).send_control(body)
+        else:
+            self._network.io.call_soon(self._spawn_introduction, to, body)
+
+    def _spawn_introduction(self, to: int, body: ControlBody) -> None:
+        self._network.io.spawn(self._send_to_stranger(to, body), "rpcdist control message to a stranger")
+
+    async def _send_to_stranger(self, to: int, body: ControlBody) -> None:
+        """A reference may come from a worker that joined after this one last asked who is there."""
+        await self._directory.refresh_async()
+        if self._directory.knows(to):
+            self.peer(to).send_control(body)
+        else:
+            nobody = Identity(f"worker {to}", to, 0)
+            lost = WorkerLost(nobody.name, "a remote reference", 0.0, "it is not a member of the job")
+            self._events.lost.publish(nobody, lost)
+
+    # ------------------------------------------------------------ peers
+
+    def peer(self, worker_id: int) -> Peer:
+        """The connection to another worker; a new one if it was replaced, a new attempt if it was lost a while ago."""
+        peer = self._peers.get(worker_id)
+        member = self._directory.member(worker_id)
+        if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
+            return peer
+        with self._lock:
+            peer = self._peers.get(worker_id)
+            if peer is not None and peer.identity == member.identity:
+                if time.monotonic() - peer.lost_at > self._peer_timeout_s:
+                    peer.revive()
+                return peer
+            if peer is not None:
+                self._network.io.call_soon(peer.declare_lost, REPLACED)
+            peer = Peer(self._network, member, self, self._peer_timeout_s)
+            self._peers[worker_id] = peer
+            return peer
+
+    def _living_peer(self, worker_id: int) -> Peer:
+        """As `peer`; asks the coordinator whether a worker that is lost has been replaced."""
+        peer = self.peer(worker_id)
+        if peer.state is PeerState.LOST and asyncio._get_running_loop() is None:  # a loop must not be held up
+            try:
+                self._directory.refresh()
+            except RpcdistError as exc:
+                logger.debug("the coordinator did not say who is in the job: %s", exc)
+            peer = self.peer(worker_id)
+        return peer
+
+    def watch(self, worker_id: int, what: str) -> WorkerLost | None:
+        """Connects to another worker, so that its death is noticed here.
+
+        Args:
+            worker_id: who.
+            what: what waits for it, for the error.
+
+        Returns:
+            The error, if the worker is lost already.
+        """
+        peer = self.peer(worker_id)
+        if peer.state is PeerState.LOST:
+            silence_s = time.monotonic() - peer.last_up
+            return WorkerLost(peer.identity.name, what, silence_s, peer.lost_reason or "unknown")
+        peer.connect()
+        return None
+
+    def silence_s(self, worker_id: int) -> float:
+        """Seconds since the connection to a worker was last known to be good."""
+        peer = self._peers.get(worker_id)
+        return time.monotonic() - peer.last_up if peer is not None else 0.0
+
+    def sessions(self) -> list[PeerSession]:
+        """Those that this worker has opened."""
+        return [peer.session for peer in list(self._peers.values()) if peer.session is not None]
+
+    # ------------------------------------------------------------ what peers tell (`PeerOwner`), on the I/O loop
+
+    def on_peer_broken(self, session: PeerSession, reason: str) -> None:
+        self._events.broken.publish(session, reason)
+
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
+        silence_s = time.monotonic() - peer.last_up
+        self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
+        for observer in unsent:
+            observer.on_not_sent(silence_s, reason)
+
+    def on_acknowledgement(
+        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        """A worker has applied our control messages up to a number."""
+        peer = self._peers.get(session.peer.id)
+        if peer is not None and peer.identity == session.peer:
+            peer.acknowledged(message.ack.control_seq)
+
+    def _on_opened(self, session: PeerSession) -> None:
+        peer = self._peers.get(session.peer.id)
+        if peer is not None and peer.identity == session.peer:
+            peer.revive()  # it lives after all
+        if self._directory.is_news(session.peer):
+            self._directory.refresh_soon()
+
+    def _on_replaced(self, identity: Identity) -> None:
+        peer = self._peers.get(identity.id)
+        if peer is not None and peer.identity == identity:
+            peer.declare_lost(REPLACED)
+
+    def close(self, reason: str) -> None:
+        """Ends all connections at once; on the I/O loop."""
+        for peer in self._peers.values():
+            peer.close(reason)

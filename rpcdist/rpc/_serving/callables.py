@@ -1,0 +1,66 @@
+"""Which callable a call names, and whether this worker lets others call it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import CallRefused
+from rpcdist.rpc._values.function_names import decode_function, function_name
+from rpcdist.rpc.options import RpcOptions
+
+__all__ = ["Callables"]
+
+
+class Callables:
+    """One per agent.
+
+    Args:
+        options: the allow-list, and whether pickles are accepted.
+        always: what every peer may call, by the name on the wire, whatever the allow-list says: without these no job
+            can shut down.
+        worker_name: this worker's, for messages.
+    """
+
+    def __init__(self, options: RpcOptions, always: Mapping[str, Callable[..., Any]], worker_name: str) -> None:
+        self._options = options
+        self._always = always
+        self._worker_name = worker_name
+
+    def find(self, call: rpc_pb2.Call) -> Callable[..., Any]:
+        """Imports or unpickles what is to be called; raises `CallRefused` for what may not be."""
+        if call.HasField("function_pickle"):
+            return self._unpickled(call.function_pickle)
+        name = call.function
+        if name in self._always:
+            return self._always[name]
+        if self._options.allow_functions is None:
+            return decode_function(name)
+        return self._allowed(name, self._options.allow_functions)
+
+    def _unpickled(self, pickle: bytes) -> Callable[..., Any]:
+        if self._options.allow_functions is not None or not self._options.allow_pickle:
+            raise CallRefused(
+                f"worker {self._worker_name!r} accepts functions by name only (allow_functions or "
+                "allow_pickle=False is set there); call a module-level function"
+            )
+        return decode_function(pickle)
+
+    def _allowed(self, name: str, patterns: tuple[str, ...]) -> Callable[..., Any]:
+        module, _, qualname = name.partition(":")
+        if not self._options.allows(module, qualname):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}; "
+                "add it to RpcOptions(allow_functions=...) there"
+            )
+        function = decode_function(name)
+        home = function_name(function)
+        # A pattern names what a module defines, not what it imports: "tools:*" must not lead to "tools:os.system".
+        if name not in patterns and not (home and self._options.allows(*home.split(":", 1))):
+            raise CallRefused(
+                f"worker {self._worker_name!r} does not allow calls of {name}, which is "
+                f"{home or 'a callable without a name of its own'}; to allow it, add it to "
+                "RpcOptions(allow_functions=...) there, without wildcards"
+            )
+        return function
