@@ -97,6 +97,7 @@ __all__ = [
     "RREF_DELETION_LIMIT_S",
     "SEGMENTS_RETURN_S",
     "SEGMENTS_TRIM_S",
+    "SELECT_LIMIT_MS",
     "SELECT_LIMIT_S",
     "SERVE_LIMIT_S",
     "SHARED_MEMORY_SETUP_LIMIT_S",
@@ -321,6 +322,8 @@ POOL_IDLE_LIMIT_S: Final = 5.0
 """A thread of the pool that had nothing to do for this long ends."""
 SELECT_LIMIT_S: Final = 3600.0
 """One call of `select`, whose argument the operating system limits; the wait then goes on."""
+SELECT_LIMIT_MS: Final = round(1000 * SELECT_LIMIT_S)
+"""The same for `poll`, which counts milliseconds."""
 IDLE_RECHECK_S: Final = 60.0
 """A group's thread without work wakes up this often; it is woken by work at once."""
 FUTEX_WAIT_S: Final = 0.01

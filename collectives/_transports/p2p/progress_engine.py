@@ -15,10 +15,10 @@ from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, In
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.polling import Pollers
 from rpcdist.errors import ProtocolViolation
+from rpcdist.time_limits import SELECT_LIMIT_MS
 
 __all__ = ["ProgressEngine"]
 
-_LONGEST_POLL_MS: Final = 1 << 30  # the system takes 31 bits
 _MOST_STEPS: Final = 64  # on one socket before it is the others' turn
 _MOST_SPINNING: Final = 4  # sockets that a blocked thread tries before it sleeps
 
@@ -151,7 +151,7 @@ class ProgressEngine:
                     masks[connection.sock.fileno()] = select.POLLIN | select.POLLOUT
             limit_s = max(0.0, state.next_deadline - time.monotonic())
         poller = self._pollers.get(masks, leadership.waker.fileno())
-        limit_ms = None if limit_s == math.inf else min(limit_s * 1000, _LONGEST_POLL_MS)
+        limit_ms = None if limit_s == math.inf else min(limit_s * 1000, SELECT_LIMIT_MS)
         ready = {descriptor for descriptor, _ in poller.poll(limit_ms)}
         with self.lock:
             leadership.sleeping = False
