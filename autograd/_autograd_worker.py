@@ -14,19 +14,18 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
-from rpcdist.autograd._autograd_errors import AutogradError, BackwardError
+from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._pass_events import ChildDone, Decided, PeerBegan
 from rpcdist.autograd._pass_sender import PassSender
-from rpcdist.autograd._wire_format import decode_verdicts
+from rpcdist.autograd._wire_format import decode_error, decode_verdicts, encode_error
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._values import ReceiveBuffer, decode
-from rpcdist.rpc._values.failures import text_of
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 
@@ -230,7 +229,7 @@ class AutogradWorker:
         elif kind == "done":
             current.handle_soon(ChildDone(sender.id))
         elif kind == "aborted":
-            self.host.submit(current.abort, _error_of(message.aborted))
+            self.host.submit(current.abort, decode_error(message.aborted))
 
     def _pass_of(
         self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity
@@ -244,7 +243,7 @@ class AutogradWorker:
                 self._answer_late(context, sender, message)
             return None
         if message.WhichOneof("body") == "aborted":
-            context.ended_passes[message.backward] = _error_of(message.aborted)
+            context.ended_passes[message.backward] = decode_error(message.aborted)
             return None
         return self._add_pass(context, message.backward)
 
@@ -260,8 +259,7 @@ class AutogradWorker:
 
     def _refuse(self, sender: Identity, message: autograd_pb2.AutogradMessage, error: BaseException) -> None:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
-        answer.aborted.worker, answer.aborted.worker_name = self.id, self.host.identity.name
-        answer.aborted.type_name, answer.aborted.text = type(error).__qualname__, text_of(error)
+        encode_error(error, self.id, self.host.identity.name, answer.aborted)
         self._sender.send(sender.id, answer)
 
 
@@ -278,10 +276,6 @@ def _begin_with(current: BackwardPass, sender: int, begin: autograd_pb2.Backward
 
 def _released(context: Context) -> AutogradError:
     return AutogradError(f"autograd context {context.id} was released during its backward pass")
-
-
-def _error_of(aborted: autograd_pb2.BackwardAborted) -> BackwardError:
-    return BackwardError(aborted.worker, aborted.worker_name, aborted.type_name, aborted.text, aborted.traceback)
 
 
 def _checked_roots(roots: Sequence[torch.Tensor]) -> list[GradientEdge]:

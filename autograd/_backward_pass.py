@@ -38,7 +38,7 @@ from rpcdist.autograd._pass_events import (
 )
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._verdicts import PassState
-from rpcdist.autograd._wire_format import encode_verdicts
+from rpcdist.autograd._wire_format import encode_error, encode_verdicts
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
@@ -361,13 +361,7 @@ class BackwardPass:
         if not self._end(error):
             return
         message = self._message()
-        aborted = message.aborted
-        if isinstance(error, BackwardError):
-            aborted.worker, aborted.worker_name = error.node, error.worker
-            aborted.type_name, aborted.text, aborted.traceback = error.type_name, error.text, error.traceback or text
-        else:
-            aborted.worker, aborted.worker_name = self._sender.id, self._sender.name_of(self._sender.id)
-            aborted.type_name, aborted.text, aborted.traceback = type(error).__qualname__, text_of(error), text
+        encode_error(error, self._sender.id, self._sender.name_of(self._sender.id), message.aborted, text)
         self._sender.spread(self._involved | {worker_of(self.id)}, message)
 
     def _end(self, error: BaseException | None) -> bool:

@@ -81,7 +81,7 @@ def backward(
         context_id: from `context()`.
         roots: scalars, computed in the context on this worker.
         retain_graph: keep what a second backward needs.
-        mode: "smart" copes with RPC results that nobody used; "fast" asks nobody, and waits for the gradients of all
+        mode: "smart" allows unused results of RPCs; "fast" exchanges no verdicts, and waits for the gradients of all
             results until the timeout. By default that of `RpcOptions(autograd_mode=)`.
         timeout: limit in seconds; 0 for none, by default the `rpc_timeout` of `init_rpc`.
 

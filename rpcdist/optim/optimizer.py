@@ -119,7 +119,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def step_async(self, context_id: int, *, hogwild: bool = False) -> Future[None]:
         """`step` as a future: await it, or wait for it.
 
-        Cancelling it cancels the steps that have not begun; which ones those are is not told.
+        Cancelling it cancels the steps that have not begun; the future does not say which ones.
         """
         _is_valid_context(context_id)
         self._opt_called = True  # learning-rate schedulers want to know
@@ -217,7 +217,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         return gather_state(self._shards, self.param_groups, self._ask_all("state_dict"))
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Gives every local optimizer its part of a dictionary that `state_dict` or an ordinary optimizer made.
+        """Loads a state that `state_dict` or an ordinary optimizer made: every local optimizer gets its part.
 
         Raises:
             ConfigError: it is not of these parameters. (A ValueError.)

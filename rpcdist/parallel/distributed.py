@@ -410,7 +410,7 @@ class DistributedDataParallel(nn.Module, Joinable):
             "(register_post_accumulate_grad_hook) with gradient_as_bucket_view=True"
         )
 
-    # ------------------------------------------------------------ the rest of torch's surface
+    # ------------------------------------------------------------ other methods of torch's class
 
     def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
         """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""

@@ -1,4 +1,4 @@
-"""Where torch keeps `RemoteModule`: `rpcdist.nn.api.remote_module`."""
+"""The package in which torch has `RemoteModule`: `rpcdist.nn.api.remote_module`."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def _reduce(module: _RemoteModule) -> tuple[Callable[..., _RemoteModule], tuple[
     """Pickles a handle for a call."""
     left = module.__dict__.keys() - {*_REMOTE_MODULE_PICKLED_ATTRIBUTES, *_OWN_METHODS, *nn.Module().__dict__}
     if left:
-        logger.warning("these attributes of a RemoteModule stay here when it travels: %s", ", ".join(sorted(left)))
+        logger.warning("these attributes of a RemoteModule are not sent: %s", ", ".join(sorted(left)))
     return _rebuild, (type(module), *(module.__dict__[name] for name in _REMOTE_MODULE_PICKLED_ATTRIBUTES))
 
 

@@ -3,7 +3,7 @@
     thread of the call `StageRunner.run`    executes the actions; waits in the mailbox for their tensors
     threads that serve `push`               put arriving tensors into the mailbox, also before `run` was called
 
-Tensors are pushed by the worker that made them, so they travel while both ends compute.
+The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both.
 """
 
 from __future__ import annotations
