@@ -6,7 +6,6 @@ directly, so has this.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from datetime import timedelta
@@ -42,17 +41,20 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 TensorLists = Sequence[torch.Tensor] | Sequence[Sequence[torch.Tensor]]
 
 
-class LowerCaseOperations(ABC):
-    """The operations as methods, for a class that knows which backend carries which device type."""
+class LowerCaseOperations:
+    """The operations as methods, for a class that knows which backend carries which device type.
 
-    @abstractmethod
+    Not an ABC: that would slow down the `isinstance` test for groups, which every call makes.
+    """
+
     def binding(self, device_type: str) -> BackendBinding:
         """What carries the operations on tensors of a device type."""
+        raise NotImplementedError
 
     @property
-    @abstractmethod
     def object_device(self) -> str:
         """The device type for operations without a tensor."""
+        raise NotImplementedError
 
     def _binding_of(self, tensor: torch.Tensor) -> BackendBinding:
         return self.binding(tensor.device.type)

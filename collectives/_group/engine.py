@@ -95,6 +95,7 @@ class Engine:
         self._transport = transport
         self._timeout_s = timeout_s
         self._recorder = recorder
+        self._note = recorder.note
         self._reporter = reporter
         self._on_failure = on_failure
         self._on_departure = on_departure
@@ -150,9 +151,9 @@ class Engine:
         state = self.state
         if state.refusal is not None:
             raise state.refusal.error(str(OperationTitle(operation.kind, state.sequence + 1, state.group)))
-        sequence = state.accept()
+        state.sequence = sequence = state.sequence + 1
         record = record_of(state.group, sequence, operation)
-        self._recorder.note(record)
+        self._note(record)
         deadline = Deadline.after(self._timeout_s if timeout_s is None else timeout_s)
         return Job(self, operation, sequence, deadline, finish, record, result)
 

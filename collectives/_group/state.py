@@ -134,7 +134,7 @@ class GroupState:
         failure: why the group ended; None while it works.
         departed: rank to the last sequence number that it took part in, for ranks that left, in their order.
         refusal: why operations that are called now are refused; None while they are accepted.
-        sequence: number of operations accepted so far.
+        sequence: number of operations accepted so far; the shell counts, after a look at `refusal`.
         current: the running operation; the shell sets it.
         last: title of the operation that ended last; the shell sets it.
         last_ended: when that was, in seconds of a monotonic clock.
@@ -171,11 +171,6 @@ class GroupState:
             case Closing():
                 self.refusal = self.refusal or GroupFailure(FailureKind.ABORTED, "the group was destroyed on this rank")
                 return []
-
-    def accept(self) -> int:
-        """The sequence number of an operation that is called now; ask for `refusal` first."""
-        self.sequence += 1
-        return self.sequence
 
     def _open(self) -> list[Action]:
         self._opened = True

@@ -109,7 +109,7 @@ def use_world(world: World) -> Iterator[World]:
 
 def default_group() -> ProcessGroup:
     """The group of all ranks. Raises ConfigError before `init_process_group`."""
-    default = current_world().default
+    default = _world.get().default
     if default is None:
         raise ConfigError(
             "Default process group has not been initialized, please make sure to call init_process_group."

@@ -97,7 +97,7 @@ class NcclWatchdog:
             if state.refusal is not None:
                 raise state.refusal.error(work.title)
             if collective:
-                state.accept()
+                state.sequence += 1
             self._pending[work] = None
             state.current = state.current or work
             self._recorder.note(work.record)

@@ -95,9 +95,9 @@ def test_a_departure_wakes_what_cannot_be_finished(running: Running | None, acti
     assert state.handle(RankLeft(0, 2)) == actions
 
 
-def test_operations_are_numbered_until_they_are_refused() -> None:
+def test_operations_are_accepted_until_they_are_refused() -> None:
     state = new_state()
-    assert [state.accept() for _ in range(3)] == [1, 2, 3] and state.refusal is None
+    assert state.refusal is None
     state.handle(Closing())
     assert state.refusal is not None and "destroyed on this rank" in str(state.refusal) and state.failure is None
     state.handle(FailureHeard(LOST))
@@ -169,7 +169,7 @@ def test_where_a_rank_is() -> None:
     assert state.where(7.0) == (0, "is making the group")
     state.handle(Opened())
     assert state.where(7.0) == (0, "has called nothing yet")
-    state.current = Running(state.accept())
+    state.sequence, state.current = 1, Running(1)
     assert state.where(7.0) == (1, "is in all_reduce #3 of group 'g'")
     state.current, state.last, state.last_ended = None, "barrier #1", 5.0
     assert state.where(7.0) == (1, "finished barrier #1 2.0 s ago and has called nothing since")
