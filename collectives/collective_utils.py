@@ -21,13 +21,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class _Outcome:
-    """What a rank's part came to.
+    """What a rank sends to all others: its value, or its error.
 
     Attributes:
-        stage: as the rank calls it.
-        data: the pickled value, so that what cannot be pickled is found out before anything is sent.
-        error: why there is none.
-        failed: whether the rank says so.
+        stage: name of the step that the rank is in.
+        data: the pickled value; a value that cannot be pickled is an error before anything is sent.
+        error: why there is no value.
+        failed: whether the rank failed.
     """
 
     stage: str | None
@@ -72,7 +72,7 @@ def broadcast(
         data_or_fn: the value, or a function that returns it, which only that rank calls. It is pickled.
         success: False there says that the rank has failed already; then the value is None.
         stage_name: for errors.
-        rank: in the group; the one whose value counts.
+        rank: the rank in the group whose value counts.
         pg: the group; None for this process alone.
 
     Raises:
@@ -114,18 +114,18 @@ def all_gather(
     Raises:
         DistBackendError: some ranks failed, or are in another stage; the first one's exception is the cause.
     """
-    mine = _outcome(data_or_fn, stage_name)
-    outcomes: list[object] = [mine]
+    own = _outcome(data_or_fn, stage_name)
+    outcomes: list[object] = [own]
     if pg is not None:
         outcomes = [None] * pg.size()
-        objects.all_gather_object(outcomes, mine, pg)
-    found = [cast(_Outcome, each) for each in outcomes]
-    _raise_failures(dict(enumerate(found)))
-    stages = {outcome.stage for outcome in found}
+        objects.all_gather_object(outcomes, own, pg)
+    gathered = [cast(_Outcome, each) for each in outcomes]
+    _raise_failures(dict(enumerate(gathered)))
+    stages = {outcome.stage for outcome in gathered}
     if len(stages) > 1:
-        said = ", ".join(f"rank {rank} is in {outcome.stage!r}" for rank, outcome in enumerate(found))
+        said = ", ".join(f"rank {rank} is in {outcome.stage!r}" for rank, outcome in enumerate(gathered))
         raise DistBackendError(f"the ranks are in different stages: {said}")
-    return [cast(T, pickle.loads(outcome.data)) for outcome in found]
+    return [cast(T, pickle.loads(outcome.data)) for outcome in gathered]
 
 
 def _outcome(data_or_fn: object, stage: str | None) -> _Outcome:

@@ -76,13 +76,13 @@ class DeviceMesh:
         """Makes the groups along one dimension, on all ranks; returns this one's."""
         name = f"mesh_{dim}" if self.mesh_dim_names is None else f"mesh_{self.mesh_dim_names[dim]}"
         everybody = list(range(get_world_size()))
-        mine: ProcessGroup | None = None
+        own_group: ProcessGroup | None = None
         for ranks in self.mesh.movedim(dim, -1).reshape(-1, self.mesh.shape[dim]).tolist():
             reuses = ranks == everybody and backend is None
             made = default_group() if reuses else new_group(ranks, backend=backend, group_desc=name, sort_ranks=False)
             if isinstance(made, ProcessGroup):
-                mine = made
-        return cast(ProcessGroup, mine)
+                own_group = made
+        return cast(ProcessGroup, own_group)
 
     @classmethod
     def _part(
@@ -114,8 +114,8 @@ class DeviceMesh:
             raise ConfigError(f"the mesh has {ranks.dim()} dimensions and {len(groups)} groups; give one for each")
         made = DeviceMesh._part(device_type, ranks, _checked_names(mesh_dim_names, ranks.dim()), groups)
         for dim, each in enumerate(groups):
-            if (found := made._line(dim)) != list(each.ranks):
-                raise ConfigError(f"dimension {dim} of the mesh has ranks {found} here, but its group {each.ranks}")
+            if (line := made._line(dim)) != list(each.ranks):
+                raise ConfigError(f"dimension {dim} of the mesh has ranks {line} here, but its group {each.ranks}")
         return made
 
     def _line(self, dim: int) -> list[int]:
@@ -164,8 +164,8 @@ class DeviceMesh:
         """Where this rank is, by dimension; None when it is not in the mesh."""
         if self._rank != get_rank():
             self._rank = get_rank()
-            found = (self.mesh == self._rank).nonzero().tolist()
-            self._coordinate = tuple(found[0]) if found else None
+            coordinates = (self.mesh == self._rank).nonzero().tolist()
+            self._coordinate = tuple(coordinates[0]) if coordinates else None
         return self._coordinate
 
     def get_local_rank(self, mesh_dim: Dimension | None = None) -> int:
@@ -275,12 +275,12 @@ def _check_device_type(device_type: str) -> None:
 def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
     if names is None:
         return None
-    found = tuple(names)
-    if len(found) != ndim:
-        raise ConfigError(f"the mesh has {ndim} dimensions, and {len(found)} names: {found}")
-    if len(set(found)) != len(found):
-        raise ConfigError(f"Each mesh_dim_name must be unique; found {found}")
-    return found
+    unique = tuple(names)
+    if len(unique) != ndim:
+        raise ConfigError(f"the mesh has {ndim} dimensions, and {len(unique)} names: {unique}")
+    if len(set(unique)) != len(unique):
+        raise ConfigError(f"Each mesh_dim_name must be unique; found {unique}")
+    return unique
 
 
 def _check_ranks(ranks: torch.Tensor) -> None:

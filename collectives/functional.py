@@ -40,20 +40,20 @@ Context = Any  # torch gives its contexts whatever attributes they are given
 
 def broadcast(tensor: torch.Tensor, src: int, group: Group = None) -> torch.Tensor:
     """The tensor of rank `src`. Its gradient is the sum of all ranks' gradients at `src`, and zero elsewhere."""
-    found = group_or_default(group)
-    return _apply(_Broadcast, found, found.group_rank(src), tensor)
+    pg = group_or_default(group)
+    return _apply(_Broadcast, pg, pg.group_rank(src), tensor)
 
 
 def gather(tensor: torch.Tensor, dst: int = 0, group: Group = None) -> tuple[torch.Tensor, ...]:
     """All ranks' tensors, by rank, at `dst`; zeros of the same shapes elsewhere."""
-    found = group_or_default(group)
-    return _apply_many(_Gather, found, found.group_rank(dst), tensor)
+    pg = group_or_default(group)
+    return _apply_many(_Gather, pg, pg.group_rank(dst), tensor)
 
 
 def scatter(tensors: Sequence[torch.Tensor], src: int = 0, group: Group = None) -> torch.Tensor:
     """Tensor i of rank `src` on rank i. The other ranks pass tensors of the same shape, whose values do not count."""
-    found = group_or_default(group)
-    return _apply(_Scatter, found, found.group_rank(src), *tensors)
+    pg = group_or_default(group)
+    return _apply(_Scatter, pg, pg.group_rank(src), *tensors)
 
 
 def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:
@@ -62,8 +62,8 @@ def reduce(tensor: torch.Tensor, dst: int, op: object = ReduceOp.SUM, group: Gro
     Raises:
         ConfigError: another operation, where a gradient is wanted.
     """
-    found = group_or_default(group)
-    return _apply(_Reduce, found, found.group_rank(dst), _check(op, tensor), tensor)
+    pg = group_or_default(group)
+    return _apply(_Reduce, pg, pg.group_rank(dst), _check(op, tensor), tensor)
 
 
 def reduce_scatter(
@@ -74,8 +74,8 @@ def reduce_scatter(
     Raises:
         ConfigError: another operation, where a gradient is wanted.
     """
-    found = group_or_default(group)
-    return _apply(_ReduceScatter, found, _check(op, *input_list), output, *input_list)
+    pg = group_or_default(group)
+    return _apply(_ReduceScatter, pg, _check(op, *input_list), output, *input_list)
 
 
 def all_gather(tensor: torch.Tensor, group: Group = None) -> tuple[torch.Tensor, ...]:
@@ -98,8 +98,8 @@ def all_to_all_single(
     group: Group = None,
 ) -> torch.Tensor:
     """The same with the parts of all ranks in one tensor, cut along its first dimension; equal parts by default."""
-    found = group_or_default(group)
-    return _apply(_AllToAllSingle, found, output, output_split_sizes, input_split_sizes, input)
+    pg = group_or_default(group)
+    return _apply(_AllToAllSingle, pg, output, output_split_sizes, input_split_sizes, input)
 
 
 def all_reduce(tensor: torch.Tensor, op: object = ReduceOp.SUM, group: Group = None) -> torch.Tensor:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import ClassVar, Final, Generic, TypeVar
+from typing import ClassVar, Final
 
 import torch
 
@@ -22,6 +22,7 @@ from rpcdist.collectives._group.flight_records import MessageLog, Record
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import GroupState
+from rpcdist.collectives._nccl.bounded_call import call_bounded
 from rpcdist.collectives._nccl.communicator_calls import NcclCalls
 from rpcdist.collectives._nccl.nccl_library import Communicator, CudaRuntime, CudaStream, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
@@ -29,11 +30,9 @@ from rpcdist.collectives._nccl.watchdog import NcclWatchdog
 from rpcdist.collectives._operations.operation import Kind, Operation, describe_fingerprint
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
-from rpcdist.errors import CollectiveTimeout, ConfigError
+from rpcdist.errors import ConfigError
 
 __all__ = ["NcclBackend", "NcclOptions"]
-
-T = TypeVar("T")
 
 BLOCKING_VARIABLE: Final = "RPCDIST_NCCL_BLOCKING_WAIT"
 CHECK_VARIABLE: Final = "RPCDIST_NCCL_CHECK"
@@ -56,7 +55,7 @@ class NcclOptions:
 
 
 @dataclass(slots=True)
-class _PendingMessage:
+class _BatchedMessage:
     """A send or receive of a batch that is being put together."""
 
     call: Callable[[torch.Tensor, int, CudaStream], None]
@@ -74,8 +73,8 @@ class NcclBackend(GroupBackend):
     ranks match in their order; use `batch_isend_irecv` where both sides send first.
 
     Args:
-        context: of the group. Its device is the default one of this rank if it names none.
-        runtime: of the device; for tests.
+        context: describes the group; without a device it gets the default one of this rank.
+        runtime: the device and its NCCL; for tests.
         reporter: tells the other ranks what failed; by default a watch over connections of their own.
         communicator: that has been made already, by `split`.
 
@@ -135,7 +134,7 @@ class NcclBackend(GroupBackend):
         """Meets the other ranks in the store first: NCCL by itself would wait for a missing one forever."""
         proposed = self._runtime.unique_id().hex() if self.context.rank == 0 else ""
         unique_id = bytes.fromhex(exchange_values(self.context, "nccl", proposed, deadline)[0])
-        return _bounded(
+        return call_bounded(
             lambda: self._runtime.connect(self.context.size, unique_id, self.context.rank),
             deadline,
             f"the NCCL communicator of group {self.context.name!r}",
@@ -148,7 +147,7 @@ class NcclBackend(GroupBackend):
         ranks in common.
 
         Args:
-            context: of the new group that this rank will be in, with its ranks in the world; None for a rank in none.
+            context: describes the new group that this rank will be in, by world ranks; None for a rank in none.
             reporter: as in the constructor.
 
         Returns:
@@ -166,7 +165,7 @@ class NcclBackend(GroupBackend):
                 raise failure.error(what)
             try:
                 deadline = Deadline.after(self.context.timeout_s)
-                communicator = _bounded(lambda: self._communicator.commSplit(color, key), deadline, what)
+                communicator = call_bounded(lambda: self._communicator.commSplit(color, key), deadline, what)
             except self._runtime.errors as exc:
                 raise self._broken(exc).error(what) from exc
         if context is None or communicator is None:
@@ -300,8 +299,8 @@ class NcclBackend(GroupBackend):
             result=[tensor],
         )
         self._watchdog.register(lambda _: work, collective=False)
-        message = _PendingMessage(call, tensor, peer, work, finish)
-        batch: list[_PendingMessage] | None = getattr(self._batch, "messages", None)
+        message = _BatchedMessage(call, tensor, peer, work, finish)
+        batch: list[_BatchedMessage] | None = getattr(self._batch, "messages", None)
         if batch is not None:
             batch.append(message)
             return work
@@ -314,12 +313,12 @@ class NcclBackend(GroupBackend):
         self._batch.messages = []
 
     def end_batch(self) -> None:
-        messages: list[_PendingMessage] = self._batch.messages
+        messages: list[_BatchedMessage] = self._batch.messages
         self._batch.messages = None
         if messages:
             self._start(messages, asynchronous=True)
 
-    def _start(self, messages: list[_PendingMessage], asynchronous: bool) -> None:
+    def _start(self, messages: list[_BatchedMessage], asynchronous: bool) -> None:
         with self._order:
             stream = self._stream(asynchronous)
             try:
@@ -408,33 +407,3 @@ def _flag(chosen: bool | None, variable: str) -> bool:
     if text not in ("0", "1"):
         raise ConfigError(f"{variable} is 0 or 1, not {text!r}")
     return text == "1"
-
-
-class _Attempt(threading.Thread, Generic[T]):
-    """A call that cannot be ended, on a thread of its own; the process can end while it runs."""
-
-    def __init__(self, call: Callable[[], T], what: str) -> None:
-        super().__init__(name=f"rpcdist {what}", daemon=True)
-        self._call = call
-        self._results: list[T] = []
-        self._error: BaseException | None = None
-
-    def run(self) -> None:
-        try:
-            self._results.append(self._call())
-        except BaseException as exc:  # raised where the result is wanted
-            self._error = exc
-
-    def result(self) -> T:
-        if self._error is not None:
-            raise self._error
-        return self._results[0]
-
-
-def _bounded(call: Callable[[], T], deadline: Deadline, what: str) -> T:
-    attempt = _Attempt(call, what)
-    attempt.start()
-    attempt.join(min(deadline.remaining_s(), threading.TIMEOUT_MAX))
-    if attempt.is_alive():
-        raise CollectiveTimeout(what, "NCCL did not come back in time, and cannot be ended: end this process")
-    return attempt.result()

@@ -30,12 +30,12 @@ def all_reduce_coalesced(
         tensors = [tensors]
     check_tensor_list(tensors, "tensor")
     check_same_dtype(tensors)
-    found = member_group(group, "all_reduce_coalesced")
-    if found is None:
+    pg = member_group(group, "all_reduce_coalesced")
+    if pg is None:
         return None
     if not tensors:
         raise ConfigError("all_reduce_coalesced: `tensors` is empty; give at least one tensor")
-    binding = found.binding(tensors[0].device.type)
+    binding = pg.binding(tensors[0].device.type)
     work = binding.submit(lowering.all_reduce_coalesced(binding.place, tensors, op), async_op)
     return work.get_future() if async_op else None
 
@@ -48,8 +48,8 @@ def all_gather_coalesced(
 ) -> Future[list[torch.Tensor]] | None:
     """`all_gather` of several tensors; `output_tensor_lists[i][k]` is what rank i passed as `input_tensor_list[k]`."""
     _deprecated("all_gather_coalesced", "all_gather")
-    found = member_group(group, "all_gather_coalesced")
-    if found is None:
+    pg = member_group(group, "all_gather_coalesced")
+    if pg is None:
         return None
     check_tensor_list(input_tensor_list, "input_tensor_list")
     if not isinstance(output_tensor_lists, list):
@@ -61,7 +61,7 @@ def all_gather_coalesced(
     for place, tensor in enumerate(input_tensor_list):
         outputs = [each[place] for each in output_tensor_lists]
         check_same_dtype([tensor, *outputs])
-        binding = found.binding(tensor.device.type)
+        binding = pg.binding(tensor.device.type)
         works.append(binding.submit(lowering.all_gather(binding.place, outputs, tensor), async_op))
     if not async_op:
         return None

@@ -50,7 +50,7 @@ def init_process_group(
             "mpi" and neither RANK nor WORLD_SIZE in the environment, the default is to ask MPI.
         timeout: limit of making the group, and of each operation; 30 minutes by default, 10 for `nccl` alone.
         world_size: number of processes; needed with `store`.
-        rank: of this process; needed with `store`.
+        rank: rank of this process; needed with `store`.
         store: where the ranks find each other, instead of `init_method`; this package's or torch's.
         group_name: accepted for scripts written for torch, without effect.
         pg_options: for the backend.

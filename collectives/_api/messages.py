@@ -33,11 +33,11 @@ def isend(
         group_dst: the receiver's rank in the group, instead of `dst`.
     """
     check_tensor(tensor, "tensor")
-    found = member_group(group, "isend")
-    if found is None:
+    pg = member_group(group, "isend")
+    if pg is None:
         return None
-    peer = resolve_group_rank(found, dst, group_dst)
-    return found.binding(tensor.device.type).send(tensor, peer, tag)
+    peer = resolve_group_rank(pg, dst, group_dst)
+    return pg.binding(tensor.device.type).send(tensor, peer, tag)
 
 
 def irecv(
@@ -50,19 +50,19 @@ def irecv(
     """Starts to receive into a tensor; it must not be used until the returned Work is done.
 
     Args:
-        tensor: of the size and dtype that are sent.
+        tensor: has the size and dtype that are sent.
         src: the sender's rank in the world; without it and `group_src`, from whichever rank sends first.
         group: the default group by default.
         tag: matched with that of the send.
         group_src: the sender's rank in the group, instead of `src`.
     """
     check_tensor(tensor, "tensor")
-    found = member_group(group, "irecv")
-    if found is None:
+    pg = member_group(group, "irecv")
+    if pg is None:
         return None
     anyone = src is None and group_src is None
-    peer = None if anyone else resolve_group_rank(found, src, group_src)
-    return found.binding(tensor.device.type).recv(tensor, peer, tag)
+    peer = None if anyone else resolve_group_rank(pg, src, group_src)
+    return pg.binding(tensor.device.type).recv(tensor, peer, tag)
 
 
 def send(
@@ -94,10 +94,10 @@ def recv(
     if work is None:
         return -1
     work.wait()
-    found = group_or_default(group)
+    pg = group_or_default(group)
     if src is not None:
         return src
-    return found.world_rank(work.source_rank() if group_src is None else group_src)
+    return pg.world_rank(work.source_rank() if group_src is None else group_src)
 
 
 class P2POp:
@@ -150,10 +150,10 @@ def batch_isend_irecv(p2p_op_list: Sequence[P2POp]) -> list[Work]:
         raise ConfigError("Invalid ``p2p_op_list``. Each op is expected to be of type ``P2POp``.")
     if not p2p_op_list:
         raise ConfigError("Invalid ``p2p_op_list``. It is empty.")
-    found = p2p_op_list[0].group
-    if not all(each.group is found for each in p2p_op_list):
+    pg = p2p_op_list[0].group
+    if not all(each.group is pg for each in p2p_op_list):
         raise ConfigError("All ops need to use the same group.")
-    backends = {id(each): each for each in (found.backend(op.tensor.device) for op in p2p_op_list)}.values()
+    backends = {id(each): each for each in (pg.backend(op.tensor.device) for op in p2p_op_list)}.values()
     for backend in backends:
         backend.start_batch()
     try:

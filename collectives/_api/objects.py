@@ -32,14 +32,14 @@ Device = torch.device | str
 
 def all_gather_object(object_list: list[object], obj: object, group: Group = None) -> None:
     """Puts the object of rank i into `object_list[i]`, which has at least as many places as the group has ranks."""
-    found = member_group(group, "all_gather_object")
-    if found is None:
+    pg = member_group(group, "all_gather_object")
+    if pg is None:
         return
-    _check_places(object_list, found, "object_list")
-    data = _pickled(obj, found.object_device)
-    sizes = _gather_sizes(data, found)
+    _check_length(object_list, pg, "object_list")
+    data = _pickled(obj, pg.object_device)
+    sizes = _gather_sizes(data, pg)
     parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes)))
-    operations.all_gather(parts, _padded(data, max(sizes)), group=found)
+    operations.all_gather(parts, _padded(data, max(sizes)), group=pg)
     object_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
 
@@ -51,21 +51,21 @@ def gather_object(
     group_dst: int | None = None,
 ) -> None:
     """Puts the object of rank i into `object_gather_list[i]` on rank `dst` (0 by default); the others pass no list."""
-    found = member_group(group, "gather_object")
-    if found is None:
+    pg = member_group(group, "gather_object")
+    if pg is None:
         return
-    root = _root(found, dst, group_dst)
-    is_root = found.rank() == root
+    root = _root(pg, dst, group_dst)
+    is_root = pg.rank() == root
     if is_root and not object_gather_list:
         raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
     if object_gather_list and not is_root:
         raise ConfigError("Argument ``gather_list`` must NOT be specified on non-destination ranks.")
-    data = _pickled(obj, found.object_device)
+    data = _pickled(obj, pg.object_device)
     if is_root and object_gather_list:
-        _check_places(object_gather_list, found, "object_gather_list")
-    sizes = _gather_sizes(data, found)
+        _check_length(object_gather_list, pg, "object_gather_list")
+    sizes = _gather_sizes(data, pg)
     parts = list(data.new_empty(len(sizes) * max(sizes)).chunk(len(sizes))) if is_root else None
-    operations.gather(_padded(data, max(sizes)), parts, group=found, group_dst=root)
+    operations.gather(_padded(data, max(sizes)), parts, group=pg, group_dst=root)
     if parts is not None and object_gather_list is not None:
         object_gather_list[: len(sizes)] = [_unpickled(part[:size]) for part, size in zip(parts, sizes, strict=True)]
 
@@ -86,22 +86,22 @@ def broadcast_object_list(
         device: where the bytes travel; the CPU where the group has a backend for it.
         group_src: rank in the group, instead of `src`.
     """
-    found = member_group(group, "broadcast_object_list")
-    if found is None:
+    pg = member_group(group, "broadcast_object_list")
+    if pg is None:
         return
-    root = _root(found, src, group_src)
+    root = _root(pg, src, group_src)
     if not object_list:
         raise ConfigError("object_list is empty; it needs at least one place, and as many on all ranks")
-    where = found.object_device if device is None else device
-    if found.rank() == root:
+    where = pg.object_device if device is None else device
+    if pg.rank() == root:
         sizes, data = _join(object_list, where)
-        operations.broadcast(sizes, group=found, group_src=root)
-        operations.broadcast(data, group=found, group_src=root)
+        operations.broadcast(sizes, group=pg, group_src=root)
+        operations.broadcast(data, group=pg, group_src=root)
         return
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
-    operations.broadcast(sizes, group=found, group_src=root)
+    operations.broadcast(sizes, group=pg, group_src=root)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
-    operations.broadcast(data, group=found, group_src=root)
+    operations.broadcast(data, group=pg, group_src=root)
     object_list[:] = _parted(sizes, data)
 
 
@@ -113,34 +113,34 @@ def scatter_object_list(
     group_src: int | None = None,
 ) -> None:
     """Puts `scatter_object_input_list[i]` of rank `src` (0 by default) into the first place of rank i's output list."""
-    found = member_group(group, "scatter_object_list")
-    if found is None:
+    pg = member_group(group, "scatter_object_list")
+    if pg is None:
         return
-    root = _root(found, src, group_src)
+    root = _root(pg, src, group_src)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ConfigError("Expected argument scatter_object_output_list to be a list of size at least 1.")
-    where = found.object_device
+    where = pg.object_device
     # The size of this rank's object, and that of the largest.
-    mine = torch.empty(2, dtype=torch.int64, device=where)
-    if found.rank() != root:
-        operations.scatter(mine, group=found, group_src=root)
-        data = torch.empty(int(mine[1]), dtype=torch.uint8, device=where)
-        operations.scatter(data, group=found, group_src=root)
+    own_size = torch.empty(2, dtype=torch.int64, device=where)
+    if pg.rank() != root:
+        operations.scatter(own_size, group=pg, group_src=root)
+        data = torch.empty(int(own_size[1]), dtype=torch.uint8, device=where)
+        operations.scatter(data, group=pg, group_src=root)
     else:
         if scatter_object_input_list is None:
             raise ConfigError("source rank must provide non-None scatter_object_input_list")
-        if len(scatter_object_input_list) != found.size():
+        if len(scatter_object_input_list) != pg.size():
             raise ConfigError(
-                f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {found.size()} ranks"
+                f"scatter_object_input_list has {len(scatter_object_input_list)} objects for {pg.size()} ranks"
             )
         parts = [_pickled(each, where) for each in scatter_object_input_list]
         largest = max(part.numel() for part in parts)
         operations.scatter(
-            mine, [mine.new_tensor([part.numel(), largest]) for part in parts], group=found, group_src=root
+            own_size, [own_size.new_tensor([part.numel(), largest]) for part in parts], group=pg, group_src=root
         )
         data = torch.empty(largest, dtype=torch.uint8, device=where)
-        operations.scatter(data, [_padded(part, largest) for part in parts], group=found, group_src=root)
-    scatter_object_output_list[0] = _unpickled(data[: int(mine[0])])
+        operations.scatter(data, [_padded(part, largest) for part in parts], group=pg, group_src=root)
+    scatter_object_output_list[0] = _unpickled(data[: int(own_size[0])])
 
 
 def send_object_list(
@@ -161,17 +161,17 @@ def send_object_list(
         group_dst: rank in the group, instead of `dst`.
         use_batch: send through `batch_isend_irecv`, for backends that connect differently then.
     """
-    found = member_group(group, "send_object_list")
-    if found is None:
+    pg = member_group(group, "send_object_list")
+    if pg is None:
         return
-    peer = resolve_group_rank(found, dst, group_dst)
+    peer = resolve_group_rank(pg, dst, group_dst)
     if not object_list:
         raise ConfigError("object_list is empty; it needs at least one object")
-    for tensor in _join(object_list, found.object_device if device is None else device):
+    for tensor in _join(object_list, pg.object_device if device is None else device):
         if use_batch:
-            batch_isend_irecv([P2POp(isend, tensor, group=found, group_peer=peer)])[0].wait()
+            batch_isend_irecv([P2POp(isend, tensor, group=pg, group_peer=peer)])[0].wait()
         else:
-            messages.send(tensor, group=found, group_dst=peer)
+            messages.send(tensor, group=pg, group_dst=peer)
 
 
 def recv_object_list(
@@ -185,7 +185,7 @@ def recv_object_list(
     """Replaces the objects in the list by those that another rank sends with `send_object_list`.
 
     Args:
-        object_list: of the sender's length; changed in place.
+        object_list: has the sender's length; changed in place.
         src: rank in the world; without it and `group_src`, whichever rank sends first.
         group: the default group by default.
         device: where the bytes travel; the CPU where the group has a backend for it.
@@ -195,27 +195,27 @@ def recv_object_list(
     Returns:
         The sender's rank in the world; -1 on a rank that is not in the group.
     """
-    found = member_group(group, "recv_object_list")
-    if found is None:
+    pg = member_group(group, "recv_object_list")
+    if pg is None:
         return -1
-    where = found.object_device if device is None else device
-    peer = None if src is None and group_src is None else resolve_group_rank(found, src, group_src)
+    where = pg.object_device if device is None else device
+    peer = None if src is None and group_src is None else resolve_group_rank(pg, src, group_src)
     if use_batch and peer is None:
         raise ConfigError("with use_batch the sender has to be named: pass src or group_src")
     sizes = torch.empty(len(object_list), dtype=torch.int64, device=where)
-    sender = _receive(sizes, found, peer, use_batch)
+    sender = _receive(sizes, pg, peer, use_batch)
     data = torch.empty(int(sizes.sum()), dtype=torch.uint8, device=where)
-    _receive(data, found, sender, use_batch)
+    _receive(data, pg, sender, use_batch)
     object_list[:] = _parted(sizes, data)
-    return found.world_rank(sender)
+    return pg.world_rank(sender)
 
 
-def _receive(tensor: torch.Tensor, found: ProcessGroup, peer: int | None, use_batch: bool) -> int:
+def _receive(tensor: torch.Tensor, pg: ProcessGroup, peer: int | None, use_batch: bool) -> int:
     if use_batch:
-        batch_isend_irecv([P2POp(irecv, tensor, group=found, group_peer=peer)])[0].wait()
+        batch_isend_irecv([P2POp(irecv, tensor, group=pg, group_peer=peer)])[0].wait()
         assert peer is not None
         return peer
-    return found.group_rank(messages.recv(tensor, group=found, group_src=peer))
+    return pg.group_rank(messages.recv(tensor, group=pg, group_src=peer))
 
 
 # ---------------------------------------------------------------- bytes
@@ -248,18 +248,18 @@ def _parted(sizes: torch.Tensor, data: torch.Tensor) -> list[object]:
     return [_unpickled(part) for part in data.split(sizes.tolist())]
 
 
-def _gather_sizes(data: torch.Tensor, found: ProcessGroup) -> list[int]:
-    sizes = torch.empty(found.size(), dtype=torch.int64, device=data.device)
-    operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=found)
+def _gather_sizes(data: torch.Tensor, pg: ProcessGroup) -> list[int]:
+    sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
+    operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=pg)
     return [int(size) for size in sizes.tolist()]
 
 
-def _root(found: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+def _root(pg: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
     if world_rank is None and group_rank is None:
         world_rank = 0
-    return resolve_group_rank(group_or_default(found), world_rank, group_rank)
+    return resolve_group_rank(group_or_default(pg), world_rank, group_rank)
 
 
-def _check_places(places: list[object], found: ProcessGroup, name: str) -> None:
-    if len(places) < found.size():
-        raise ConfigError(f"{name} has {len(places)} places for the objects of {found.size()} ranks")
+def _check_length(objects: list[object], pg: ProcessGroup, name: str) -> None:
+    if len(objects) < pg.size():
+        raise ConfigError(f"{name} has {len(objects)} places for the objects of {pg.size()} ranks")

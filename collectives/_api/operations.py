@@ -54,10 +54,10 @@ def all_reduce(
     It may be a sparse (COO) tensor, with SUM: the ranks' entries may be in different places, and the sum is coalesced.
     """
     check_tensor(tensor, "tensor")
-    found = member_group(group, "all_reduce")
-    if found is None:
+    pg = member_group(group, "all_reduce")
+    if pg is None:
         return None
-    work = found.binding(tensor.device.type).all_reduce(tensor, op, async_op)
+    work = pg.binding(tensor.device.type).all_reduce(tensor, op, async_op)
     return work if async_op else None
 
 
@@ -71,11 +71,11 @@ def reduce(
 ) -> Work | None:
     """Replaces the tensor on rank `dst` by the reduction of all ranks' tensors; the others keep theirs."""
     check_tensor(tensor, "tensor")
-    found = member_group(group, "reduce")
-    if found is None:
+    pg = member_group(group, "reduce")
+    if pg is None:
         return None
-    root = resolve_group_rank(found, dst, group_dst)
-    binding = found.binding(tensor.device.type)
+    root = resolve_group_rank(pg, dst, group_dst)
+    binding = pg.binding(tensor.device.type)
     return binding.run(lowering.reduce(binding.place, tensor, root, op), async_op)
 
 
@@ -88,11 +88,11 @@ def broadcast(
 ) -> Work | None:
     """Replaces the tensor on every rank by that of rank `src`."""
     check_tensor(tensor, "tensor")
-    found = member_group(group, "broadcast")
-    if found is None:
+    pg = member_group(group, "broadcast")
+    if pg is None:
         return None
-    root = resolve_group_rank(found, src, group_src)
-    binding = found.binding(tensor.device.type)
+    root = resolve_group_rank(pg, src, group_src)
+    binding = pg.binding(tensor.device.type)
     return binding.run(lowering.broadcast(binding.place, tensor, root), async_op)
 
 
@@ -103,10 +103,10 @@ def all_gather(
     check_tensor_list(tensor_list, "tensor_list")
     check_tensor(tensor, "tensor")
     check_same_dtype([*tensor_list, tensor])
-    found = member_group(group, "all_gather")
-    if found is None:
+    pg = member_group(group, "all_gather")
+    if pg is None:
         return None
-    binding = _binding(found, tensor, *tensor_list)
+    binding = _binding(pg, tensor, *tensor_list)
     return binding.run(lowering.all_gather(binding.place, tensor_list, tensor), async_op)
 
 
@@ -119,10 +119,10 @@ def all_gather_single(
     """
     check_tensor(input_tensor, "input_tensor")
     check_tensor(output_tensor, "output_tensor")
-    found = member_group(group, "all_gather_single")
-    if found is None:
+    pg = member_group(group, "all_gather_single")
+    if pg is None:
         return None
-    binding = _binding(found, input_tensor, output_tensor)
+    binding = _binding(pg, input_tensor, output_tensor)
     return binding.run(lowering.all_gather_single(binding.place, output_tensor, input_tensor), async_op)
 
 
@@ -146,12 +146,12 @@ def gather(
     outputs = gather_list or []
     check_tensor_list(outputs, "gather_list")
     check_same_dtype([tensor, *outputs])
-    found = member_group(group, "gather")
-    if found is None:
+    pg = member_group(group, "gather")
+    if pg is None:
         return None
-    root = _root(found, dst, group_dst)
-    _check_list_at(found.rank() == root, outputs, "gather_list", "destination")
-    binding = _binding(found, tensor, *outputs)
+    root = _root(pg, dst, group_dst)
+    _check_list_at(pg.rank() == root, outputs, "gather_list", "destination")
+    binding = _binding(pg, tensor, *outputs)
     return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
 
 
@@ -168,12 +168,12 @@ def scatter(
     inputs = scatter_list or []
     check_tensor_list(inputs, "scatter_list")
     check_same_dtype([tensor, *inputs])
-    found = member_group(group, "scatter")
-    if found is None:
+    pg = member_group(group, "scatter")
+    if pg is None:
         return None
-    root = _root(found, src, group_src)
-    _check_list_at(found.rank() == root, inputs, "scatter_list", "source")
-    binding = _binding(found, tensor, *inputs)
+    root = _root(pg, src, group_src)
+    _check_list_at(pg.rank() == root, inputs, "scatter_list", "source")
+    binding = _binding(pg, tensor, *inputs)
     return binding.run(lowering.scatter(binding.place, tensor, inputs, root), async_op)
 
 
@@ -188,10 +188,10 @@ def reduce_scatter(
     check_tensor(output, "output")
     check_tensor_list(input_list, "input_list")
     check_same_dtype([output, *input_list])
-    found = member_group(group, "reduce_scatter")
-    if found is None:
+    pg = member_group(group, "reduce_scatter")
+    if pg is None:
         return None
-    binding = _binding(found, output, *input_list)
+    binding = _binding(pg, output, *input_list)
     return binding.run(lowering.reduce_scatter(binding.place, output, input_list, op), async_op)
 
 
@@ -208,10 +208,10 @@ def reduce_scatter_single(
     """
     check_tensor(output, "output")
     check_tensor(input, "input")
-    found = member_group(group, "reduce_scatter_single")
-    if found is None:
+    pg = member_group(group, "reduce_scatter_single")
+    if pg is None:
         return None
-    binding = _binding(found, output, input)
+    binding = _binding(pg, output, input)
     return binding.run(lowering.reduce_scatter_single(binding.place, output, input, op), async_op)
 
 
@@ -236,12 +236,12 @@ def all_to_all(
     check_tensor_list(output_tensor_list, "output_tensor_list")
     check_tensor_list(input_tensor_list, "input_tensor_list")
     check_same_dtype([*output_tensor_list, *input_tensor_list])
-    found = member_group(group, "all_to_all")
-    if found is None:
+    pg = member_group(group, "all_to_all")
+    if pg is None:
         return None
     if not input_tensor_list:
         raise ConfigError("all_to_all: `input_tensor_list` is empty; give one tensor for each rank")
-    binding = _binding(found, *input_tensor_list, *output_tensor_list)
+    binding = _binding(pg, *input_tensor_list, *output_tensor_list)
     return binding.run(lowering.all_to_all(binding.place, output_tensor_list, input_tensor_list), async_op)
 
 
@@ -264,10 +264,10 @@ def all_to_all_single(
     check_tensor(output, "output")
     check_tensor(input, "input")
     check_same_dtype([output, input])
-    found = member_group(group, "all_to_all_single")
-    if found is None:
+    pg = member_group(group, "all_to_all_single")
+    if pg is None:
         return None
-    binding = _binding(found, input, output)
+    binding = _binding(pg, input, output)
     lowered = lowering.all_to_all_single(
         binding.place, output, input, output_split_sizes or (), input_split_sizes or ()
     )
@@ -288,12 +288,12 @@ def barrier(
         device_ids: accepted for scripts written for torch; the group's own device is used.
         timeout: the group's by default.
     """
-    found = member_group(group, "barrier")
-    if found is None:
+    pg = member_group(group, "barrier")
+    if pg is None:
         return None
     timeout_s = None if timeout is None else check_timeout(timeout).total_seconds()
-    bound = found.bound_device_id
-    binding = found.binding(found.object_device if bound is None else bound.type)
+    bound = pg.bound_device_id
+    binding = pg.binding(pg.object_device if bound is None else bound.type)
     return binding.run(lowering.barrier(), async_op, timeout_s)
 
 
@@ -305,10 +305,10 @@ def monitored_barrier(
     Raises:
         ConfigError: the group has no backend for the CPU.
     """
-    found = member_group(group, "monitored_barrier")
-    if found is None:
+    pg = member_group(group, "monitored_barrier")
+    if pg is None:
         return
-    if "cpu" not in found.device_types:
+    if "cpu" not in pg.device_types:
         raise ConfigError("monitored_barrier is only implemented for groups that have a backend for the CPU.")
     if isinstance(timeout, float):
         warnings.warn(
@@ -317,22 +317,22 @@ def monitored_barrier(
             stacklevel=2,
         )
         timeout = timedelta(seconds=timeout)
-    found.monitored_barrier(None if timeout is None else check_timeout(timeout), wait_all_ranks)
+    pg.monitored_barrier(None if timeout is None else check_timeout(timeout), wait_all_ranks)
 
 
-def _binding(found: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:
+def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> BackendBinding:
     device = first.device
     for tensor in rest:
         if tensor.device != device:
             raise ConfigError(f"all tensors have to be on one device; found {device} and {tensor.device}")
-    return found.binding(device.type)
+    return pg.binding(device.type)
 
 
-def _root(found: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+def _root(pg: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
     """As in torch: rank 0 of the world unless the caller says otherwise."""
     if world_rank is None and group_rank is None:
         world_rank = 0
-    return resolve_group_rank(group_or_default(found), world_rank, group_rank)
+    return resolve_group_rank(group_or_default(pg), world_rank, group_rank)
 
 
 def _check_list_at(is_root: bool, tensors: list[torch.Tensor], name: str, root: str) -> None:

@@ -1,9 +1,9 @@
-"""Groups begin when all their ranks have come; a rank that never comes is named, as is one that wants another group.
+"""The start of a group: waits until all its ranks have come, and names those that do not, or ask for another group.
 
-[Note: arrival] The first rank of a group to come writes down what it wants, and each rank says that it has come under
-a key of its own. One that wants something else finds out at once; it overwrites the keys that the others wait for with
-its own wish, so that they find out at once, too, and do not wait for somebody who may never come. A rank that gives up
-takes back its key: whoever comes later must not take it for one that still waits.
+[Note: arrival] The first rank of a group to come writes down what it asks for, and each rank says that it has come
+under a key of its own. A rank that asks for something else sees that at once; it overwrites the keys that the others
+wait for with its own wish, so that they see it at once, too, and do not wait for a rank that may never come. A rank
+that gives up deletes its key: those that come later must not take it for one that still waits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SHOWN: Final = 10
 
 
 def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
-    """`store.wait`, with a `check` now and then that raises when there is nobody to wait for any more."""
+    """`store.wait`, with a `check` now and then that raises when a rank cannot come any more."""
     if check is None:
         store.wait(keys, timeout_s)
         return
@@ -36,7 +36,7 @@ def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callab
         except StoreTimeout:
             if deadline.expired():
                 raise
-            check()  # only now: who has left already may have done its part before
+            check()  # after the wait: a rank that has left may have set its keys before
 
 
 def wait_for_ranks(
@@ -48,15 +48,15 @@ def wait_for_ranks(
     description: str,
     check: Callable[[], None] | None = None,
 ) -> None:
-    """Waits until all ranks of a group have come, and checks that all of them want the same.
+    """Waits until all ranks of a group have come, and checks that all of them ask for the same group.
 
     Args:
-        store: the group's own key space.
-        rank: of this process in the world.
-        ranks: the members, in the world; this process is one.
-        what: the group, for errors.
-        timeout_s: limit.
-        description: what has to be equal on all of them, besides the ranks.
+        store: the part of the store that only this group uses.
+        rank: rank of this process in the world.
+        ranks: ranks of the members in the world, this one included.
+        what: names the group in errors.
+        timeout_s: limit for all of them to come.
+        description: has to be equal on all of them, as the ranks have.
         check: raises when one of them cannot come any more.
 
     Raises:
@@ -78,13 +78,13 @@ def wait_for_ranks(
         store.set(_gone(rank), b"1")
         store.delete_key(_key(rank))
         several = [other for other in ranks if store.add(_count(other), 0) > 1]
-        if rank not in several:  # else the others shall see it as well
+        if rank not in several:  # else the count stays, for the other ranks to see
             store.add(_count(rank), -1)
         late = [other for other in ranks if not store.check([_key(other)]) and not store.check([_gone(other)])]
         raise _missing(late, several, len(ranks), what, timeout_s) from exc
-    for found in store.multi_get(keys):
-        if not _same(found.decode(), wish):
-            _disagree(what, wish, found.decode())
+    for other_wish in store.multi_get(keys):
+        if not _same(other_wish.decode(), wish):
+            _disagree(what, wish, other_wish.decode())
 
 
 def _key(rank: int) -> str:
@@ -92,12 +92,12 @@ def _key(rank: int) -> str:
 
 
 def _gone(rank: int) -> str:
-    """It came, and gave up: other ranks, whose time ends a little later, do not count it as missing."""
+    """Set by a rank that came and gave up: other ranks, whose time ends a little later, do not count it as missing."""
     return f"gone/{rank}"
 
 
 def _count(rank: int) -> str:
-    """How many processes wait, or died waiting, under this rank."""
+    """Counts the processes that wait, or died waiting, under this rank."""
     return f"count/{rank}"
 
 
@@ -105,8 +105,8 @@ def _same(one: str, other: str) -> bool:
     return bool(json.loads(one)[1:] == json.loads(other)[1:])
 
 
-def _disagree(what: str, mine: str, other: str) -> NoReturn:
-    views = [f"rank {rank} wants {text} (ranks {ranks})" for rank, ranks, text in map(json.loads, (mine, other))]
+def _disagree(what: str, own: str, other: str) -> NoReturn:
+    views = [f"rank {rank} wants {text} (ranks {ranks})" for rank, ranks, text in map(json.loads, (own, other))]
     raise CollectiveMismatch(f"making {what}", f"{views[0]}, but {views[1]}; all ranks have to pass the same arguments")
 
 

@@ -130,8 +130,8 @@ class Engine:
             if here:
                 self._busy = True
             else:
-                self._enqueue(job)
-        if here:  # without a hop to the worker: that would double the time of a small operation
+                self._enqueue(job)  # under the lock: the order of the numbers is the order of the queue
+        if here:  # a hop to the worker and back takes longer than a small operation itself
             try:
                 self._run(job)
             finally:
@@ -196,7 +196,7 @@ class Engine:
                 while self._busy or not self._jobs:
                     if self._closing and not self._jobs:
                         return
-                    self._changed.wait(IDLE_RECHECK_S)
+                    self._changed.wait(IDLE_RECHECK_S)  # bounded, so that no lost wakeup lasts for ever
                 job = self._jobs.popleft()
                 self._busy = True
             try:
@@ -213,13 +213,13 @@ class Engine:
         job.record.start()
         error: BaseException | None = None
         try:
-            job.check()
+            job.check()  # the group may have failed while the job waited in the queue
             job.fingerprint = job.operation.fingerprint(job.sequence)
             self._transport.run(job.operation, job)
             if job.finish is not None:
                 job.finish()
         except CollectiveError as exc:
-            error = exc
+            error = exc  # from `check`: the other ranks know already
         except (TransportMismatch, TransportPeerLost, TransportTimeout) as exc:
             error = self._judge(job, exc)
         except BaseException as exc:  # Ctrl-C as well: the other ranks must not wait for this one
@@ -331,7 +331,7 @@ class Engine:
             self.state.handle(Closing())
             self._changed.notify_all()
             drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
-        if not drained:
+        if not drained:  # the other ranks hear that this one leaves; what they wait for fails by that
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
         if self._worker is not None:
             self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))
@@ -342,4 +342,4 @@ class Engine:
         for descriptor in (self.wakeup_fd, self._wakeup_write_fd):
             if descriptor >= 0:
                 os.close(descriptor)
-        self.wakeup_fd = self._wakeup_write_fd = -1
+        self.wakeup_fd = self._wakeup_write_fd = -1  # the numbers may soon belong to somebody else

@@ -37,7 +37,7 @@ class EngineBackend(GroupBackend):
     """A backend made of an engine, which runs the collectives, and of messages.
 
     Args:
-        context: of the group.
+        context: describes the group.
         engine: runs the group's operations.
         messages: carries the group's messages.
     """

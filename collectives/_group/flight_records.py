@@ -103,7 +103,7 @@ class MessageLog:
 
     Args:
         group: the group's name.
-        world_ranks: of the members, by rank in the group.
+        world_ranks: ranks of the members in the world, by rank in the group.
     """
 
     def __init__(self, group: str, world_ranks: tuple[int, ...]) -> None:
@@ -112,10 +112,10 @@ class MessageLog:
         self._numbers = itertools.count(1)
 
     def record(self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int) -> Record:
-        """A record that runs from now on; `note` it. `peer` is None for whichever rank sends first."""
+        """A record of a message that starts now; `note` it. `peer` is None for a receive from any rank."""
         sizes, sends = [tensor.numel()], operation == "send"
         whom = "any rank" if peer is None else f"rank {self._world_ranks[peer]}"
-        made = Record(
+        record = Record(
             self._group,
             next(self._numbers),
             operation,
@@ -125,8 +125,8 @@ class MessageLog:
             f"{'to' if sends else 'from'} {whom}, tag {tag}",
             "point",
         )
-        made.start()
-        return made
+        record.start()
+        return record
 
 
 class FlightRecorder:

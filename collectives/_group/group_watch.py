@@ -18,7 +18,7 @@ class GroupWatch:
     """Connects the watch of a group before anything else of it, so that a rank that dies meanwhile is noticed.
 
     Args:
-        context: of the group, which has more than one rank.
+        context: describes the group, which has more than one rank.
         state: the state of the group; it keeps what the watch hears until `hand_over`.
         deadline: for the other ranks to come.
         unix_sockets: whether other ranks may reach this one through Unix sockets.

@@ -18,22 +18,19 @@ All of it runs on the I/O loop; `report*` and `close` may be called by any threa
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections.abc import Coroutine
-from typing import Final
 
 from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure
 from rpcdist.collectives._group.reporting import Reporter, WatchListener
 from rpcdist.collectives._group.verdict import timeout_verdict
+from rpcdist.collectives._group.watch_connection import Message, WatchConnection, integer
 from rpcdist.errors import ProtocolViolation, RpcdistError
 from rpcdist.time_limits import (
     CANCELLED_TASKS_LIMIT_S,
     GROUP_ANSWER_LIMIT_S,
     GROUP_FAREWELL_LIMIT_S,
-    GROUP_SEND_LIMIT_S,
-    GROUP_SILENCE_LIMIT_S,
 )
 from rpcdist.transport import Node
 
@@ -41,61 +38,14 @@ __all__ = ["Watch"]
 
 logger = logging.getLogger(__name__)
 
-MAX_MESSAGE_BYTES: Final = 64 * 1024
-
-Message = dict[str, object]
-
-
-class _Connection:
-    """One peer's socket. Messages leave in order; one that cannot leave in time ends the connection."""
-
-    def __init__(self, rank: int, sock: socket.socket) -> None:
-        self.rank = rank
-        self.sock = sock
-        self._loop = asyncio.get_running_loop()
-        self._sending = asyncio.Lock()
-        sock.setblocking(False)
-        _notice_silence(sock)
-
-    async def send(self, message: Message) -> None:
-        data = json.dumps(message).encode()
-        async with self._sending, asyncio.timeout(GROUP_SEND_LIMIT_S):
-            await self._loop.sock_sendall(self.sock, len(data).to_bytes(4, "big") + data)
-
-    async def receive(self) -> Message | None:
-        """The next message; None at the end of the stream. Waits as long as the peer lives."""
-        header = await self._exactly(4)
-        if header is None:
-            return None
-        size = int.from_bytes(header, "big")
-        if size > MAX_MESSAGE_BYTES:
-            raise ProtocolViolation(f"rank {self.rank} announced a watch message of {size} bytes")
-        data = await self._exactly(size)
-        try:
-            message = None if data is None else json.loads(data)
-        except ValueError as exc:
-            raise ProtocolViolation(f"rank {self.rank} sent a watch message that is not JSON") from exc
-        if message is not None and not isinstance(message, dict):
-            raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")
-        return message
-
-    async def _exactly(self, size: int) -> bytes | None:
-        data = bytearray()
-        while len(data) < size:
-            part = await self._loop.sock_recv(self.sock, size - len(data))
-            if not part:
-                return None
-            data += part
-        return bytes(data)
-
 
 class Watch(Reporter):
-    """See above; made on every rank once the connections stand.
+    """One rank's end of the watch; see the module's text.
 
     Args:
-        node: of this process.
-        rank: of this process in the group.
-        world_ranks: of all members, for texts.
+        node: the I/O loop of this process.
+        rank: rank of this process in the group.
+        world_ranks: ranks of the members in the world, by rank in the group; errors name these.
         group: the group's name.
         listener: the engine.
     """
@@ -108,14 +58,14 @@ class Watch(Reporter):
         self._world_ranks = world_ranks
         self._group = group
         self._listener = listener
-        self._connections: dict[int, _Connection] = {}
+        self._connections: dict[int, WatchConnection] = {}
         self._tasks: set[asyncio.Task[object]] = set()
-        self._gone: set[int] = set()
-        self._question = 0
+        self._gone: set[int] = set()  # ranks that left in order: the end of their connection is no loss
+        self._question = 0  # numbers the questions: a late answer to an earlier one must not count
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
-        self._asking = False
-        self._told = False
+        self._asking = False  # rank 0: the first rank that times out makes it ask; the verdict is for all
+        self._told = False  # rank 0: the first failure is final, so the others are told once
         self._closing = False
 
     def start(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -124,7 +74,7 @@ class Watch(Reporter):
 
     async def _start(self, sockets: dict[int, socket.socket]) -> None:
         for rank, sock in sockets.items():
-            connection = self._connections[rank] = _Connection(rank, sock)
+            connection = self._connections[rank] = WatchConnection(rank, sock)
             self._spawn(self._listen(connection), f"with rank {rank}")
 
     def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> None:
@@ -142,7 +92,7 @@ class Watch(Reporter):
         return bool(self._connections)
 
     def report_lost(self, rank: int, reason: str) -> bool:
-        return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and says so
+        return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and tells why
 
     def _post(self, message: Message) -> None:
         try:
@@ -153,13 +103,13 @@ class Watch(Reporter):
     def _post_here(self, message: Message) -> None:
         if self._closing:
             return
-        if self._rank == 0:
+        if self._rank == 0:  # rank 0 has no connection with itself
             self._handle(0, message)
         else:
             self._spawn(self._send_all(message), "sends")
 
     async def _send_all(self, message: Message, skip: int = -1) -> None:
-        """Sends to every peer but `skip`; those that cannot take it are seen by their own listener."""
+        """Sends to every peer but `skip`. A connection that cannot take it ends, and its listener says why."""
         peers = [connection for rank, connection in self._connections.items() if rank != skip]
         for result in await asyncio.gather(*(peer.send(message) for peer in peers), return_exceptions=True):
             if isinstance(result, BaseException) and not isinstance(result, OSError | TimeoutError):
@@ -167,7 +117,7 @@ class Watch(Reporter):
 
     # ------------------------------------------------------------ I/O loop
 
-    async def _listen(self, connection: _Connection) -> None:
+    async def _listen(self, connection: WatchConnection) -> None:
         reason = "its process ended"
         try:
             while (message := await connection.receive()) is not None:
@@ -179,6 +129,7 @@ class Watch(Reporter):
         finally:
             self._connections.pop(connection.rank, None)
             connection.sock.close()
+        # A stream that ends without a farewell is a death; the kernel ends it for a process that is killed.
         if connection.rank not in self._gone and not self._closing:
             self._lost(connection.rank, reason)
 
@@ -187,7 +138,7 @@ class Watch(Reporter):
         if say == "failure":
             self._failed(GroupFailure.from_json(message), sender)
         elif say == "left":
-            self._left(_integer(message, "rank"), _integer(message, "sequence"), sender)
+            self._left(integer(message, "rank"), integer(message, "sequence"), sender)
         elif say == "where":
             sequence, text = self._listener.where()
             answer: Message = {"say": "here", "question": message.get("question"), "sequence": sequence, "text": text}
@@ -195,10 +146,10 @@ class Watch(Reporter):
         elif say == "timeout" and self._rank == 0:
             if not self._asking:
                 self._asking = True
-                self._spawn(self._find_missing(str(message.get("title")), _integer(message, "sequence")), "asks")
+                self._spawn(self._find_missing(str(message.get("title")), integer(message, "sequence")), "asks")
         elif say == "here" and self._rank == 0:
             if message.get("question") == self._question:
-                self._answers[sender] = _integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]
+                self._answers[sender] = integer(message, "sequence"), str(message.get("text"))[:MAX_REASON_LENGTH]
                 self._answered.set()
         else:
             raise ProtocolViolation(f"rank {sender} sent a watch message that rank {self._rank} does not know: {say!r}")
@@ -210,6 +161,7 @@ class Watch(Reporter):
             self._spawn(self._send_all({"say": "failure", **failure.to_json()}, skip=sender), "passes on")
 
     def _left(self, rank: int, sequence: int, sender: int) -> None:
+        # Ranks speak for themselves; only rank 0 may say it of others.
         if not 0 <= rank < len(self._world_ranks) or (self._rank == 0 and rank != sender):
             raise ProtocolViolation(f"rank {sender} said that rank {rank} left")
         self._gone.add(rank)
@@ -233,7 +185,7 @@ class Watch(Reporter):
                     self._answered.clear()
                     await self._answered.wait()
         except TimeoutError:
-            pass  # who does not answer is named below
+            pass  # the verdict names those that did not answer: they are stopped, or their I/O loop is stuck
         self._failed(timeout_verdict(title, sequence, self._answers, self._world_ranks), 0)
 
     # ------------------------------------------------------------ life
@@ -248,7 +200,7 @@ class Watch(Reporter):
     async def _close(self, sequence: int) -> None:
         if self._closing:
             return
-        if self._connections:
+        if self._connections:  # before `_closing`, which makes the end of a connection no loss
             await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
         self._closing = True
         tasks = self._tasks - {asyncio.current_task()}
@@ -258,25 +210,3 @@ class Watch(Reporter):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks, timeout=CANCELLED_TASKS_LIMIT_S)
-
-
-def _integer(message: Message, key: str) -> int:
-    value = message.get(key)
-    if type(value) is not int:
-        raise ProtocolViolation(f"a watch message has {value!r} where a number belongs ({key})")
-    return value
-
-
-def _notice_silence(sock: socket.socket) -> None:
-    """Lets the kernel end a connection whose peer is cut off, without any help of the processes."""
-    if sock.family not in (socket.AF_INET, socket.AF_INET6):
-        return
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", GROUP_SILENCE_LIMIT_S // 4),
-        ("TCP_KEEPINTVL", GROUP_SILENCE_LIMIT_S // 4),
-        ("TCP_KEEPCNT", 3),
-        ("TCP_USER_TIMEOUT", GROUP_SILENCE_LIMIT_S * 1000),
-    ):
-        if hasattr(socket, name):
-            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)

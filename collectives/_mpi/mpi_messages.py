@@ -107,7 +107,7 @@ class MpiMessages:
         headers: a communicator of the group's members in their order, for these messages alone.
         elements: another one.
         group: the group's name.
-        world_ranks: of the members, for texts.
+        world_ranks: ranks of the members in the world, by rank in the group; errors name these.
         report: told when a message fails in a way that ends the group; any thread.
     """
 

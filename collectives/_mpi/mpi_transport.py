@@ -30,10 +30,11 @@ if TYPE_CHECKING:
 __all__ = ["MpiTransport", "abandon"]
 
 _abandoned: Final[list[object]] = []
+"""MPI is one for the whole process and ends with it, whichever world a group belongs to; so does this list."""
 
 
 def abandon(*things: object) -> None:
-    """Keeps memory that MPI may still use, for good."""
+    """Keeps memory that MPI may still use, until the process ends."""
     _abandoned.append(things)
 
 
@@ -82,9 +83,9 @@ class MpiTransport(Transport):
 
     def _agree(self, operation: Operation, fingerprint: bytes) -> None:
         """Compares what all ranks are about to do; when this returns, every rank has come."""
-        mine = fingerprint + self._sizes(operation)
+        view = fingerprint + self._sizes(operation)
         views = bytearray(self._view_bytes * self.size)
-        self._wait(self._agreement.Iallgather(mine, views), mine, views)
+        self._wait(self._agreement.Iallgather(view, views), view, views)
         pieces = [bytes(views[at : at + self._view_bytes]) for at in range(0, len(views), self._view_bytes)]
         if any(piece[:FINGERPRINT_BYTES] != fingerprint for piece in pieces):
             fingerprints = [piece[:FINGERPRINT_BYTES] for piece in pieces]
@@ -188,8 +189,8 @@ class MpiTransport(Transport):
             wire = torch.cat(chunks)
         result = torch.empty_like(chunks[self.rank])
         counts = [chunk.numel() for chunk in chunks]
-        mine = as_elements(self._mpi, result)
-        self._wait(self._data.Ireduce_scatter(as_elements(self._mpi, wire), mine, counts, op), wire, result)
+        own_chunk = as_elements(self._mpi, result)
+        self._wait(self._data.Ireduce_scatter(as_elements(self._mpi, wire), own_chunk, counts, op), wire, result)
         self._finish(operation, result)
 
     # ------------------------------------------------------------ moves
@@ -221,12 +222,12 @@ class MpiTransport(Transport):
 
     def _scatter(self, operation: Operation) -> None:
         target, root = operation.outputs[0], operation.root
-        mine = as_bytes(self._mpi, target)
+        own_chunk = as_bytes(self._mpi, target)
         if self.rank != root:
-            self._wait(self._data.Iscatter(None, mine, root), target)
+            self._wait(self._data.Iscatter(None, own_chunk, root), target)
             return
         source = _in_one_piece(operation.inputs)
-        self._wait(self._data.Iscatter(self._chunks(source), mine, root), source, target)
+        self._wait(self._data.Iscatter(self._chunks(source), own_chunk, root), source, target)
 
     def _all_to_all(self, operation: Operation) -> None:
         source = _in_one_piece(operation.inputs)

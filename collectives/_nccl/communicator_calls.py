@@ -102,10 +102,10 @@ class NcclCalls:
     """Enqueues the operations of one group.
 
     Args:
-        runtime: of the group's device.
-        communicator: of the group.
-        rank: in the group.
-        size: of the group.
+        runtime: the group's device and its NCCL.
+        communicator: the group's NCCL communicator.
+        rank: rank of this process in the group.
+        size: number of ranks in the group.
     """
 
     def __init__(self, runtime: Runtime, communicator: Communicator, rank: int, size: int) -> None:

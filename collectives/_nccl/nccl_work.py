@@ -27,9 +27,9 @@ class NcclWork(Work):
     `wait(timeout)` and `is_completed()` ask the device. Awaiting it waits for the device.
 
     Args:
-        title: what it is, for errors.
+        title: names the operation in errors.
         sequence: number of a collective; 0 for a message.
-        runtime: of the group's device.
+        runtime: the group's device and its NCCL.
         deadline: after which the group's watchdog ends the group.
         keep: tensors that have to live until the device is done: no others may get their memory before that.
         record: in the flight recorder.

@@ -1,4 +1,4 @@
-"""The watchdog of an NCCL group: a thread that asks the device, since nobody else does, whether operations end.
+"""The watchdog of an NCCL group: a thread that asks the device whether operations end, since nobody else does.
 
 Rules:
 
@@ -51,8 +51,8 @@ class NcclWatchdog:
 
     Args:
         state: the group's state; the watchdog's from now on.
-        runtime: of the group's device.
-        communicator: of the group; the watchdog ends it.
+        runtime: the group's device and its NCCL.
+        communicator: the group's NCCL communicator; the watchdog ends it.
         recorder: the flight recorder of this process.
         reporter: tells the other ranks what this one found.
 
