@@ -10,7 +10,7 @@ Linux and other systems that can fork. Every wait has a time limit; see `rpcdist
 
 from rpcdist.testing.forking import preload, server_pid
 from rpcdist.testing.limits import LIMIT_S, UNIT_S
-from rpcdist.testing.polling import eventually
+from rpcdist.testing.polling import eventually, eventually_async, wait_until_asleep
 from rpcdist.testing.program import Program, free_port
 from rpcdist.testing.rank_pool import RankPool
 from rpcdist.testing.rpc_world import RpcWorld
@@ -29,8 +29,10 @@ __all__ = [
     "WorkerPool",
     "WorkerTimeout",
     "eventually",
+    "eventually_async",
     "free_port",
     "preload",
     "server_pid",
     "wait_for_any",
+    "wait_until_asleep",
 ]

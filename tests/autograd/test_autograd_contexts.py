@@ -27,6 +27,7 @@ from rpcdist.autograd._interface import (
     _retrieve_context,
 )
 from rpcdist.errors import BlockingInLoop, ConfigError, DeadlineExceeded
+from rpcdist.testing import eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -45,10 +46,9 @@ def debug_info(names: tuple[str, ...]) -> dict[str, dict[str, str]]:
 def nothing_stays(cluster: Cluster) -> Iterator[None]:
     """No worker keeps a context or a pass after the test."""
     yield
-    limit = time.monotonic() + SETTLE_LIMIT_S
-    while (found := debug_info(cluster.names)) != dict.fromkeys(cluster.names, EMPTY) and time.monotonic() < limit:
-        time.sleep(0.01)  # a release is not waited for, and nothing here hears of it
-    assert found == dict.fromkeys(cluster.names, EMPTY)
+    empty = dict.fromkeys(cluster.names, EMPTY)
+    # A release is not waited for, and nothing here hears of it.
+    eventually(lambda: debug_info(cluster.names) == empty, "no context and no pass is left", SETTLE_LIMIT_S)
 
 
 def tensors() -> tuple[torch.Tensor, torch.Tensor]:
@@ -261,9 +261,9 @@ def test_messages_may_come_by_the_grpc_service(cluster: Cluster) -> None:
             await link.unary("Autograd", "Deliver", message, autograd_pb2.AutogradDelivered, 10.0)
 
         agent.network.run(deliver(), 20.0)
-        limit = time.monotonic() + SETTLE_LIMIT_S
-        while debug_info(("worker1",))["worker1"]["num_autograd_contexts"] != "0" and time.monotonic() < limit:
-            time.sleep(0.01)
+        eventually(
+            lambda: debug_info(("worker1",))["worker1"]["num_autograd_contexts"] == "0", "the release has arrived"
+        )
 
 
 async def test_in_coroutines(cluster: Cluster) -> None:

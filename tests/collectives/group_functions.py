@@ -17,6 +17,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
+from rpcdist.testing import eventually
 
 LIMIT_S = 30.0
 CLOSE_LIMIT_S = 5.0
@@ -220,9 +221,7 @@ def missing(rank: int, size: int, absent: int) -> None:
     if rank != absent:
         backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), timeout_s=0.5)
     else:
-        deadline = time.monotonic() + 10
-        while time.monotonic() < deadline and backend()._engine.state.failure is None:
-            time.sleep(0.01)
+        eventually(lambda: backend()._engine.state.failure is not None, "the others give up", 10)
         backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
 
 
@@ -302,7 +301,7 @@ def come_late(rank: int, size: int, late: int) -> dict[str, float]:
     for kind in EVERY_KIND:
         backend().submit(Operation(Kind.BARRIER))
         if rank == late:
-            time.sleep(0.1)
+            time.sleep(0.1)  # so much later than the others, who measure it
         operation = operation_for(kind, rank, size, 1000)
         expected = reference(operation, rank, [operation_for(kind, other, size, 1000).inputs for other in range(size)])
         began = time.monotonic()

@@ -88,7 +88,7 @@ def test_a_rank_that_is_stopped_again_and_again_is_waited_for(
         victim.stop()
         time.sleep(0.03)  # the others wait, first spinning and then asleep
         victim.resume()
-        time.sleep(0.01)  # all go on
+        time.sleep(0.01)  # all go on for a while
     rounds = rank_pool.finish(pending)
     assert rounds[0] >= 1 and len(set(rounds)) == 1, rounds
 

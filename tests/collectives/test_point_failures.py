@@ -23,6 +23,7 @@ from rpcdist.errors import (
     ProtocolViolation,
     RankLost,
 )
+from rpcdist.testing import eventually
 
 SHORT_S = 0.05
 
@@ -83,7 +84,7 @@ def test_a_sleeping_receiver_hears_of_the_end() -> None:
         recv(b, number(0), 0)
 
         def end() -> None:
-            until(lambda: b._leadership.sleeping)
+            eventually(lambda: b._leadership.sleeping)
             cut(made, 0, 1)
 
         in_threads(lambda: prompt(lambda: recv(b, number(0), 0), RankLost, "rank 0"), end)
@@ -365,7 +366,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         a, b = made.members
 
         def short() -> None:
-            until(lambda: b._leadership.sleeping)
+            eventually(lambda: b._leadership.sleeping)
             with pytest.raises(CollectiveTimeout):
                 b.recv(number(0), 0, 1, asynchronous=False, timeout_s=SHORT_S)
             send(a, number(0), 1, 2)
@@ -454,7 +455,7 @@ def test_close_while_a_thread_is_blocked() -> None:
         a = made.members[0]
 
         def close() -> None:
-            until(lambda: a._leadership.sleeping)
+            eventually(lambda: a._leadership.sleeping)
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)
@@ -467,7 +468,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         other = irecv(b, number(0), 0, 2)
 
         def interrupt() -> None:
-            until(lambda: len(b._state.pending) == 2 and b._leadership.sleeping)
+            eventually(lambda: len(b._state.pending) == 2 and b._leadership.sleeping)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)
@@ -477,17 +478,9 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         thread.join(LIMIT_S)
         send(a, number(1), 1, 2)
         assert other.wait(LIMIT_S)
-        until(lambda: not b._state.pending)
+        eventually(lambda: not b._state.pending)
         send(a, number(1), 1, 1)
         recv(b, number(0), 0, 1)
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Waits for a state that nothing announces."""
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < limit, "it did not happen"
-        time.sleep(1e-3)
 
 
 def ends(sock: socket.socket) -> bool:

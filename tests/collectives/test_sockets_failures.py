@@ -263,7 +263,7 @@ def test_a_slow_peer_is_waited_for() -> None:
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         for index in range(len(message)):
             link.sendall(message[index : index + 1])
-            time.sleep(0.001)
+            time.sleep(0.001)  # the other side reads each byte by itself
         assert read_exactly(link, HEADER_BYTES + 20)[:HEADER_BYTES] == header(operation, 0, 20)
         assert end() is None
         assert operation.outputs[0].tolist() == [1, 2, 3, 4, 5]
@@ -279,7 +279,7 @@ def test_a_peer_that_reads_slowly_is_waited_for() -> None:
         got = 0
         while got < 4 * count:
             got += len(link.recv(1 << 18))
-            time.sleep(0.0005)
+            time.sleep(0.0005)  # the other side fills the buffers in the meantime
         assert end() is None
 
 

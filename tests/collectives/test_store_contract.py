@@ -26,6 +26,7 @@ from rpcdist.collectives import (
 )
 from rpcdist.collectives.store import Add, Get, Set, StoreOperation, Wait
 from rpcdist.deadline import Deadline
+from rpcdist.testing import wait_until_asleep
 
 LIMIT_S = 20.0
 SHORT_S = 0.15
@@ -87,6 +88,12 @@ def queues(store: Store) -> Store:
 def threads() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(8) as pool:
         yield pool
+
+
+def all_asleep(threads: ThreadPoolExecutor) -> None:
+    """Waits until the calls have come to the point where they wait."""
+    for thread in threads._threads:
+        wait_until_asleep(thread)
 
 
 # ---------------------------------------------------------------- values
@@ -219,7 +226,7 @@ def test_multi_set_and_multi_get(store: Store) -> None:
 def test_get_waits_for_the_key(store: Store, threads: ThreadPoolExecutor) -> None:
     with store_of(store) as other:
         call = threads.submit(other.get, "late")
-        time.sleep(0.05)  # the call should be inside get(); either order has to work
+        all_asleep(threads)  # the call should be inside get(); either order has to work
         store.set("late", "v")
         assert call.result(LIMIT_S) == b"v"
 
@@ -229,7 +236,7 @@ def test_wait_and_multi_get_wait_for_all_keys(store: Store, threads: ThreadPoolE
         wait = threads.submit(first.wait, ["a", "b"])
         get = threads.submit(second.multi_get, ["b", "a"])
         store.set("a", "1")
-        time.sleep(0.05)
+        all_asleep(threads)
         assert not wait.done() and not get.done()
         store.set("b", "2")
         wait.result(LIMIT_S)
@@ -308,7 +315,7 @@ def test_queues_beside_values(queues: Store) -> None:
 def test_queue_pop_waits(queues: Store, threads: ThreadPoolExecutor) -> None:
     with store_of(queues) as other:
         call = threads.submit(other.queue_pop, "q")
-        time.sleep(0.05)
+        all_asleep(threads)
         queues.queue_push("q", "1")
         assert call.result(LIMIT_S) == b"1"
     queues.set_timeout(SHORT_S)

@@ -16,7 +16,7 @@ import pytest
 from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
 from rpcdist.collectives._stores.table_server import TABLE_SERVER
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
-from rpcdist.testing import Program, eventually, free_port
+from rpcdist.testing import Program, eventually, free_port, wait_until_asleep
 from rpcdist.transport import acquire_node
 
 HOST = "127.0.0.1"
@@ -26,6 +26,12 @@ LIMIT_S = 20.0
 def num_waiters() -> int:
     assert TABLE_SERVER.table is not None
     return TABLE_SERVER.table.num_waiting
+
+
+def all_asleep(pool: ThreadPoolExecutor) -> None:
+    """Waits until the calls have come to the point where they wait."""
+    for thread in pool._threads:
+        wait_until_asleep(thread)
 
 
 # ---------------------------------------------------------------- one process
@@ -50,7 +56,7 @@ def test_the_master_comes_later() -> None:
     port = free_port()
     with ThreadPoolExecutor(1) as pool:
         client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
-        time.sleep(0.3)  # long enough for a refused attempt
+        time.sleep(0.3)  # long enough for an attempt that is refused, which nothing here shows
         with TCPStore(HOST, port, is_master=True) as master:
             with client.result(LIMIT_S) as store:
                 store.set("k", "v")
@@ -65,7 +71,7 @@ def test_a_process_that_listens_and_serves_no_store_yet() -> None:
             TCPStore(HOST, port, timeout=0.3)
         with ThreadPoolExecutor(1) as pool:
             client = pool.submit(TCPStore, HOST, port, timeout=LIMIT_S)
-            time.sleep(0.1)
+            all_asleep(pool)
             assert not client.done()
             with TCPStore(HOST, port, is_master=True) as master, client.result(LIMIT_S) as store:
                 store.set("k", "v")
@@ -151,7 +157,7 @@ def test_the_master_waits_for_the_workers() -> None:
     with ThreadPoolExecutor(2) as pool:
         master = pool.submit(TCPStore, HOST, port, 3, True, LIMIT_S)
         with TCPStore(HOST, port, 3, timeout=LIMIT_S) as first:
-            time.sleep(0.1)
+            all_asleep(pool)
             assert not master.done()
             with TCPStore(HOST, port, 3, timeout=LIMIT_S), master.result(LIMIT_S) as served:
                 served.set("k", "v")
@@ -247,7 +253,7 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None
         with TCPStore(HOST, port, timeout=LIMIT_S) as client, ThreadPoolExecutor(1) as pool:
             client.set("k", "v")
             get = pool.submit(client.get, "never")
-            time.sleep(0.1)
+            all_asleep(pool)
             started = time.monotonic()
             server.signal(signal.SIGKILL)
             with pytest.raises(DistNetworkError, match=rf"store at {HOST}:{port} was lost during Get"):
@@ -343,7 +349,7 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         if kind == "client":
             eventually(lambda: num_waiters() == 1, "the client waits")
         else:
-            time.sleep(0.2)
+            wait_until_asleep(script.process.pid)
         started = time.monotonic()
         script.signal(signal.SIGINT)
         assert script.line() == "interrupted"

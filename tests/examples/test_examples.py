@@ -18,6 +18,8 @@ from example_runs import EXAMPLES, ROOT, free_port, last_line, torchrun
 from example_runs import explanation_of as explanation_of
 from program_sessions import LIMIT_S, STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
+from rpcdist.testing import eventually
+
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
 SHORT = ("--epochs", "8")
 SHORT_ACCURACY = 90.0  # what 8 epochs reach with room to spare; a full run reaches 97
@@ -112,10 +114,8 @@ def test_ctrl_c_ends_everything(mode: str, whole_group: bool, tmp_path: Path) ->
 @pytest.mark.multiproc
 def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
     with start(sys.executable, PARAMETER_SERVER, "--epochs", "100000", cwd=tmp_path) as process:
-        deadline = time.monotonic() + LIMIT_S
-        while len(session_members(process.pid)) < 4:  # no output tells: the children import torch
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
+        # No output tells: the children import torch.
+        eventually(lambda: len(session_members(process.pid)) >= 4, "all processes run", LIMIT_S)
         interrupted = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
         out, errors = process.communicate(timeout=LIMIT_S)

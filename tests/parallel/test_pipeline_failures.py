@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import rpcdist.rpc as rpc
 from rpcdist.errors import Cancelled
 from rpcdist.parallel.pipeline import Pipeline, PipelineError, PipelineTimeout
-from rpcdist.testing import WorkerPool
+from rpcdist.testing import WorkerPool, eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -108,8 +108,7 @@ def test_one_step_at_a_time(cluster: Cluster, sleepers: str) -> None:
     thread = threading.Thread(target=lambda: losses.append(pipe.step(*batch(-1.0)).loss))
     thread.start()
     try:
-        while not pipe._busy.locked():
-            time.sleep(0.001)
+        eventually(pipe._busy.locked, "the step runs")
         with pytest.raises(RuntimeError, match="is busy: another thread"):
             pipe.step(*batch(0.5))
     finally:
@@ -147,10 +146,9 @@ def test_stages_end_with_their_pipeline(cluster: Cluster) -> None:
 
 def wait_for_end_of_runners(cluster: Cluster) -> None:
     gc.collect()
-    limit = time.monotonic() + 10
-    while any(rpc.rpc_sync(name, pipeline_stages.num_runners) for name in cluster.names):
-        assert time.monotonic() < limit
-        time.sleep(0.01)  # references are dropped in the background, and nothing tells us
+    eventually(  # references are dropped in the background, and nothing tells us
+        lambda: not any(rpc.rpc_sync(name, pipeline_stages.num_runners) for name in cluster.names), "no runner is left"
+    )
 
 
 def test_the_death_of_a_worker_ends_the_step(worker_pool: WorkerPool) -> None:

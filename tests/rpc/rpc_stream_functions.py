@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 
 import torch
@@ -113,7 +112,7 @@ def make_stream_when_open(key: str, num: int) -> Iterator[int]:
     if deadline.remaining_s() > 1:
         board.wait(key)
     while 0 < deadline.remaining_s() <= 1:
-        time.sleep(deadline.remaining_s())
+        threading.Event().wait(deadline.remaining_s())  # it is about a handler that outlasts its deadline
     return count_up(num, key)
 
 

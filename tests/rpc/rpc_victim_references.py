@@ -12,6 +12,7 @@ from rpc_victim_functions import LIMIT_S, held, hold, make
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
+from rpcdist.testing import eventually
 
 
 def hold_remote(owner: str, count: int = 1) -> None:
@@ -19,8 +20,7 @@ def hold_remote(owner: str, count: int = 1) -> None:
     made = [rpc.remote(owner, make, (number,)) for number in range(count)]
     for rref in made:
         rref._get_future().wait()
-        while not rref.confirmed_by_owner():  # set by a callback of that future
-            time.sleep(0.001)
+        eventually(rref.confirmed_by_owner, "the owner has confirmed")  # set by a callback of that future
     held.extend(made)
 
 
@@ -61,15 +61,19 @@ def fork_held_to_without_waiting(worker: str, times: int) -> None:
 
 def use_until(error: type[BaseException], limit_s: float = 20.0) -> None:
     """Uses what is held until that fails as it should: first a call may fail because its connection has broken."""
-    limit = time.monotonic() + limit_s
-    while True:
+
+    def failure() -> BaseException | None:
         for rref in held:
             try:
                 rref.to_here(timeout=5.0)
             except RpcdistError as exc:
-                if isinstance(exc, error) or time.monotonic() > limit:
-                    raise
-        time.sleep(0.02)
+                if isinstance(exc, error):
+                    return exc
+        return None
+
+    found = eventually(failure, f"a {error.__name__}", limit_s)
+    assert found is not None
+    raise found
 
 
 # ---------------------------------------------------------------- references that wander

@@ -40,7 +40,7 @@ def test_a_wait_for_a_loop_that_is_closed_meanwhile_says_so() -> None:
 
     async def wait() -> None:
         began.set()
-        await asyncio.sleep(60.0)
+        await asyncio.Event().wait()
 
     with concurrent.futures.ThreadPoolExecutor(1) as executor:
         waiting = executor.submit(io.run, wait(), 30.0)

@@ -21,6 +21,7 @@ from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._futures.waiting import collect_all, wait_all
 from rpcdist.rpc.future import Future
+from rpcdist.testing import eventually
 
 LIMIT_S = 30.0
 
@@ -94,8 +95,7 @@ def test_a_blocked_thread_decodes_what_is_delivered(pool: WorkerPool) -> None:
     owed: list[bool] = []
 
     def when_somebody_waits() -> None:
-        while not future._observers:
-            time.sleep(0)
+        eventually(lambda: future._observers, "a thread waits")
         owed.append(future._deliver(lambda: threading.current_thread().name))
 
     pool.submit(when_somebody_waits)
@@ -213,8 +213,7 @@ def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: WorkerPool, press_ctrl_c
         future: Future[int] = Future()
 
         def press_once_it_waits(future: Future[int] = future) -> None:
-            while not future._observers:
-                time.sleep(0)
+            eventually(lambda: future._observers, "a thread waits")
             press_ctrl_c()
 
         pool.submit(press_once_it_waits)
@@ -240,7 +239,7 @@ def test_a_wait_that_times_out_while_it_is_chosen_pays_the_debt() -> None:
         thread = threading.Thread(target=waiter)
         thread.start()
         barrier.wait(LIMIT_S)
-        time.sleep(0.0001)
+        time.sleep(0.0001)  # about when the other thread's time is over: sometimes before, sometimes after
         if future._deliver(lambda: 1):
             future._settle()
         thread.join(LIMIT_S)

@@ -18,7 +18,7 @@ from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import OwnerLost, RemoteError, WorkerLost
-from rpcdist.testing import WorkerPool, eventually
+from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 
 pytestmark = pytest.mark.multiproc
 
@@ -166,7 +166,7 @@ def test_ctrl_c_ends_every_wait_of_the_main_thread(worker_pool: WorkerPool, tmp_
         pending = world["a"].begin(functions.error_of, functions.call, how, "b", str(running))
         if how != "all_gather":
             eventually(running.exists, "the call runs")
-        time.sleep(0.1)  # nothing outside shows that it waits
+        wait_until_asleep(world["a"].pid)
         started = time.monotonic()
         os.kill(world["a"].pid, signal.SIGINT)
         name, _, _ = pending.result()

@@ -79,7 +79,7 @@ def test_a_living_user_keeps_its_values_longer_than_a_lease(worker_pool: WorkerP
     world["sharer"].run(references.hold_remote, "owner", 1)
     world["sharer"].run(references.fork_held_to, "user")
     world["sharer"].run(functions.drop)
-    time.sleep(2 * LEASE_S)
+    time.sleep(2 * LEASE_S)  # nothing renews the leases but the idle connections
     assert [world["user"].run(references.use_held, index) for index in range(2)] == [0, 0]
     world["user"].run(functions.drop)
     everything_is_empty(world, "owner", "user", "sharer")
@@ -162,7 +162,7 @@ def test_a_parent_that_dies_before_its_child_is_known_leaves_nothing(worker_pool
     world["user"].run(references.hold_remote, "owner", 20)
     world["user"].begin(references.fork_held_to_without_waiting, "friend", 20)
     world["user"].kill()
-    time.sleep(UNIT_S)
+    time.sleep(UNIT_S)  # what it has sent before its end arrives
     world["friend"].run(functions.drop)
     everything_is_empty(world, "owner", "friend")
 

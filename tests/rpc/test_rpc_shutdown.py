@@ -12,7 +12,7 @@ from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
-from rpcdist.testing import WorkerPool, eventually
+from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 from rpcdist.testing.rpc_world import join, leave
 
 pytestmark = pytest.mark.multiproc
@@ -64,7 +64,8 @@ def test_init_and_shutdown_again_and_again_in_the_same_processes(worker_pool: Wo
 def test_shutdown_waits_for_a_slow_worker(worker_pool: WorkerPool) -> None:
     world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
     leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
-    time.sleep(2 * UNIT_S)
+    for name in ("a", "b"):
+        wait_until_asleep(world[name].pid)
     # Those who wait still serve.
     assert world["c"].run(rpc.rpc_sync, "a", functions.add, (1, 2)) == 3
     assert world["c"].run(rpc.rpc_sync, "b", functions.add, (1, 2)) == 3
@@ -86,7 +87,8 @@ def test_shutdown_names_the_worker_that_died_before_it_came(worker_pool: WorkerP
     world = worker_pool.world("a", "b", "c", peer_timeout=UNIT_S)
     others = [name for name in ("a", "b", "c") if name != victim]
     leaving = [world[name].begin(rpc.shutdown) for name in others]
-    time.sleep(UNIT_S)
+    for name in others:
+        wait_until_asleep(world[name].pid)
     if how == "killed":
         world[victim].kill()
     else:

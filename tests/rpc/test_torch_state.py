@@ -174,10 +174,17 @@ def test_interleaved_coroutines_keep_their_own_state(loop: UserLoop) -> None:
     assert run(loop, is_clean)
 
 
+async def suspend() -> None:
+    """Waits for another turn of the loop, in which other coroutines run."""
+    woken = asyncio.get_running_loop().create_future()
+    asyncio.get_running_loop().call_soon(woken.set_result, None)
+    await woken
+
+
 def test_tasks_of_user_code_inherit_and_keep_their_state(loop: UserLoop) -> None:
     async def child() -> bool:
         with torch.inference_mode():
-            await asyncio.sleep(0.001)
+            await suspend()
             assert torch.is_inference_mode_enabled()
         return torch.is_grad_enabled()
 
@@ -261,14 +268,14 @@ def test_gradients_flow_across_awaits(loop: UserLoop) -> None:
     async def with_grad() -> float:
         weight = torch.ones(3, requires_grad=True)
         loss = (weight * 2).sum()
-        await asyncio.sleep(0.001)
+        await suspend()
         (loss * 3).backward()
         assert weight.grad is not None
         return weight.grad.sum().item()
 
     async def without_grad() -> bool:
         with torch.no_grad():
-            await asyncio.sleep(0.0005)
+            await suspend()
             return bool((torch.ones(1, requires_grad=True) * 2).requires_grad)
 
     outcomes = [Outcome() for _ in range(20)]

@@ -19,7 +19,7 @@ import torch
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
-from rpcdist.testing import eventually
+from rpcdist.testing import eventually, wait_until_asleep
 
 LIMIT_S = 60.0
 
@@ -152,7 +152,7 @@ def call_and_lose_ctrl_c(how: str, to: str, path: str) -> Any:
 
     def interrupt() -> None:
         eventually(Path(path).exists, "the call runs")
-        time.sleep(0.1)  # nothing outside shows that it waits
+        wait_until_asleep(threading.main_thread())
         _thread.interrupt_main()
 
     interrupting = threading.Thread(target=interrupt)
@@ -189,11 +189,10 @@ def tables() -> str:
 
 def wait_until_empty(limit_s: float = 20.0) -> str:
     """Waits until no reference is left in this worker's tables; what is left when the time is over."""
-    limit = time.monotonic() + limit_s
-    while not is_empty():
-        if time.monotonic() > limit:
-            return tables()
-        time.sleep(0.01)
+    try:
+        eventually(is_empty, "no reference is left", limit_s)
+    except AssertionError:
+        return tables()
     return ""
 
 
@@ -250,28 +249,26 @@ def call_all_the_time(to: str, limit_s: float) -> int:
 
 def error_saying(says: str, function: Any, *args: Any) -> str:
     """Calls it until it fails with that text; the type of the error. It may work before, or fail in other ways."""
-    limit = time.monotonic() + 20.0
-    last = None
-    while time.monotonic() < limit:
+
+    def name_of_error() -> str | None:
         try:
-            last = function(*args)
+            function(*args)
         except RpcdistError as exc:
-            if says in str(exc):
-                return type(exc).__name__
-            last = exc
-        time.sleep(0.02)
-    raise AssertionError(f"the last outcome was {last!r}")
+            return type(exc).__name__ if says in str(exc) else None
+        return None
+
+    return eventually(name_of_error, f"an error that says {says!r}", 20.0) or ""
 
 
 def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
-    limit = time.monotonic() + limit_s
-    while True:
+
+    def answer() -> int | None:
         try:
             return rpc.rpc_sync(to, pid)
         except RpcdistError:
-            if time.monotonic() > limit:
-                raise
-            time.sleep(0.02)
+            return None
+
+    return eventually(answer, f"a call to {to} that works", limit_s) or 0
 
 
 # ---------------------------------------------------------------- the end
@@ -279,15 +276,16 @@ def call_until_it_works(to: str, limit_s: float = 20.0) -> int:
 
 def left_behind() -> list[str]:
     """What RPC has left in this process after its shutdown."""
-    limit = time.monotonic() + 5.0
-    while True:
-        threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist")]
-        listening = _listening_sockets()
-        if not threads and not listening:
-            return []
-        if time.monotonic() > limit:
-            return [*threads, *listening]
-        time.sleep(0.01)
+    try:
+        eventually(lambda: not _threads_and_sockets(), "nothing is left", 5.0)
+    except AssertionError:
+        return _threads_and_sockets()
+    return []
+
+
+def _threads_and_sockets() -> list[str]:
+    threads = [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist")]
+    return [*threads, *_listening_sockets()]
 
 
 def _listening_sockets() -> list[str]:
@@ -299,7 +297,7 @@ def _listening_sockets() -> list[str]:
 
 
 def _sleep_and_touch(seconds: float, path: str) -> None:
-    time.sleep(seconds)
+    _never.wait(seconds)
     Path(path).touch()
 
 

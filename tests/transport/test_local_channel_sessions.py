@@ -121,7 +121,7 @@ async def test_a_receiver_that_stands_still_stops_the_sender(pair: ChannelPair) 
     await asyncio.wait([pair.tasks[1]], timeout=LIMIT_S)
     session, size = pair.sessions[0], 64 << 20
     session.send(call(1), [Bytes(bytes(size))])
-    await asyncio.sleep(0.1)
+    await asyncio.sleep(0.1)  # in which a sender that minds no credit would send more
     [transfer] = session._outgoing._transfers
     assert transfer.at <= CHUNK_WINDOW_BYTES + CHUNK_BYTES
     session.send(call(2))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.testing import eventually_async
 from rpcdist.transport._channels import local_channel
 from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_envelope, chunk_head, parse_chunk_head
@@ -227,8 +228,8 @@ async def test_a_peer_that_goes_while_we_wait_to_write(ends: Any) -> None:
     stream = LocalChannel(ends[0], "b")
     delivering = asyncio.ensure_future(stream.deliver(Receiver()))
     writing = asyncio.ensure_future(stream.write(b"x" * (32 << 20)))
-    await asyncio.sleep(0.01)
-    assert not writing.done() and not stream.is_free
+    await eventually_async(lambda: not stream.is_free, "the sockets are full")
+    assert not writing.done()
     ends[1].close()
     assert "broke" in await reason_of(writing) and "broke" in await reason_of(delivering)
     stream.abort("done")
@@ -291,7 +292,7 @@ async def test_a_slow_reader_holds_the_writer_back(ends: Any) -> None:
             written += 1 << 20
 
     writing = asyncio.ensure_future(write())
-    await asyncio.sleep(0.05)
+    await asyncio.sleep(0.05)  # in which a writer that nobody holds back would write all
     assert written < 32 << 20 and not here.is_free  # what fits into the sockets, and no more
     receiver = Receiver()
     delivering = asyncio.ensure_future(there.deliver(receiver))

@@ -11,7 +11,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, suppress
 
@@ -29,6 +28,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.ids import Identity
+from rpcdist.testing import eventually
 from rpcdist.transport import sockets, unix_sockets
 from rpcdist.transport._socket_hub import hub_acceptor, hub_connector
 from rpcdist.transport.handshake import ClientHandshake
@@ -44,13 +44,6 @@ if unix_sockets.has_abstract_sockets():
 def pair() -> Iterator[tuple[SocketHub, SocketHub]]:
     with hubs(2) as (a, b):
         yield a, b
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    limit = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < limit
-        time.sleep(0.001)
 
 
 def talk(a: socket.socket, b: socket.socket) -> None:
@@ -97,7 +90,7 @@ def test_purposes_are_kept_apart_and_equal_ones_come_in_order(pair: tuple[Socket
         for number, purpose in enumerate(["x", "y", "x"]):
             connection = stack.enter_context(a.connect(b.address, purpose, LIMIT_S))
             connection.send(b"%d" % number)
-        wait_for(lambda: len(b._room) == 3)
+        eventually(lambda: len(b._room) == 3)
         order = [stack.enter_context(b.expect(purpose, LIMIT_S)) for purpose in ("y", "x", "x")]
         assert [read_exactly(end, 1) for end in order] == [b"1", b"0", b"2"]
     assert len(b._room) == 0
@@ -183,8 +176,7 @@ def test_closing_wakes_who_waits_and_closes_what_waits() -> None:
 
         waiter = threading.Thread(target=wait)
         waiter.start()
-        while "never" not in b._room._wanted:
-            time.sleep(0.001)
+        eventually(lambda: "never" in b._room._wanted, "the other thread waits")
         b.close()
         b.close()
         waiter.join(LIMIT_S)
@@ -266,8 +258,8 @@ def test_strangers_are_turned_away_with_a_log_line(
             stranger.shutdown(socket.SHUT_WR)
             while stranger.recv(4096):
                 pass
-    wait_for(lambda: "turned away" in caplog.text)
-    wait_for(lambda: not b._acceptor._unproven)
+    eventually(lambda: "turned away" in caplog.text)
+    eventually(lambda: not b._acceptor._unproven)
     assert len(b._room) == 0
     with a.connect(b.address, "victim", LIMIT_S) as here, b.expect("victim", LIMIT_S) as there:
         talk(here, there)
@@ -278,7 +270,7 @@ def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: 
     with open_hub(token="another token " * 2) as a, open_hub() as b:
         with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
             a.connect(b.address, "x", LIMIT_S, unix=unix)
-        wait_for(lambda: "turned away" in caplog.text)
+        eventually(lambda: "turned away" in caplog.text)
         assert "RPCDIST_TOKEN" in caplog.text and len(b._room) == 0
 
 
@@ -290,7 +282,7 @@ def test_another_job_or_role_is_refused(caplog: pytest.LogCaptureFixture, monkey
         monkeypatch.setattr(sockets, "ROLE", "rpc")  # as the client says it; the server's is in another module
         with pytest.raises(ConnectFailed):
             a.connect(b.address, "x", LIMIT_S, unix=False)
-        wait_for(lambda: "the role 'rpc'" in caplog.text)
+        eventually(lambda: "the role 'rpc'" in caplog.text)
 
 
 def test_silence_ends(
@@ -329,7 +321,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         a.connect(b.address, "unknown", LIMIT_S) as unknown,
         a.connect(b.address, "group/1", LIMIT_S) as here,
     ):
-        wait_for(lambda: len(b._room) == 2)
+        eventually(lambda: len(b._room) == 2)
         with pytest.raises(ProtocolViolation, match="2 connections wait"):
             a.connect(b.address, "one too many", LIMIT_S)
         unknown.settimeout(LIMIT_S)
@@ -338,7 +330,7 @@ def test_connections_that_nobody_expects_are_bounded_in_number_and_time(
         with b.expect("group/1", LIMIT_S) as there:
             talk(here, there)
         with a.connect(b.address, "group/2", LIMIT_S) as late:
-            wait_for(lambda: len(b._room) == 1)
+            eventually(lambda: len(b._room) == 1)
             b.withdraw("group/")
             late.settimeout(LIMIT_S)
             assert late.recv(1) == b""

@@ -249,6 +249,7 @@ class Answers:
 
     def __init__(self) -> None:
         self.peers: list[Identity] = []
+        self.called = threading.Event()
         self.cancelled = threading.Event()
         self.error: Exception = CallRefused("not for you")
 
@@ -257,6 +258,7 @@ class Answers:
         return membership_pb2.JoinReply(version=7)
 
     async def leave(self, peer: Identity, request: Any) -> membership_pb2.LeaveReply:
+        self.called.set()
         try:
             await asyncio.sleep(LIMIT_S)
         except asyncio.CancelledError:
@@ -318,7 +320,7 @@ def test_a_unary_call_ends_with_its_link(served: tuple[Node, Node, Answers]) -> 
     server, client, answers = served
     link = open_link(client, server, role="membership")
     calling = asyncio.run_coroutine_threadsafe(unary(link, "Leave", None), client.io.loop)
-    client.run(asyncio.sleep(0.05), LIMIT_S)
+    assert answers.called.wait(LIMIT_S)
     server.io.call_soon(next(iter(server.sessions)).close, "because of a test")
     with pytest.raises(RpcdistError, match=r"because of a test|was closed"):
         calling.result(LIMIT_S)
