@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class _Wanted(NamedTuple):
-    """What a link is to be; see `Connector.connect`."""
+    """The link that a caller asks for; see `Connector.connect`."""
 
     address: str
     role: str

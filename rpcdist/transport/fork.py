@@ -10,8 +10,8 @@ of the connection while its workers live. In the child of a process that communi
  3. registered objects are told, and kept alive: their finalizers would talk to those threads.
 
 A process that does not communicate (before `init_rpc`, after `shutdown`) forks as if this module were not there.
-Nothing here takes a lock in the child: another thread of the parent may have held it. What the child reads is replaced
-as a whole, never changed in place.
+Nothing here takes a lock in the child: another thread of the parent may have held it. Sets that the child reads are
+replaced as a whole, never changed in place.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class HandshakeState(Enum):
 
 
 class _HandshakeSide:
-    """What the two state machines share: the doorway, the outcome, and how a failure is reported."""
+    """Base of the two state machines: checks of every message, the outcome, and how a failure is reported."""
 
     def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
         if not token:

@@ -82,7 +82,7 @@ class Offer(NamedTuple):
     """A new segment for the borrower.
 
     Attributes:
-        number: of the segment, in its session and direction.
+        number: number of the segment, in its session and direction.
         segment: to be passed to the borrower. Its descriptor is closed when nobody refers to it any more: it may be
             under way, on another thread, when the session ends.
     """

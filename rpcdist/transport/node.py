@@ -62,7 +62,7 @@ class Node:
     loop, a port, an identity and a token of its own, and ends by itself.
 
     Attributes:
-        options: as given.
+        options: the settings that it was made with.
         io: the I/O loop.
         credentials: what the node proves itself with.
         address: where it serves; None before `serve`.

@@ -44,7 +44,7 @@ class SessionHandler(Protocol):
         """Messages arrived whole, in the order in which they became complete."""
 
     def on_closed(self, session: Session, reason: str) -> None:
-        """The session ended; called once. What was queued and not written is lost."""
+        """The session ended; called once. Messages that were queued and not written are lost."""
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         """Memory for a large buffer that was announced."""
@@ -163,7 +163,7 @@ class Session:
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
-        if self._shared is not None:
+        if self._shared is not None and (buffers or self._shared.is_used):
             buffers = self._shared.lend(message, buffers)
         number = self._outgoing.add(message, buffers)
         # The message is in the queue before the flag is read, and the writer clears the flag before it looks at the

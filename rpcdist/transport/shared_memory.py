@@ -45,11 +45,11 @@ def unavailable() -> str | None:
 
 
 class Segment:
-    """A chunk of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
+    """A piece of shared memory of fixed size, zero at first. Free it with `close`, or use it in a `with` block.
 
     Args:
-        descriptor: of the memory file; the segment closes it.
-        size_bytes: of the file.
+        descriptor: descriptor of the memory file; the segment closes it.
+        size_bytes: size of the file.
     """
 
     def __init__(self, descriptor: int, size_bytes: int) -> None:
@@ -77,7 +77,7 @@ class Segment:
 
     @classmethod
     def received(cls, descriptor: int, size_bytes: int) -> Segment:
-        """What another process offers as `size_bytes` of shared memory; takes the descriptor over, also when it fails.
+        """A segment of `size_bytes` that another process offers; takes the descriptor over, also when it fails.
 
         Raises:
             SegmentError: it has another size, or its size is not sealed.

@@ -19,6 +19,10 @@ __all__ = ["SharedPayloads"]
 class SharedPayloads:
     """The shared memory of one session on a channel that can pass segments. `lend` on any thread, the rest on the loop.
 
+    Attributes:
+        lent: what is lent, in both directions.
+        is_used: whether there ever was a large buffer or a segment; before that there is nothing to tell the peer.
+
     Args:
         allowed: whether this process wants to share memory.
         loop: the I/O loop, for timers.
@@ -38,6 +42,7 @@ class SharedPayloads:
         receive: Callable[[memoryview], IncomingBuffer],
     ) -> None:
         self.lent = LentBuffers(allowed)
+        self.is_used = False
         self._loop = loop
         self._channel = channel
         self._outgoing = outgoing
@@ -54,6 +59,7 @@ class SharedPayloads:
 
         News for the peer go along: they travel in the same envelope, and cost no wake-up of their own.
         """
+        self.is_used = True
         if buffers:
             buffers = self.lent.put_in(message, buffers, self._outgoing.add_offer)
         if self.lent.has_news:
@@ -62,6 +68,7 @@ class SharedPayloads:
 
     def handle(self, kind: str, message: rpc_pb2.Message) -> None:
         """Takes a message about segments; `kind` is its field in `body`."""
+        self.is_used = True
         if kind == "segment_news":
             self.lent.take_news(message.segment_news)
         elif kind == "segment_answer":
@@ -77,7 +84,7 @@ class SharedPayloads:
         return {index: self._receive(view) for index, view in borrowed.items()}
 
     def _return(self) -> None:
-        """What no message takes back in time goes back by itself."""
+        """Returns segments that no message has taken back in time."""
         self._return_handle = None
         self._tell_news()
         if self.lent.has_leases:

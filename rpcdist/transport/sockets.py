@@ -7,9 +7,9 @@ came first. Both give away a bare non-blocking socket on which nothing but the h
 Guarantees:
 
  1. The mutual proof of the job token (handshake.py) comes first, on every socket. A Unix peer is this user, too.
- 2. What is not proven is bounded: `MAX_UNPROVEN` connections, `HANDSHAKE_LIMIT_S` for each, `MAX_HANDSHAKE_BYTES` a
+ 2. Unproven connections are bounded: `MAX_UNPROVEN` of them, `HANDSHAKE_LIMIT_S` for each, `MAX_HANDSHAKE_BYTES` a
     message. A stranger is turned away with a log line; silent ones make room when others come.
- 3. What is proven and not yet expected is bounded as well: `MAX_WAITING` connections, `UNEXPECTED_SOCKET_LIMIT_S`
+ 3. Proven connections that nobody expects yet are bounded as well: `MAX_WAITING` of them, `UNEXPECTED_SOCKET_LIMIT_S`
     for each. No time limit holds for purposes that were announced by `announce`.
  4. Children that are forked get none of these sockets (fork.py).
 """
@@ -137,7 +137,7 @@ class SocketHub:
         """Waits for the connection that a peer opens for `purpose`; blocks. Several come in the order of arrival.
 
         Args:
-            purpose: as the peer calls it.
+            purpose: the string that the peer gave to `connect`.
             timeout_s: limit, in seconds.
             check: called about every 50 ms; what it raises ends the wait.
 
@@ -154,7 +154,7 @@ class SocketHub:
         """Says that connections whose purpose begins with `prefix` are wanted: they may wait as long as they like.
 
         Args:
-            prefix: of the purposes.
+            prefix: beginning of the purposes.
             taker: called with purpose and socket instead of `expect`, on the I/O loop; it must not block. What waits
                 already is given to it at once, on the caller's thread.
         """

@@ -20,7 +20,7 @@ __all__ = ["MIN_TOKEN_LENGTH", "describe_token_source", "job_token", "token_path
 TOKEN_VARIABLE: Final = "RPCDIST_TOKEN"
 FILE_VARIABLE: Final = "RPCDIST_TOKEN_FILE"
 MIN_TOKEN_LENGTH: Final = 16
-"""Whoever records a handshake can try tokens at home, so short ones are refused; a random one of 16 is out of reach."""
+"""A recorded handshake can be used to try tokens offline, so short ones are refused; 16 random characters are safe."""
 
 _MAX_TOKEN_LENGTH: Final = 4096
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"

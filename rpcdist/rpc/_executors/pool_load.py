@@ -15,7 +15,7 @@ BUSY_SHARE: Final = 0.2  # threads that used less processor time than this, toge
 
 
 class PoolSample(NamedTuple):
-    """What the pool shows its monitor; there is at least one job in the queue.
+    """A snapshot of the pool, with at least one job in its queue.
 
     Attributes:
         at: when it was taken, in monotonic seconds.
@@ -36,7 +36,7 @@ class PoolSample(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """What decides whether threads are started.
+    """The load of the pool, as far as it decides whether threads are started.
 
     Attributes:
         queued: jobs that wait for a thread.

@@ -21,7 +21,7 @@ class MonitoredPool(Protocol):
     """What the monitor sees of the pool, and does to it."""
 
     def sample(self) -> PoolSample | None:
-        """What the pool looks like now; None if no job waits."""
+        """A snapshot of the pool now; None if no job waits."""
 
     def start_one(self) -> bool:
         """Sets one more thread to work; False if there can be none."""

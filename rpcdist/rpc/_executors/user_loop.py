@@ -44,7 +44,7 @@ class UserLoop:
 
     Args:
         kind: "uvloop", "asyncio", or "auto" for uvloop where it is installed.
-        name: of the thread.
+        name: name of the thread.
     """
 
     def __init__(self, kind: LoopKind = "auto", name: str = "rpcdist-user-loop") -> None:
@@ -91,7 +91,7 @@ class UserLoop:
             deadline: at it the coroutine is cancelled, and `on_done` gets `DeadlineExceeded`; it is `current_deadline`
                 meanwhile.
             context: a copy of it is what the coroutine runs in; None is an empty one.
-            name: for messages.
+            name: name of the coroutine in messages; by default that of `start`.
 
         Raises:
             NotInitialized: the loop is closed.

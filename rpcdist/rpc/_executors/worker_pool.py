@@ -1,4 +1,4 @@
-"""Threads that run synchronous user functions, as many as it takes for none to starve.
+"""The worker pool: threads that run synchronous user functions, as many as it takes for no call to starve.
 
 Rules:
  1. `submit` never waits. A job handed to an idle thread costs one lock release (each parks on a lock of its own); while
@@ -111,7 +111,7 @@ class WorkerPool:
 
         self._queue: deque[Job] = deque()
         self._workers: set[WorkerThread] = set()
-        self._idle: list[WorkerThread] = []
+        self._idle: list[WorkerThread] = []  # the one that parked last is woken first: its stack is warm, others retire
         self._blocked: set[WorkerThread] = set()
         self._numbers = itertools.count()
         self._progress = False  # set after each job, cleared by the monitor
@@ -195,9 +195,7 @@ class WorkerPool:
                 "the worker pool was closed after %.1f s, but %d jobs did not end and %d never ran:\n%s",
                 timeout_s, len(left), len(never_ran), self._stacks(),
             )  # fmt: skip
-        self._monitor.join(
-            deadline.remaining_s() + THREAD_GRACE_S
-        )  # it ends within a tick, now that the queue is empty
+        self._monitor.join(deadline.remaining_s() + THREAD_GRACE_S)  # it ends within a tick: the queue is empty now
         return left + never_ran
 
     def _join(self, worker: WorkerThread, deadline: Deadline) -> None:
@@ -223,6 +221,8 @@ class WorkerPool:
 
     def _spawn(self) -> bool:
         worker = WorkerThread(self._work, f"{self.name}-{next(self._numbers)}")
+        # Added first and counted then: of two threads that spawn at once at the cap, both may give up, but the cap
+        # holds; the monitor makes good for a thread too few.
         self._workers.add(worker)
         if len(self._workers) > self.max_threads:
             self._workers.discard(worker)
@@ -262,15 +262,17 @@ class WorkerPool:
             if queue and self._monitor.sleeping:
                 self._monitor.wake()  # more than one job came for the one thread that was woken
             try:
+                # A fresh context for each job: a deadline or an autograd context that one leaves set must not be seen
+                # by the next one on this thread.
                 new_context().run(function, *arguments)
-            except BaseException as error:
+            except BaseException as error:  # `SystemExit` of a user function ends the job, not a thread of the pool
                 self._report(error, function)
             worker.arguments = ()
             del arguments  # an idle thread must not keep values alive
             if cleanup is not None:
                 cleanup()
             function = worker.job = None  # type: ignore[assignment]
-            self._progress = True
+            self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
 
     def _report(self, error: BaseException, function: Function) -> None:
         try:
@@ -281,11 +283,13 @@ class WorkerPool:
     def _park(self, worker: WorkerThread) -> bool:
         """Waits for work; False means that this thread shall end."""
         self._idle.append(worker)
+        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 5).
         if (self._queue or self._stopping) and self._unpark(worker):
             return bool(self._queue) or not self._retire(worker)
         while not worker.baton.acquire(timeout=self._idle_s):
             if self._unpark(worker):
                 return not self._retire(worker)
+            # Somebody took this thread out of the list just now, and is about to release the baton.
         return bool(self._queue) or not self._stopping or not self._retire(worker)
 
     def _unpark(self, worker: WorkerThread) -> bool:
@@ -307,6 +311,7 @@ class WorkerPool:
     def _enter_blocking(self, worker: WorkerThread) -> None:
         worker.blocked += 1
         self._blocked.add(worker)
+        # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.
         if self._queue and len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
 

@@ -31,7 +31,7 @@ class WorkerThread:
         baton: the thread parks on it.
         ended: held until the thread has left the pool.
         job: what it runs now, or None.
-        arguments: of the job.
+        arguments: arguments of the job.
         blocked: how many `blocking` blocks it is in.
     """
 

@@ -56,7 +56,7 @@ class LargeBuffer:
     """Bytes of the sender that are not copied. They must not change until they are sent.
 
     Attributes:
-        size: in bytes.
+        size: size in bytes.
         view: the bytes, contiguous; the view keeps their owner (a tensor, an array) alive.
     """
 
@@ -80,7 +80,7 @@ class ReceiveBuffer:
     """Memory for one large buffer that is about to arrive. The tensors that are decoded from it use this memory.
 
     Attributes:
-        size: in bytes.
+        size: size in bytes.
         view: writable bytes; the transport writes the chunks into it, from any thread, and must be done before
             `decode`.
         memory: the same bytes as a tensor of uint8; its storage is resizable, and aligned to 64 bytes.

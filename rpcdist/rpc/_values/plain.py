@@ -72,8 +72,8 @@ class PlainWriter:
     Attributes:
         body: what was written.
         tensors: the tensors of the value; the body refers to them by index.
-        externals: likewise.
-        buffers: large strings and bytes that stay out of the body, likewise.
+        externals: the remote references of the value; the body refers to them by index.
+        buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
 
     __slots__ = ("_known", "_known_externals", "_left", "_seen", "_source", "body", "buffers", "externals", "tensors")
@@ -93,7 +93,7 @@ class PlainWriter:
         """Writes `obj`.
 
         Raises:
-            NotPlain: a part of it is not plain, or it has more than `max_items` parts. What was written is useless
+            NotPlain: a part of it is not plain, or it has more than `max_items` parts. The body is useless
                 then.
         """
         self._items((obj,), 0)

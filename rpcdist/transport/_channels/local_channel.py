@@ -10,8 +10,8 @@ why the sender closes.
                         the memory of its tensor
 
 [Note: reading to the end] A peer that dies with something unread in its socket leaves its data and an error here.
-uvloop calls the reader once for the two and then never again, so whoever is called reads until the socket says that it
-is empty, or that it has ended.
+uvloop calls the reader once for the two and then never again, so the reader goes on until the socket says that it is
+empty, or that it has ended.
 
 [Note: closing] The I/O loop closes the socket while another thread may be about to write to it, and the kernel gives
 the number to the next file that is opened. Writes and the closing exclude each other, therefore.
@@ -66,7 +66,7 @@ class LocalChannel:
 
     Args:
         connection: connected; the stream owns it from now on.
-        address: of the peer, for messages.
+        address: address of the peer, for messages.
     """
 
     def __init__(self, connection: socket.socket, address: str) -> None:

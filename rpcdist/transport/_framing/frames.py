@@ -133,7 +133,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
 
     Args:
         data: the envelope's first `CHUNK_HEAD_BYTES`, or all of it.
-        size: of the whole envelope, in bytes.
+        size: size of the whole envelope, in bytes.
     """
     fields = []
     try:

@@ -15,9 +15,9 @@ class HubAddress:
     """Where a hub listens.
 
     Attributes:
-        host: of the TCP listener.
-        port: of the TCP listener.
-        unix_name: of the abstract Unix listener, without the leading zero byte; empty where there is none.
+        host: host of the TCP listener.
+        port: port of the TCP listener.
+        unix_name: name of the abstract Unix listener, without the leading zero byte; empty where there is none.
     """
 
     host: str

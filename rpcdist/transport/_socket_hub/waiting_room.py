@@ -1,4 +1,4 @@
-"""Proven connections that wait for the one who expects them, and the threads that wait for connections."""
+"""Proven connections that nobody has expected yet, and the threads that wait for connections."""
 
 from __future__ import annotations
 
