@@ -23,9 +23,6 @@ import argparse
 import asyncio
 import importlib.util
 import math
-import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -34,28 +31,27 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.rpc as rpc
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import DeadlineExceeded
+from rpcdist.launch import launch, placement_from_environment
 
 NUM_IMAGES = 1797
 NUM_TRAIN = 1437  # the other 360 images measure the accuracy
 BATCH_SIZE = 32
-SLOW_ITEMS = 20  # of the stream are read slowly, each after this pause:
-PAUSE_S = 0.02
+SLOW_ITEMS = 20  # at the beginning of the stream, the client reads this many slowly
+PAUSE_S = 0.02  # before it reads each of them
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     waiters: int
     epochs: int
@@ -74,7 +70,7 @@ class Options:
 
 
 class NotTrained(Exception):
-    """A failure with a name and a field; the client gets this very type."""
+    """An exception with a field of its own; the client gets it with type and field."""
 
     def __init__(self, steps_done: int) -> None:
         super().__init__(steps_done)
@@ -107,7 +103,7 @@ class TrainingService:
         self.watches: list[tuple[str, int, asyncio.Event]] = []
 
     async def train(self) -> AsyncIterator[Step]:
-        """Yields after every step, and waits there as long as the client has not asked for more."""
+        """Yields after every step, and pauses there until the client asks for more."""
         optimizer = torch.optim.SGD(self.model.parameters(), lr=self.options.lr, momentum=0.9)
         images, labels = self.train_set
         try:
@@ -119,13 +115,13 @@ class TrainingService:
                 optimizer.step()
                 self.steps_done = number
                 yield Step(number, loss.item(), time.time())
-                await asyncio.sleep(0)  # training holds the loop's thread: let others have a turn after each step
+                await asyncio.sleep(0)  # a step blocks the loop; this lets other coroutines run between steps
             self.trained.set()
         finally:
             self.count("training ended" if self.trained.is_set() else "training left")
 
     async def wait_trained(self) -> float:
-        """The test accuracy, when the model is trained. As many as like may wait: that costs no thread."""
+        """Returns the test accuracy when the model is trained. Any number of calls may wait: they use no threads."""
         self.count("wait began")
         try:
             await self.trained.wait()
@@ -141,14 +137,14 @@ class TrainingService:
         digits: list[int] = self.model(images.to(self.options.device)).argmax(dim=1).tolist()
         return digits
 
-    async def think_for_ever(self) -> None:
+    async def wait_for_ever(self) -> None:
         deadline = current_deadline.get()
         assert deadline is not None
         print(f"the service got a call with {deadline.remaining_s():.1f} s left", flush=True)
         try:
             await asyncio.Event().wait()
         finally:
-            self.count("thought ended")
+            self.count("waiting for ever ended")
 
     def count(self, event: str) -> None:
         self.counts[event] += 1
@@ -166,7 +162,7 @@ class TrainingService:
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """In percent, over the test images."""
+        """The percentage of test images that the model labels correctly."""
         images, labels = self.test_set
         is_right: Tensor = self.model(images).argmax(dim=1) == labels
         return 100 * is_right.double().mean().item()
@@ -188,7 +184,7 @@ def load_digits(options: Options) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, 
 
 @dataclass
 class History:
-    """What the client saw of the stream."""
+    """The losses that the client received, and when each item was produced and consumed."""
 
     losses: list[float] = field(default_factory=list)
     produced_at: list[float] = field(default_factory=list)
@@ -200,7 +196,7 @@ class History:
         self.consumed_at.append(time.time())
 
     def most_ahead(self) -> int:
-        """How many items the service was ahead of the client at most, while the client was slow."""
+        """The largest number of items that the service was ahead of the client while the client was slow."""
         slow = self.consumed_at[:SLOW_ITEMS]
         return max(
             sum(produced <= now for produced in self.produced_at) - read for read, now in enumerate(slow, start=1)
@@ -208,7 +204,7 @@ class History:
 
 
 async def use(service: rpc.RRef[TrainingService], options: Options) -> float:
-    """The five things, one after the other; prints what they showed, and returns the test accuracy."""
+    """Shows the five features in turn, and returns the test accuracy."""
     started = time.monotonic()
     await show_named_failure(service)
     await show_deadline(service)
@@ -240,9 +236,9 @@ async def show_named_failure(service: rpc.RRef[TrainingService]) -> None:
 
 async def show_deadline(service: rpc.RRef[TrainingService]) -> None:
     try:
-        await service.rpc_async(timeout=0.5).think_for_ever()
+        await service.rpc_async(timeout=0.5).wait_for_ever()
     except DeadlineExceeded:
-        await service.rpc_async().happened("thought ended")
+        await service.rpc_async().happened("waiting for ever ended")
         print("deadline: the call ended after 0.5 s, here and at the service", flush=True)
 
 
@@ -271,18 +267,18 @@ async def watch(service: rpc.RRef[TrainingService], options: Options) -> History
     async with aclosing(await service.rpc_async().train()) as steps:
         async for step in steps:
             if len(history.losses) < SLOW_ITEMS:
-                await asyncio.sleep(PAUSE_S)  # the slow client that is shown
+                await asyncio.sleep(PAUSE_S)  # for the picture
             history.add(step)
             if step.number % (options.num_steps // 10) == 0:
                 print(f"step {step.number}/{options.num_steps}: loss {step.loss:.3f}", flush=True)
     return history
 
 
-# ---- what the user sees
+# ---- the picture
 
 
 def draw(history: History, options: Options) -> None:
-    """Writes the picture: the loss, and who was where in the stream while the client was slow."""
+    """Writes the picture: the loss, and the progress of service and client while the client was slow."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file needs no display
@@ -316,36 +312,13 @@ def run_client(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: rank 0 is the client, rank 1 serves."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: rank 0 is the client, rank 1 the service."""
     torch.set_num_threads(1)  # the processes share the cores already
-    rpc.init_rpc(("client", "service")[rank], rank=rank, world_size=2)
+    rpc.init_rpc(("client", "service")[rank])
     accuracy = run_client(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: the service serves until the client has finished
+    rpc.shutdown()  # waits for all workers: the service serves until the client has finished
     if accuracy is not None and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the client and the service, and stays their parent: whatever ends one of them ends all."""
-    caught: list[int] = []  # Ctrl-C, while they start
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
-    processes = mp.spawn(run_process, args=(options,), nprocs=2, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        while not caught and not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        caught.append(signal.SIGINT)
-    if caught:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line
@@ -360,12 +333,12 @@ def parse_options() -> Options:
     add("--waiters", type=positive(int), default=5000, help="calls that wait for the model (default: %(default)s)")
     add("--epochs", type=positive(int), default=10, help="times through the training images (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.1, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
                         "the test accuracy is below (default: %(default)s)")  # fmt: skip
     parser.add_argument("--device", default="cpu", help="where the service trains (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/asyncio_service.png"), metavar="FILE",
-                        help="where the loss and the backpressure go (default: %(default)s)")  # fmt: skip
+                        help="file for the plots of loss and backpressure (default: %(default)s)")  # fmt: skip
     arguments = vars(parser.parse_args())
     try:
         options = Options(**arguments)
@@ -387,13 +360,10 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
-    if is_under_torchrun() and os.environ["WORLD_SIZE"] != "2":
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
+    place = placement_from_environment()
+    if place is not None and place.world_size != 2:
         raise ValueError("torchrun must start 2 processes, the client and the service: --nproc-per-node 2")
     for module in ("sklearn", "matplotlib"):
         if importlib.util.find_spec(module) is None:
@@ -405,23 +375,12 @@ def check(options: Options) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def main() -> None:
     options = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print("starting the client and the service ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
-        spawn_processes(options)
+    launch(run_process, (options,), num_workers=2)
 
 
 if __name__ == "__main__":

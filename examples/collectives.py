@@ -2,10 +2,10 @@
 parameter averaging: test accuracy 95.0 % on each of 3 ranks, 8 rounds, 0.9 s
 
 The first line is the command, the second its last line of output (your digits differ a little). The operations of
-`rpcdist.collectives` one by one: what every rank has after each is printed. Then `send` and `recv`, and an all_reduce
-made of them by hand. In the end what they are good for: every rank trains a copy of a model on its own part of the
-handwritten digits which scikit-learn ships, and now and then the ranks average their parameters - data parallel
-training without `DistributedDataParallel`.
+`rpcdist.collectives` one by one: after each, the program prints the value of every rank. Then `send` and `recv`, and an
+all_reduce that is built from them. Finally an application: every rank trains a copy of a model on its own part of the
+handwritten digits which scikit-learn ships, and from time to time the ranks average their parameters. This is data
+parallel training without `DistributedDataParallel`.
 
 It starts its processes itself. It also runs under torchrun:
 
@@ -17,23 +17,20 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.collectives as dist
+from rpcdist.errors import ConfigError
+from rpcdist.launch import launch, placement_from_environment
 
 NUM_IMAGES = 1797
 NUM_TRAIN = 1437  # the other 360 images measure the accuracy
@@ -42,7 +39,7 @@ Digits = tuple[Tensor, Tensor]  # images (n, 64) float32 from 0 to 1, labels (n,
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     ranks: int
     rounds: int
@@ -56,17 +53,17 @@ class Options:
 # ---- the primitives: every rank calls these functions, and all make the same calls in the same order
 
 
-def show(what: str, mine: object) -> None:
-    """Prints on rank 0 what every rank has."""
-    everybody: list[object] = [None] * dist.get_world_size()
-    dist.all_gather_object(everybody, mine)
+def show(title: str, value: object) -> None:
+    """Prints, on rank 0, the value of every rank."""
+    values: list[object] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
     if dist.get_rank() == 0:
-        print(f"{what:32}" + "   ".join(f"rank {rank}: {each}" for rank, each in enumerate(everybody)), flush=True)
+        print(f"{title:32}" + "   ".join(f"rank {rank}: {each}" for rank, each in enumerate(values)), flush=True)
 
 
-def one_for_all(rank: int, size: int) -> None:
-    """What one rank has, for the others."""
-    show("every rank begins with", numbers(rank).tolist())
+def from_one_to_all(rank: int, size: int) -> None:
+    """Operations that give data of one rank to all ranks."""
+    show("every rank starts with", numbers(rank).tolist())
     tensor = numbers(rank)
     dist.broadcast(tensor, src=0)
     show("broadcast from rank 0", tensor.tolist())
@@ -77,19 +74,19 @@ def one_for_all(rank: int, size: int) -> None:
     show("scatter from rank 0", part.tolist())
 
 
-def all_for_one(rank: int, size: int) -> None:
-    """What all have, for one rank."""
+def from_all_to_one(rank: int, size: int) -> None:
+    """Operations that give data of all ranks to one rank."""
     tensor = numbers(rank)
     dist.reduce(tensor, dst=0, op=dist.ReduceOp.SUM)
-    show("reduce to rank 0 (sum)", tensor.tolist() if rank == 0 else "-")  # the others' tensors may hold anything
+    show("reduce to rank 0 (sum)", tensor.tolist() if rank == 0 else "-")  # undefined on the others
 
     gathered = [torch.empty(2, dtype=torch.int64) for _ in range(size)] if rank == 0 else None
     dist.gather(numbers(rank), gathered, dst=0)
     show("gather to rank 0", [each.tolist() for each in gathered or []])
 
 
-def all_for_all(rank: int, size: int) -> None:
-    """What all have, for everybody."""
+def from_all_to_all(rank: int, size: int) -> None:
+    """Operations that give data of all ranks to all ranks."""
     for op in (dist.ReduceOp.SUM, dist.ReduceOp.MAX):
         tensor = numbers(rank)
         dist.all_reduce(tensor, op)
@@ -112,16 +109,16 @@ def all_for_all(rank: int, size: int) -> None:
     show("all_gather_object", objects[-1])
 
 
-def later_and_with_some(rank: int, size: int) -> None:
-    """Operations that run while the program goes on, and operations of some of the ranks."""
+def asynchronous_and_in_subgroups(rank: int, size: int) -> None:
+    """Operations that run in the background, and operations of a subgroup of the ranks."""
     tensor = numbers(rank)
     work = dist.all_reduce(tensor, async_op=True)
     assert work is not None
-    meanwhile = sum(range(1000))  # whatever there is to compute
+    meanwhile = sum(range(1000))  # some computation of its own
     work.wait()  # or `await work`
     show("all_reduce, asynchronous", (tensor.tolist(), meanwhile))
 
-    pair = dist.new_group([0, 1])  # all ranks call it, members or not
+    pair = dist.new_group([0, 1])  # called by all ranks, also by those that are not members
     tensor = numbers(rank)
     if rank < 2:
         dist.all_reduce(tensor, group=pair)
@@ -137,18 +134,18 @@ def numbers(rank: int) -> Tensor:
 
 
 def pass_on(leaving: Tensor, coming: Tensor) -> None:
-    """Sends to the next rank, the last one to the first, and receives from the rank before."""
+    """Sends to the next rank in the ring, and receives from the previous one."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    sending = dist.isend(leaving, dst=(rank + 1) % size)  # returns at once, else everybody might wait for the next one
+    sending = dist.isend(leaving, dst=(rank + 1) % size)  # not `send`: if all ranks sent first, none would receive
     dist.recv(coming, src=(rank - 1) % size)
-    assert sending is not None  # that is for ranks outside of the group
+    assert sending is not None  # None is for ranks that are not in the group
     sending.wait()
 
 
 def around_the_ring(rank: int, size: int) -> None:
     received = torch.empty(2, dtype=torch.int64)
     pass_on(numbers(rank), received)
-    show("from the rank before", received.tolist())
+    show("from the previous rank", received.tolist())
 
 
 def ring_all_reduce(tensor: Tensor) -> None:
@@ -170,7 +167,7 @@ def ring_all_reduce(tensor: Tensor) -> None:
 
 
 def compare_all_reduces(rank: int, size: int) -> None:
-    """Ours by hand, and the one that is built in."""
+    """Compares the ring above with the built-in operation: results and times."""
     torch.manual_seed(rank)
     mine = torch.randn(1_000_000)
     theirs = mine.clone()
@@ -180,8 +177,18 @@ def compare_all_reduces(rank: int, size: int) -> None:
     dist.all_reduce(theirs)
     ended = time.perf_counter()
     apart = (mine - theirs).abs().max().item()
-    show("ring by hand - all_reduce", f"{apart:.0e}")
-    show("milliseconds of both", f"{1e3 * (middle - started):.1f}, {1e3 * (ended - middle):.1f}")
+    show("ring minus built-in all_reduce", f"{apart:.0e}")
+    show("milliseconds: ring, built-in", f"{1e3 * (middle - started):.1f}, {1e3 * (ended - middle):.1f}")
+
+
+DEMONSTRATIONS = (
+    from_one_to_all,
+    from_all_to_one,
+    from_all_to_all,
+    asynchronous_and_in_subgroups,
+    around_the_ring,
+    compare_all_reduces,
+)
 
 
 # ---- parameter averaging
@@ -193,7 +200,7 @@ def build_model() -> nn.Module:
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
     """The digits in random order, as a training set and a test set; the same on all ranks."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # loads slowly
+    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import
 
     digits = load_sklearn_digits()
     order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
@@ -203,14 +210,14 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
 
 
 def train_by_averaging(options: Options) -> float:
-    """Local steps on one's own part of the images, then an average of the parameters, again and again."""
+    """Repeats: some steps on the own part of the images, then an average of the parameters over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(options.seed + rank)  # the models begin differently ...
+    torch.manual_seed(options.seed + rank)  # models with different parameters ...
     train_digits, test_digits = load_digits(options.seed)
     images, labels = (part.chunk(size)[rank] for part in train_digits)
     model = build_model()
     for parameter in model.parameters():
-        dist.broadcast(parameter.data, src=0)  # ... but for this
+        dist.broadcast(parameter.data, src=0)  # ... become equal here
     optimizer = torch.optim.SGD(model.parameters(), lr=options.lr)
     started = time.monotonic()
     for number in range(1, options.rounds + 1):
@@ -223,8 +230,8 @@ def train_by_averaging(options: Options) -> float:
         for parameter in model.parameters():
             dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
         together = measure_accuracy(model, test_digits)
-        show(f"round {number}/{options.rounds}, before the average", f"{alone:.1f} %")
-        show(f"round {number}/{options.rounds}, after it", f"{together:.1f} %")
+        show(f"round {number}/{options.rounds}, before averaging", f"{alone:.1f} %")
+        show(f"round {number}/{options.rounds}, after averaging", f"{together:.1f} %")
     accuracy = measure_accuracy(model, test_digits)
     if rank == 0:
         print(
@@ -237,7 +244,7 @@ def train_by_averaging(options: Options) -> float:
 
 @torch.no_grad()
 def measure_accuracy(model: nn.Module, digits: Digits) -> float:
-    """The share of images, in percent, whose label the model finds."""
+    """The percentage of images that the model labels correctly."""
     images, labels = digits
     is_right: Tensor = model(images).argmax(dim=1) == labels
     return 100 * is_right.double().mean().item()
@@ -247,61 +254,21 @@ def measure_accuracy(model: nn.Module, digits: Digits) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does."""
     torch.set_num_threads(1)  # the processes share the cores already
-    dist.init_process_group(rank=rank, world_size=options.ranks)
-    for part in (one_for_all, all_for_one, all_for_all, later_and_with_some, around_the_ring, compare_all_reduces):
-        part(rank, options.ranks)
+    dist.init_process_group()
+    for demonstrate in DEMONSTRATIONS:
+        demonstrate(rank, options.ranks)
     accuracy = train_by_averaging(options)
     dist.destroy_process_group()
     if rank == 0 and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the ranks, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.ranks, join=False)
-        while not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Shows the collectives one by one, and trains a digit classifier by averaging parameters.",
         epilog="Under torchrun, --ranks may be left out.",
@@ -312,19 +279,24 @@ def parse_options() -> tuple[Options, int]:
     add("--local-steps", type=positive(int), default=25, help="steps before each of them (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the models and the batches (default: "
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: "
                         "%(default)s)")  # fmt: skip
     parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
                         "the test accuracy is below (default: %(default)s)")  # fmt: skip
     parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
                         "one)")  # fmt: skip
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     try:
         arguments["ranks"] = choose_num_ranks(arguments["ranks"])
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options, port
     except ValueError as error:
         parser.error(str(error))
 
@@ -341,50 +313,34 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_ranks(wanted: int | None) -> int:
-    """As many as --ranks says, or all of torchrun's."""
-    if not is_under_torchrun():
+    """The value of --ranks, or all of torchrun's."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 3
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    if wanted not in (None, num_ranks):
-        raise ValueError(f"--ranks {wanted} does not fit torchrun's {num_ranks} processes: leave it out")
-    return num_ranks
+    if wanted not in (None, place.world_size):
+        raise ValueError(f"--ranks {wanted} does not fit torchrun's {place.world_size} processes: leave it out")
+    return place.world_size
 
 
 def check(options: Options) -> None:
-    """Finds what would fail later, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail later, or with a message that is hard to understand."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("the package scikit-learn is missing: pip install 'rpcdist[examples]'")
     if options.ranks < 2:
-        raise ValueError("--ranks: it takes two to communicate")
-
-
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
+        raise ValueError("--ranks: at least 2")
 
 
 def main() -> None:
-    options, port = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    parser = make_parser()
+    options, port = parse_options(parser)
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
-        spawn_processes(options)
+    try:
+        launch(run_process, (options,), num_workers=options.ranks, master_port=port)
+    except ConfigError as error:
+        parser.error(f"--port: {error}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ The first line is the command, the second its last line of output (your digits d
 network learns to read the 1,797 handwritten digits which scikit-learn ships. Every rank has a copy of it and sees its
 own part of the images; `DistributedDataParallel` averages the gradients, so all copies stay the same.
 
-After each epoch rank 0 writes a checkpoint. `--resume` goes on from there: rank 0 reads it, and gives it to the others.
+After each epoch rank 0 writes a checkpoint. `--resume` continues from it: rank 0 reads it and sends it to the others.
 
     $ python examples/ddp.py --epochs 20 --resume
 
@@ -20,26 +20,24 @@ import argparse
 import importlib.util
 import math
 import os
-import signal
-import socket
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import rpcdist.collectives as dist
 from rpcdist.data import DistributedSampler
+from rpcdist.errors import ConfigError
+from rpcdist.launch import launch, placement_from_environment
 from rpcdist.parallel import DistributedDataParallel
 
 NUM_IMAGES = 1797
@@ -48,7 +46,7 @@ NUM_TRAIN = 1437  # the other 360 images measure the accuracy
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     ranks: int
     epochs: int
@@ -80,7 +78,7 @@ def build_model() -> nn.Module:
 
 def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
     """A training set and a test set, the same on all ranks."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # loads slowly
+    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import
 
     digits = load_sklearn_digits()
     order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
@@ -93,7 +91,7 @@ def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
 
 
 class Trainer:
-    """One rank: its copy of the model, and its part of the images."""
+    """The copy of the model and the part of the images of one rank."""
 
     def __init__(self, options: Options, device: torch.device) -> None:
         torch.manual_seed(options.seed)
@@ -104,7 +102,7 @@ class Trainer:
         self.loader = DataLoader(train_set, options.batch_size, sampler=self.sampler)
         self.model = DistributedDataParallel(build_model().to(device))  # all ranks have rank 0's parameters now
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=options.lr, momentum=0.9)
-        self.num_epochs = 0  # done
+        self.num_epochs = 0  # that are done
 
     def run_epoch(self) -> float:
         """Trains; returns the mean loss of all ranks."""
@@ -123,7 +121,7 @@ class Trainer:
 
     @torch.no_grad()
     def measure_accuracy(self) -> float:
-        """The share of test images, in percent, whose label the model finds. Each rank looks at a part of them."""
+        """The percentage of test images that the model labels correctly. Each rank takes a part of them."""
         self.model.eval()
         images, labels = self.test_set[dist.get_rank() :: dist.get_world_size()]
         # Called through DistributedDataParallel, this gives all ranks rank 0's statistics of batch normalisation first.
@@ -143,10 +141,10 @@ class Trainer:
         }
         draft = self.options.checkpoint.with_suffix(".draft")
         torch.save(state, draft)
-        draft.replace(self.options.checkpoint)  # whenever it is interrupted, one of the two is whole
+        draft.replace(self.options.checkpoint)  # atomic: an interruption leaves the old or the new checkpoint complete
 
     def resume(self) -> None:
-        """Goes on from a checkpoint that only rank 0 needs to have."""
+        """Continues from a checkpoint. Only rank 0 reads the file; the others get its contents."""
         box: list[Any] = [None]
         if dist.get_rank() == 0:
             box = [torch.load(self.options.checkpoint, map_location="cpu", weights_only=True)]
@@ -158,7 +156,7 @@ class Trainer:
 
 
 def train(options: Options, device: torch.device) -> float:
-    """Returns the test accuracy; rank 0 says how it goes."""
+    """Returns the test accuracy; rank 0 prints the progress."""
     trainer = Trainer(options, device)
     if options.resume:
         trainer.resume()
@@ -193,63 +191,23 @@ def say(text: str) -> None:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does."""
     torch.set_num_threads(1)  # the processes share the cores already
     device = torch.device(options.device)
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", rank)))
         torch.cuda.set_device(device)
-    dist.init_process_group(rank=rank, world_size=options.ranks)
+    dist.init_process_group()
     accuracy = train(options, device)
     dist.destroy_process_group()
     if rank == 0 and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the ranks, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.ranks, join=False)
-        while not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
-
-
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains a digit classifier on several processes at once, each with its own part of the images.",
         epilog="Under torchrun, --ranks may be left out.",
@@ -259,24 +217,29 @@ def parse_options() -> tuple[Options, int]:
     add("--epochs", type=positive(int), default=10, help="times through all images (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.05, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the data, the model and the batches (default: "
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: "
                         "%(default)s)")  # fmt: skip
     parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
                         "the test accuracy is below (default: %(default)s)")  # fmt: skip
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda gives every rank of a machine "
                         "a GPU of its own (default: %(default)s)")  # fmt: skip
     parser.add_argument("--checkpoint", type=Path, default=Path("out/ddp.pt"), metavar="FILE",
-                        help="what rank 0 writes after each epoch (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="go on from the checkpoint")
+                        help="the file that rank 0 writes after each epoch (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
     parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
                         "one)")  # fmt: skip
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     try:
         arguments["ranks"] = choose_num_ranks(arguments["ranks"])
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options, port
     except ValueError as error:
         parser.error(str(error))
 
@@ -293,29 +256,27 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_ranks(wanted: int | None) -> int:
-    """As many as --ranks says, or all of torchrun's."""
-    if not is_under_torchrun():
+    """The value of --ranks, or all of torchrun's."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 2
-    num_ranks = int(os.environ["WORLD_SIZE"])
-    if wanted not in (None, num_ranks):
-        raise ValueError(f"--ranks {wanted} does not fit torchrun's {num_ranks} processes: leave it out")
-    return num_ranks
+    if wanted not in (None, place.world_size):
+        raise ValueError(f"--ranks {wanted} does not fit torchrun's {place.world_size} processes: leave it out")
+    return place.world_size
 
 
 def check(options: Options) -> None:
-    """Finds what would fail later, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail later, or with a message that is hard to understand."""
     if importlib.util.find_spec("sklearn") is None:
         raise ValueError("the package scikit-learn is missing: pip install 'rpcdist[examples]'")
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: torch finds no GPU here")
     if options.ranks * options.batch_size > NUM_TRAIN:
         raise ValueError(f"{options.ranks} batches of {options.batch_size} are more than the {NUM_TRAIN} images")
-    if options.resume and int(os.environ.get("RANK", "0")) == 0 and not options.checkpoint.exists():
+    place = placement_from_environment()
+    reads_checkpoint = options.resume and (place is None or place.rank == 0)
+    if reads_checkpoint and not options.checkpoint.exists():
         raise ValueError(f"--resume: there is no checkpoint {options.checkpoint}; train without --resume first")
     try:
         options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
@@ -323,28 +284,16 @@ def check(options: Options) -> None:
         raise ValueError(f"--checkpoint {options.checkpoint}: its folder cannot be made ({error.strerror})") from error
 
 
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
-
-
 def main() -> None:
-    options, port = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    parser = make_parser()
+    options, port = parse_options(parser)
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
-        spawn_processes(options)
+    try:
+        launch(run_process, (options,), num_workers=options.ranks, master_port=port)
+    except ConfigError as error:
+        parser.error(f"--port: {error}")
 
 
 if __name__ == "__main__":

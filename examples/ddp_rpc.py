@@ -21,10 +21,7 @@ import argparse
 import ast
 import importlib.util
 import math
-import os
 import re
-import signal
-import socket
 import sys
 import sysconfig
 import time
@@ -33,21 +30,20 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.autograd as dist_autograd
 import rpcdist.collectives as dist
 import rpcdist.rpc as rpc
+from rpcdist.launch import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import DistributedDataParallel
 
-# Those of them that are here; some systems leave a few out.
+# Some systems leave a few of them out.
 PACKAGES = (
     "asyncio",
     "email",
@@ -65,7 +61,7 @@ WORD = re.compile(r"[A-Za-z]\w+")
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     trainers: int
     servers: int
@@ -78,7 +74,6 @@ class Options:
     min_accuracy: float
     device: str
     picture: Path
-    trainers_meet_at: str  # the URL of the rendezvous of the trainers' process group
 
     @property
     def world_size(self) -> int:
@@ -95,7 +90,7 @@ class Options:
 
 @dataclass(frozen=True)
 class Functions:
-    """Functions as bags of words: all words in a row, and where the bag of each function begins."""
+    """Functions as bags of words: the words of all functions, and the start of the bag of each function."""
 
     words: Tensor  # (number of words) int64
     starts: Tensor  # (number of functions) int64
@@ -105,7 +100,7 @@ class Functions:
         return len(self.labels)
 
     def pick(self, chosen: Tensor) -> Functions:
-        """Some of the functions, in this order."""
+        """The chosen functions, in this order."""
         ends = torch.cat([self.starts[1:], torch.tensor([len(self.words)])])
         bags = [self.words[self.starts[number] : ends[number]] for number in chosen]
         lengths = torch.tensor([len(bag) for bag in bags])
@@ -114,7 +109,7 @@ class Functions:
 
 @dataclass(frozen=True)
 class Library:
-    """What the master read."""
+    """The data set, as the master reads it."""
 
     packages: list[str]
     names: list[str]  # of the test functions
@@ -123,7 +118,7 @@ class Library:
 
 
 def read_library(options: Options) -> Library:
-    """The functions of the standard library; every eighth is for the test."""
+    """The functions of the standard library; one eighth of them is the test set."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     packages = [package for package in PACKAGES if (folder / package).is_dir()]
     found = [(name, words, label) for label, package in enumerate(packages) for name, words in read(folder / package)]
@@ -139,7 +134,7 @@ def read_library(options: Options) -> Library:
 
 
 def read(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The name of every function in a package, and the words in its source; not of its tests."""
+    """The name of every function in a package, without its tests, and the words in its source."""
     for path in sorted(folder.rglob("*.py")):
         if {"test", "tests"} & set(path.parts[len(folder.parts) :]):
             continue
@@ -154,7 +149,7 @@ def read(folder: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 class WordTable(nn.Module):
-    """The share of one server: every `servers`-th word of the table."""
+    """The rows of one server: every `servers`-th word of the table."""
 
     def __init__(self, number: int, options: Options) -> None:
         super().__init__()
@@ -169,12 +164,12 @@ class WordTable(nn.Module):
         return sums
 
     def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
-        """References for the optimizers, which step the table here, where it is."""
+        """References for the optimizers, which update the table on its server."""
         return [rpc.RRef(parameter) for parameter in self.parameters()]
 
 
 class RemoteTables:
-    """The whole table, as a trainer sees it: the words of a function -> the mean of their vectors."""
+    """The whole table, as used by a trainer: the words of a function -> the mean of their vectors."""
 
     def __init__(self, tables: list[rpc.RRef[WordTable]]) -> None:
         self.tables = tables
@@ -189,7 +184,7 @@ class RemoteTables:
         return total / lengths[:, None]
 
     def share(self, functions: Functions, lengths: Tensor, number: int) -> tuple[Tensor, Tensor]:
-        """The rows of one server's table that a batch needs, and where each bag begins in them."""
+        """The rows that a batch needs from one server, and the start of each bag in them."""
         is_there = functions.words % len(self.tables) == number
         bag_of_word = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
         counts = torch.bincount(bag_of_word[is_there], minlength=len(lengths))
@@ -199,16 +194,16 @@ class RemoteTables:
         return [rref for table in self.tables for rref in table.rpc_sync().parameter_rrefs()]
 
 
-# ---- the trainers: their methods are called by the master
+# ---- the trainers: the master calls their methods
 
 
 class Trainer:
-    """Its own copy of the dense layers, and its share of the functions."""
+    """A copy of the dense layers, and a share of the functions."""
 
     def __init__(
         self, tables: list[rpc.RRef[WordTable]], share: Functions, num_packages: int, options: Options
     ) -> None:
-        torch.manual_seed(options.seed)  # the same on all: DistributedDataParallel would see to it, too
+        torch.manual_seed(options.seed)  # equal on all trainers; DistributedDataParallel would ensure that too
         self.options = options
         self.share = share
         self.tables = RemoteTables(tables)
@@ -236,7 +231,7 @@ class Trainer:
 
     @torch.no_grad()
     def guess(self, functions: Functions) -> Tensor:
-        """The package of each function. The layers themselves: a part of the trainers may call this alone."""
+        """The package of each function. Without DistributedDataParallel, so that one trainer may call this alone."""
         guesses: Tensor = self.dense.module(self.tables(functions).to(self.options.device)).argmax(dim=1).cpu()
         return guesses
 
@@ -246,14 +241,14 @@ class Trainer:
 
 @dataclass
 class History:
-    """What the master saw."""
+    """The course of the training."""
 
     losses: list[float] = field(default_factory=list)  # of each step, the mean of the trainers
     accuracies: list[float] = field(default_factory=list)  # in percent, after each epoch
 
 
 def run_master(options: Options) -> float:
-    """Puts tables on the servers and trainers on the trainers, drives them, and returns the test accuracy."""
+    """Creates the tables and the trainers on their workers, trains, and returns the test accuracy."""
     library = read_library(options)
     print(
         f"{len(library.train)} functions to learn from, {len(library.test)} to test, {options.words} words", flush=True
@@ -276,7 +271,7 @@ def run_master(options: Options) -> float:
     seconds = time.monotonic() - started
     copies = rpc.wait_all([trainer.rpc_async().dense_parameters() for trainer in trainers])
     apart = max((copy - copies[0]).abs().max().item() for copy in copies)
-    print(f"the dense layers of {count(options.trainers, 'trainer')} differ by {apart:g}")  # DDP keeps them together
+    print(f"the dense layers of {count(options.trainers, 'trainer')} differ by {apart:g}")  # 0: DDP keeps them equal
     show_examples(library, guesses)
     draw(history, library, guesses, options)
     guessing = 100 * torch.bincount(library.test.labels).max().item() / len(library.test)
@@ -302,14 +297,14 @@ def run_epoch(
 
 
 def show_examples(library: Library, guesses: Tensor) -> None:
-    print("What it thinks:")
+    print("Some predictions:")
     for name, guess, label in list(zip(library.names, guesses, library.test.labels, strict=True))[:4]:
         verdict = "right" if guess == label else f"wrong, it is {library.packages[label]}"
         print(f"  def {name}(...) is from {library.packages[guess]} ({verdict})")
 
 
 def draw(history: History, library: Library, guesses: Tensor, options: Options) -> None:
-    """Writes the picture: the loss and the accuracy, and which package was taken for which."""
+    """Writes the picture: loss and accuracy, and the confusion matrix of the packages."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file needs no display
@@ -330,9 +325,7 @@ def draw(history: History, library: Library, guesses: Tensor, options: Options) 
     right.imshow(table / table.sum(dim=1, keepdim=True).clamp(min=1), cmap="Blues", vmin=0, vmax=1)
     right.set_xticks(range(num_packages), library.packages, rotation=60, ha="right")
     right.set_yticks(range(num_packages), library.packages)
-    right.set(
-        title=f"{history.accuracies[-1]:.1f} % are right", xlabel="what the model says", ylabel="where it is from"
-    )
+    right.set(title=f"{history.accuracies[-1]:.1f} % are right", xlabel="predicted package", ylabel="actual package")
     figure.suptitle("Which package does a function come from?", fontweight="bold")
     figure.savefig(options.picture, dpi=130)
 
@@ -341,42 +334,21 @@ def draw(history: History, library: Library, guesses: Tensor, options: Options) 
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: rank 0 drives, the others do what they are told."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: rank 0 is the master, the others serve its calls."""
     torch.set_num_threads(1)  # the processes share the cores already
-    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but torch warns if nobody says so
+    torch.sparse.check_sparse_tensor_invariants.disable()  # the default, but torch warns unless it is set
     number = rank - 1 - options.servers
-    if number >= 0:  # the trainers are a process group of their own
-        dist.init_process_group("tcp", options.trainers_meet_at, rank=number, world_size=options.trainers)
-    rpc.init_rpc(options.name(rank), rank=rank, world_size=options.world_size)
+    if number >= 0:  # the trainers form a process group; its keys in the job's store get a prefix
+        store, *_ = next(dist.rendezvous("env://"))
+        trainers_store = dist.PrefixStore("trainers", store)
+        dist.init_process_group("tcp", store=trainers_store, rank=number, world_size=options.trainers)
+    rpc.init_rpc(options.name(rank))
     accuracy = run_master(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: the others serve calls until the master has finished
+    rpc.shutdown()  # waits for all workers: the others serve calls until the master has finished
     if number >= 0:
         dist.destroy_process_group()
     if accuracy is not None and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the master, the servers and the trainers, and stays their parent: whatever ends one of them ends all."""
-    caught: list[int] = []  # Ctrl-C, while they start
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
-    processes = mp.spawn(run_process, args=(options,), nprocs=options.world_size, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        while not caught and not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        caught.append(signal.SIGINT)
-    if caught:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line
@@ -393,20 +365,18 @@ def parse_options() -> Options:
     add("--epochs", type=positive(int), default=5, help="times through all functions (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="functions per step and trainer (default: %(default)s)")
     add("--words", type=positive(int), default=8000, help="rows of the table (default: %(default)s)")
-    add("--width", type=positive(int), default=48, help="of a word's vector (default: %(default)s)")
+    add("--width", type=positive(int), default=48, help="width of a word's vector (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.05, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
                         "the test accuracy is below (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="where the parts compute (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the parts (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/ddp_rpc.png"), metavar="FILE",
-                        help="where the loss and the mistakes go (default: %(default)s)")  # fmt: skip
+                        help="file for the loss and the confusion matrix (default: %(default)s)")  # fmt: skip
     arguments = vars(parser.parse_args())
     try:
         arguments["trainers"] = choose_num_trainers(arguments["trainers"], arguments["servers"])
-        # Where the workers of RPC meet, rank 0 listens, which is no trainer. torchrun listens itself, for everybody.
-        meet = "env://" if is_under_torchrun() else f"tcp://127.0.0.1:{free_port()}"
-        options = Options(**arguments, trainers_meet_at=meet)
+        options = Options(**arguments)
         check(options)
         return options
     except ValueError as error:
@@ -425,15 +395,12 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_trainers(wanted: int | None, servers: int) -> int:
-    """As many as --trainers says, or all ranks of torchrun's that are neither the master nor a server."""
-    if not is_under_torchrun():
+    """The value of --trainers, or all ranks of torchrun's that are neither the master nor a server."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 2
-    num_trainers = int(os.environ["WORLD_SIZE"]) - 1 - servers
+    num_trainers = place.world_size - 1 - servers
     if num_trainers < 1 or wanted not in (None, num_trainers):
         raise ValueError(
             f"torchrun must start the master, {count(servers, 'server')} and the trainers: --nproc-per-node "
@@ -443,7 +410,7 @@ def choose_num_trainers(wanted: int | None, servers: int) -> int:
 
 
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the package matplotlib is missing: pip install 'rpcdist[examples]'")
     if options.device.startswith("cuda") and not torch.cuda.is_available():
@@ -453,23 +420,12 @@ def check(options: Options) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def main() -> None:
     options = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting the master and {options.world_size - 1} workers ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
-        spawn_processes(options)
+    launch(run_process, (options,), num_workers=options.world_size)
 
 
 if __name__ == "__main__":

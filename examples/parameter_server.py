@@ -6,8 +6,8 @@ parameter server, the others are trainers that learn to read the 1,797 handwritt
 on its own share of the images. With `--servers 3` each of three servers has a third of the parameters.
 
 --mode async      Trainers push gradients, which are applied at once, without any lock (Hogwild: Recht et al., 2011),
-                  and get fresh parameters; with `--staleness 4`, whoever is more than 4 steps ahead of the slowest
-                  trainer has to wait for them (bounded staleness: Ho et al., 2013).
+                  and get fresh parameters; with `--staleness 4`, a trainer that is more than 4 steps ahead of the
+                  slowest one waits (bounded staleness: Ho et al., 2013).
 --mode sync       The servers wait for the gradients of all trainers, average them and take one step.
 --mode optimizer  Distributed autograd carries gradients to the servers, where `DistributedOptimizer` takes the steps.
 
@@ -21,29 +21,26 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
-import signal
-import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Never
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.futures import Future
 from torch.nn.functional import cross_entropy, linear
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist.errors import ConfigError
+from rpcdist.launch import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
@@ -58,7 +55,7 @@ Digits = tuple[Tensor, Tensor]  # images (n, 64) float32 from 0 to 1, labels (n,
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     mode: str
     servers: int
@@ -70,11 +67,11 @@ class Options:
     device: str
     min_accuracy: float
     picture: Path
-    staleness: int | None = None  # any
+    staleness: int | None = None  # no limit
 
     @property
     def steps_per_epoch(self) -> int:
-        """The same for all trainers: nobody may wait for a trainer that has finished."""
+        """Equal for all trainers, so that none waits for another one that has finished."""
         return NUM_TRAIN // self.trainers // self.batch_size
 
     def __str__(self) -> str:
@@ -83,7 +80,7 @@ class Options:
         return f"{self.mode}, {servers}{staleness}{self.trainers} trainers, {self.epochs} epochs"
 
 
-# ---- the model, as a function of one vector of parameters, which can be cut anywhere; and the data
+# ---- the model, as a function of one vector of parameters, which can be divided anywhere; and the data
 
 
 def initial_parameters(seed: int) -> Tensor:
@@ -101,7 +98,7 @@ def predict(parameters: Tensor, images: Tensor) -> Tensor:
 
 def load_digits(seed: int) -> tuple[Digits, Digits]:
     """The digits in random order, as a training set and a test set."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # only one process needs it, and it loads slowly
+    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import, and only one process needs it
 
     digits = load_sklearn_digits()
     order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
@@ -112,13 +109,13 @@ def load_digits(seed: int) -> tuple[Digits, Digits]:
 
 @torch.no_grad()
 def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
-    """The share of images, in percent, whose label the model finds."""
+    """The percentage of images that the model labels correctly."""
     images, labels = digits
     is_right: Tensor = predict(parameters, images).argmax(dim=1) == labels
     return 100 * is_right.double().mean().item()
 
 
-# ---- the parameter servers: their methods are called by the trainers through remote references
+# ---- the parameter servers: trainers call their methods through remote references
 
 
 class Server:
@@ -131,12 +128,12 @@ class Server:
         self.clocks = Clocks(options.trainers, 0 if options.mode == "sync" else options.staleness)
 
     def fetch(self) -> Tensor:
-        """The parameters as they are now; the trainer gets a copy, because it travels through the network."""
+        """The current parameters; the trainer gets a copy, as with every value that is sent."""
         return self.parameter
 
     @rpc.functions.async_execution
     def push(self, trainer: int, gradient: Tensor) -> Future[Tensor]:
-        """Applies a gradient. It returns a future: the call ends when that completes, and no thread waits here."""
+        """Applies a gradient. The call ends when the returned future completes; no thread waits for that."""
         self.apply(gradient)
         return self.clocks.tick(trainer).then(lambda _: self.parameter.detach())
 
@@ -146,12 +143,12 @@ class Server:
 
     @torch.no_grad()
     def apply(self, gradient: Tensor) -> None:
-        # No lock: the rare update that is lost costs less than making everybody wait.
+        # No lock: a rare lost update costs less than waiting.
         self.parameter.sub_(gradient, alpha=self.options.lr)
 
 
 class BatchServer(Server):
-    """Takes one step when the gradients of all trainers are there; nobody is ahead by as much as one step."""
+    """Takes one step when the gradients of all trainers have arrived, so all trainers take the same step."""
 
     def __init__(self, options: Options, index: int) -> None:
         super().__init__(options, index)
@@ -169,7 +166,7 @@ class BatchServer(Server):
 
 
 class Clocks:
-    """Counts the steps of each trainer, and lets nobody be more than `staleness` steps ahead of the slowest."""
+    """Counts the steps of each trainer, and holds those that are more than `staleness` ahead of the slowest."""
 
     def __init__(self, num_trainers: int, staleness: int | None) -> None:
         self.steps = [0] * num_trainers
@@ -195,7 +192,7 @@ Servers = Sequence[rpc.RRef[Server]]
 
 
 def fetch(servers: Servers) -> Tensor:
-    """All parameters; inside a context of distributed autograd, gradients find their way back to the servers."""
+    """All parameters; in a context of distributed autograd, their gradients go back to the servers."""
     return torch.cat(rpc.wait_all([server.rpc_async().fetch() for server in servers]))
 
 
@@ -205,7 +202,7 @@ def fetch(servers: Servers) -> Tensor:
 def train(
     servers: Servers, progress: rpc.RRef[Progress], trainer: int, share: Digits, test_digits: Digits, options: Options
 ) -> None:
-    """Run on a trainer, called by the first server."""
+    """Trains on its share; the first server calls this on each trainer."""
     torch.manual_seed(options.seed + 1 + trainer)
     images, labels = (part.to(options.device) for part in share)
     learner = (OptimizerLearner if options.mode == "optimizer" else PushLearner)(servers, trainer, options)
@@ -217,7 +214,7 @@ def train(
 
 
 class PushLearner:
-    """Computes gradients with a copy of the parameters, pushes them, and goes on with the parameters in the answer."""
+    """Computes gradients with a copy of the parameters and pushes them; the reply has the next parameters."""
 
     def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
         self.servers, self.trainer, self.device = servers, trainer, options.device
@@ -235,11 +232,11 @@ class PushLearner:
 
 
 class OptimizerLearner:
-    """Fetches the parameters, computes the loss with them, and leaves the rest to distributed autograd."""
+    """Fetches the parameters and computes the loss; distributed autograd and optimizer do the rest."""
 
     def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
         self.servers, self.trainer, self.options = servers, trainer, options
-        parameters = [server.remote().fetch() for server in servers]  # references: the values stay there
+        parameters = [server.remote().fetch() for server in servers]  # references: the values stay on the servers
         self.optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=options.lr)
 
     def step(self, batch: Digits) -> float:
@@ -252,11 +249,11 @@ class OptimizerLearner:
         return loss.item()
 
 
-# ---- what the user sees
+# ---- progress and picture
 
 
 class Progress:
-    """One bar per trainer on a terminal, a line per epoch elsewhere. It lives on one server, so lines never mix.
+    """One bar per trainer on a terminal, a line per epoch elsewhere. One process prints them all, so lines never mix.
 
     Each trainer's calls come one after the other, but those of different trainers on different threads: every method
     touches only its own trainer's bar and lists (tqdm locks the terminal).
@@ -267,7 +264,7 @@ class Progress:
         self.losses: list[list[float]] = [[] for _ in range(options.trainers)]  # by trainer, one per step
         self.accuracies: list[list[tuple[float, float]]] = [[] for _ in self.losses]  # (seconds, percent) per epoch
         self.bars: list[tqdm[Never]] = []
-        if sys.stderr.isatty():  # no bars where nobody would see them move: in a pipe, a file, or a log
+        if sys.stderr.isatty():  # in a pipe, a file or a log, bars would be noise
             from tqdm import tqdm
 
             bar = partial(tqdm, total=options.epochs * options.steps_per_epoch, unit="step", dynamic_ncols=True)
@@ -317,8 +314,8 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
 # ---- processes
 
 
-def lead(options: Options) -> float:
-    """Run on the first server: makes the others, gives every trainer its share, and returns the test accuracy."""
+def drive(options: Options) -> float:
+    """Run by rank 0: creates the servers, gives every trainer its share, and returns the test accuracy."""
     train_digits, test_digits = load_digits(options.seed)
     kind = BatchServer if options.mode == "sync" else Server
     servers = [rpc.remote(f"server{index}", kind, (options, index)) for index in range(options.servers)]
@@ -336,60 +333,20 @@ def lead(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: the first rank leads, all others do what they are told."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C reaches every process: end at once, without a traceback
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: rank 0 drives the training, the others serve its calls."""
     torch.set_num_threads(1)  # the processes share the cores already
     name = f"server{rank}" if rank < options.servers else f"trainer{rank - options.servers}"
-    rpc.init_rpc(name, rank=rank, world_size=options.servers + options.trainers)
-    accuracy = lead(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: the others serve calls until the first has finished
+    rpc.init_rpc(name)
+    accuracy = drive(options) if rank == 0 else None
+    rpc.shutdown()  # waits for all workers: they serve calls until rank 0 has finished
     if accuracy is not None and accuracy < options.min_accuracy:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
-
-
-@contextmanager
-def interrupts_deferred() -> Iterator[None]:
-    """Lets Ctrl-C wait until the end of the block, and blocks it in the processes that start there.
-
-    They inherit that over their imports of several seconds, during which Ctrl-C would print a traceback each.
-    """
-    caught: list[int] = []
-    handler = signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        signal.signal(signal.SIGINT, handler)
-    if caught:
-        raise KeyboardInterrupt
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the servers and the trainers, and stays their parent: whatever ends one of them ends all."""
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    try:
-        with interrupts_deferred():
-            processes = mp.spawn(run_process, args=(options,), nprocs=options.servers + options.trainers, join=False)
-        while not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        for process in processes.processes:
-            process.terminate()
-        for process in processes.processes:
-            process.join()
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)
 
 
 # ---- the command line
 
 
-def parse_options() -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description="Trains a digit classifier with parameter servers and trainers. async: each gradient is applied at "
         "once; sync: one step per round of all trainers; optimizer: distributed autograd and optimizer.",
@@ -404,18 +361,23 @@ def parse_options() -> tuple[Options, int]:
     add("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes through its images")
     add("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer")
     add("--lr", type=positive(float), default=0.2, help="learning rate")
-    add("--seed", type=int, default=0, help="of the data split, the model and the batches")
-    add("--device", default="cpu", help="where the trainers compute")
+    add("--seed", type=int, default=0, help="random seed")
+    add("--device", default="cpu", help="device of the trainers")
     add("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when the test is below")
-    add("--picture", type=Path, default=Path("out/parameter_server.png"), metavar="FILE", help="where the curves go")
+    add("--picture", type=Path, default=Path("out/parameter_server.png"), metavar="FILE", help="file for the curves")
     add("--port", type=int, default=0, help="port of the rendezvous on this machine; 0 is any free one")
+    return parser
+
+
+def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
+    """The options, and the port at which the processes find each other."""
     arguments = vars(parser.parse_args())
     port = arguments.pop("port")
     try:
         arguments["trainers"] = choose_num_trainers(arguments.get("trainers"), arguments["servers"])
         options = Options(**arguments)
         check(options)
-        return options, port if is_under_torchrun() else reserve_port(port)
+        return options, port
     except ValueError as error:
         parser.error(str(error))
 
@@ -432,24 +394,21 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_trainers(wanted: int | None, num_servers: int) -> int:
-    """As many as --trainers says, or all of torchrun's ranks that are no servers."""
-    if not is_under_torchrun():
+    """The value of --trainers, or all of torchrun's ranks that are not servers."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 2
-    num_trainers = int(os.environ["WORLD_SIZE"]) - num_servers
+    num_trainers = place.world_size - num_servers
     if num_trainers < 1:
-        raise ValueError(f"torchrun must start a trainer, too: at least --nproc-per-node {num_servers + 1}")
+        raise ValueError(f"torchrun must also start a trainer: at least --nproc-per-node {num_servers + 1}")
     if wanted not in (None, num_trainers):
         raise ValueError(f"--trainers {wanted} does not fit torchrun, which has room for {num_trainers}: leave it out")
     return num_trainers
 
 
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
     for module in ("sklearn", "matplotlib", "tqdm"):
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
@@ -460,7 +419,9 @@ def check(options: Options) -> None:
             f"{options.batch_size}: choose a smaller --batch-size, or fewer --trainers"
         )
     if options.staleness is not None and (options.mode == "sync" or options.staleness < 0):
-        raise ValueError("--staleness is a number of steps, for the modes async and optimizer; in sync nobody is ahead")
+        raise ValueError(
+            "--staleness is a number of steps, for the modes async and optimizer; in sync no trainer is ahead"
+        )
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch finds no GPU here")
     if options.picture.suffix not in (".png", ".pdf", ".svg"):
@@ -471,29 +432,17 @@ def check(options: Options) -> None:
         raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
 
 
-def reserve_port(port: int) -> int:
-    """`port` if nobody uses it, or for 0 one that is free."""
-    if not 0 <= port < 65536:
-        raise ValueError(f"--port {port}: must be between 0 and 65535")
-    with socket.socket() as probe:
-        try:
-            probe.bind(("127.0.0.1", port))
-        except OSError as error:
-            raise ValueError(f"--port {port}: {error.strerror}. Choose another, or leave it out") from error
-        chosen: int = probe.getsockname()[1]
-        return chosen
-
-
 def main() -> None:
-    options, port = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    parser = make_parser()
+    options, port = parse_options(parser)
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         servers = f"{options.servers} servers" if options.servers > 1 else "the server"
         print(f"starting {servers} and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))  # the children inherit it
-        spawn_processes(options)
+    try:
+        launch(run_process, (options,), num_workers=options.servers + options.trainers, master_port=port)
+    except ConfigError as error:
+        parser.error(f"--port: {error}")
 
 
 if __name__ == "__main__":

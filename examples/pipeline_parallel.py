@@ -4,8 +4,9 @@ validation loss 2.14 (guessing by frequency: 3.07; 1f1b, 2 workers, 160 steps, 2
 The first line is the command, the second its last line of output (your digits differ a little). A small transformer
 learns to write Python, one character at a time, from the source of Python's own standard library. It is cut into stages
 on several workers: each batch goes through them in micro-batches, so that all can compute at once. The loss is in
-nats per character, on files that it has not seen. The picture shows who computed what in the last step, and beneath it
-what the schedule would allow if sending took no time; try `--schedule gpipe` or `--schedule interleaved`.
+nats per character, on files that it has not seen. The picture shows the computations of each worker in the last step,
+and beneath them the ideal timeline of the schedule, in which sending takes no time; try `--schedule gpipe` or
+`--schedule interleaved`.
 
 It starts its processes itself. Under torchrun every rank is a worker, and rank 0 is also the driver:
 
@@ -17,9 +18,6 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
-import signal
-import socket
 import sys
 import sysconfig
 import time
@@ -27,18 +25,17 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import rpcdist.rpc as rpc
+from rpcdist.launch import launch, placement_from_environment
 from rpcdist.parallel.pipeline import SCHEDULES, Pipeline
 
-ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # whatever else occurs is read as "?"
+ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # other characters are read as "?"
 MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
 NUM_HEADS = 4
 NUM_EVALUATIONS = 8  # batches for the validation loss
@@ -47,7 +44,7 @@ PROMPT = "    def __init__(self, "
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     workers: int
     schedule: str
@@ -65,7 +62,7 @@ class Options:
 
     @property
     def num_stages(self) -> int:
-        """The interleaved schedule is about having several stages per worker."""
+        """Number of stages: two per worker in the interleaved schedule, which needs several."""
         return self.workers * (2 if self.schedule == "interleaved" else 1)
 
 
@@ -78,39 +75,40 @@ class Embedding(nn.Module):
     def __init__(self, options: Options) -> None:
         super().__init__()
         self.characters = nn.Embedding(len(ALPHABET), options.width)
-        self.places = nn.Embedding(options.length, options.width)
+        self.positions = nn.Embedding(options.length, options.width)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.characters(x) + self.places(torch.arange(x.size(1), device=x.device))
-        return found
+        vectors: Tensor = self.characters(x) + self.positions(torch.arange(x.size(1), device=x.device))
+        return vectors
 
 
 class Block(nn.Module):
-    """A layer of the transformer: each place looks at those before it, and then thinks alone."""
+    """A layer of the transformer: causal self-attention, then a feed-forward network at each position."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.norm = nn.LayerNorm(width)
-        self.look = nn.Linear(width, 3 * width)
-        self.join = nn.Linear(width, width)
-        self.think = nn.Sequential(
+        self.query_key_value = nn.Linear(width, 3 * width)
+        self.projection = nn.Linear(width, width)
+        self.feed_forward = nn.Sequential(
             nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: Tensor) -> Tensor:
         query, key, value = (
-            part.unflatten(2, (NUM_HEADS, -1)).transpose(1, 2) for part in self.look(self.norm(x)).chunk(3, dim=2)
+            part.unflatten(2, (NUM_HEADS, -1)).transpose(1, 2)
+            for part in self.query_key_value(self.norm(x)).chunk(3, dim=2)
         )
-        seen = scaled_dot_product_attention(query, key, value, is_causal=True)
-        x = x + self.join(seen.transpose(1, 2).flatten(2))
-        thought: Tensor = x + self.think(x)
-        return thought
+        attended = scaled_dot_product_attention(query, key, value, is_causal=True)
+        x = x + self.projection(attended.transpose(1, 2).flatten(2))
+        output: Tensor = x + self.feed_forward(x)
+        return output
 
 
 def make_stage(options: Options, stage: int) -> nn.Module:
-    """Called at the worker of the stage: its share of the layers; the first and the last one get a little more."""
+    """The layers of one stage, made on its worker; the first stage has the embedding too, the last one the output."""
     torch.manual_seed(options.seed + stage)
-    begin, end = (options.layers * border // options.num_stages for border in (stage, stage + 1))
+    begin, end = (options.layers * limit // options.num_stages for limit in (stage, stage + 1))
     parts: list[nn.Module] = [Block(options.width) for _ in range(begin, end)]
     if stage == 0:
         parts.insert(0, Embedding(options))
@@ -128,12 +126,12 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 
 
 def read_library() -> tuple[Tensor, Tensor]:
-    """The text of the standard library as numbers, to learn from, and of its last files, to measure with."""
+    """The text of the standard library as numbers: a training set, and its last files as a validation set."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
     numbers = encode(text)
-    border = len(numbers) * 19 // 20
-    return numbers[:border], numbers[border:]
+    split = len(numbers) * 19 // 20
+    return numbers[:split], numbers[split:]
 
 
 def encode(text: str) -> Tensor:
@@ -142,15 +140,14 @@ def encode(text: str) -> Tensor:
 
 
 def pick_batch(text: Tensor, options: Options, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Pieces from random places, and the same pieces moved by one character, both (batch, length)."""
+    """Random excerpts, and the same excerpts shifted by one character as targets, both (batch, length)."""
     starts = torch.randint(len(text) - options.length - 1, (options.batch_size, 1), generator=generator)
-    places = starts + torch.arange(options.length + 1)
-    pieces = text[places]
-    return pieces[:, :-1], pieces[:, 1:]
+    excerpts = text[starts + torch.arange(options.length + 1)]
+    return excerpts[:, :-1], excerpts[:, 1:]
 
 
 def guessing_loss(text: Tensor) -> float:
-    """What somebody who only knows how frequent each character is would reach."""
+    """The loss of a model that knows only how frequent each character is."""
     shares = torch.bincount(text, minlength=len(ALPHABET)).double() / len(text)
     return float(-torch.special.xlogy(shares, shares).sum())
 
@@ -172,7 +169,7 @@ def train(pipe: Pipeline, text: Tensor, options: Options) -> None:
 
 
 def learning_rate(done: float) -> float:
-    """Rises for the first twentieth, then falls along a cosine; a share of the highest."""
+    """The factor of the highest rate: it rises for the first twentieth of the steps, then falls along a cosine."""
     return min(1.0, done * 20 + 0.05) * (0.55 + 0.45 * math.cos(math.pi * done))
 
 
@@ -183,13 +180,13 @@ def evaluate(pipe: Pipeline, text: Tensor, options: Options) -> float:
 
 
 def write_sample(pipe: Pipeline, options: Options, num_characters: int = 160) -> str:
-    """What the model writes after the prompt."""
+    """The prompt, continued by the model."""
     generator = torch.Generator().manual_seed(options.seed)
     text = PROMPT
     for _ in range(num_characters):
         scores = pipe(encode(text[-options.length :])[None])[0, -1]
-        chances = (scores / 0.7).softmax(dim=0)  # a little bolder than what it has learned
-        text += ALPHABET[int(torch.multinomial(chances, 1, generator=generator))]
+        probabilities = (scores / 0.7).softmax(dim=0)  # a temperature below 1 prefers likely characters
+        text += ALPHABET[int(torch.multinomial(probabilities, 1, generator=generator))]
     return text
 
 
@@ -220,7 +217,7 @@ def drive(options: Options) -> float:
     assert timeline is not None
     pipe.eval()
     loss = evaluate(pipe, test_text, options)
-    print(f"What it writes now:\n{write_sample(pipe, options)}\n")
+    print(f"A sample of its output:\n{write_sample(pipe, options)}\n")
     print(
         f"bubble of the last step: {100 * timeline.bubble:.0f} % of the workers' time was idle, "
         f"{100 * timeline.theoretical_bubble:.0f} % if sending took no time"
@@ -239,36 +236,13 @@ def choose_device(device: str, rank: int) -> str:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: all are workers, and rank 0 also drives."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: all are workers, and rank 0 is also the driver."""
     torch.set_num_threads(1)  # the processes share the cores already
-    rpc.init_rpc(worker_name(rank), rank=rank, world_size=options.workers)
+    rpc.init_rpc(worker_name(rank))
     loss = drive(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: a worker serves calls until the driver has finished
+    rpc.shutdown()  # waits for all workers: a worker serves calls until the driver has finished
     if loss is not None and loss > options.max_loss:
         sys.exit(f"validation loss {loss:.2f} is above --max-loss {options.max_loss:g}")
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the workers, and stays their parent: whatever ends one of them ends all."""
-    caught: list[int] = []  # Ctrl-C, while they start
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
-    processes = mp.spawn(run_process, args=(options,), nprocs=options.workers, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        while not caught and not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        caught.append(signal.SIGINT)
-    if caught:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line
@@ -281,23 +255,23 @@ def parse_options() -> Options:
     )
     add = partial(parser.add_argument, metavar="N")
     add("--workers", type=positive(int), help="length of the pipeline (default: 2)")
-    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="who computes what in which order "
+    parser.add_argument("--schedule", choices=list(SCHEDULES), default="1f1b", help="order of the computations "
                         "(default: %(default)s)")  # fmt: skip
     add("--microbatches", type=positive(int), default=4, help="parts of a batch (default: %(default)s)")
     add("--steps", type=positive(int), default=160, help="batches to learn from (default: %(default)s)")
     add("--batch-size", type=positive(int), default=32, help="texts per batch (default: %(default)s)")
     add("--length", type=positive(int), default=64, help="characters per text (default: %(default)s)")
-    add("--width", type=positive(int), default=128, help="of the transformer, a multiple of 4 (default: %(default)s)")
-    add("--layers", type=positive(int), default=4, help="of the transformer (default: %(default)s)")
+    add("--width", type=positive(int), default=128, help="width of a layer, a multiple of 4 (default: %(default)s)")
+    add("--layers", type=positive(int), default=4, help="number of layers (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.004, help="highest learning rate (default: "
                         "%(default)s)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the model and the batches (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--max-loss", type=float, default=math.inf, metavar="NATS", help="exit with status 1 when the "
                         "validation loss is above (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="where the stages are; cuda gives each worker a GPU if there "
+    parser.add_argument("--device", default="cpu", help="device of the stages; cuda gives each worker a GPU if there "
                         "are enough (default: %(default)s)")  # fmt: skip
     parser.add_argument("--picture", type=Path, default=Path("out/pipeline.png"), metavar="FILE",
-                        help="where the timeline of the last step goes (default: %(default)s)")  # fmt: skip
+                        help="file for the timeline of the last step (default: %(default)s)")  # fmt: skip
     arguments = vars(parser.parse_args())
     try:
         arguments["workers"] = choose_num_workers(arguments["workers"])
@@ -320,22 +294,18 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_workers(wanted: int | None) -> int:
-    """As many as --workers says, or all ranks of torchrun's."""
-    if not is_under_torchrun():
+    """The value of --workers, or all ranks of torchrun's."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 2
-    num_workers = int(os.environ["WORLD_SIZE"])
-    if wanted not in (None, num_workers):
-        raise ValueError(f"--workers {wanted} does not fit torchrun's {num_workers} processes: leave it out")
-    return num_workers
+    if wanted not in (None, place.world_size):
+        raise ValueError(f"--workers {wanted} does not fit torchrun's {place.world_size} processes: leave it out")
+    return place.world_size
 
 
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the package matplotlib is missing: pip install 'rpcdist[examples]'")
     if options.width % NUM_HEADS:
@@ -351,23 +321,12 @@ def check(options: Options) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def main() -> None:
     options = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.workers} worker{'s' * (options.workers > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
-        spawn_processes(options)
+    launch(run_process, (options,), num_workers=options.workers)
 
 
 if __name__ == "__main__":

@@ -17,10 +17,7 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
-import os
 import re
-import signal
-import socket
 import sys
 import sysconfig
 import time
@@ -30,27 +27,26 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.autograd as dist_autograd
 import rpcdist.rpc as rpc
+from rpcdist.launch import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
 MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
 UNKNOWN = "<unknown>"  # stands for all rare words
 WORD = re.compile(r"\n *|\w+|[^\w\s]")  # a word, a sign, or a new line with its indentation
-State = tuple[Tensor, Tensor]  # what the LSTM remembers, each (1, batch, width)
+State = tuple[Tensor, Tensor]  # hidden state and cell state of the LSTM, each (1, batch, width)
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     steps: int
     batch_size: int
@@ -68,7 +64,7 @@ class Options:
 
 
 class ServerPart(nn.Module):
-    """What the parts on the server have in common."""
+    """Base of the parts on the server."""
 
     def parameter_rrefs(self) -> list[rpc.RRef[nn.Parameter]]:
         """References for the optimizer, which steps each parameter at its owner."""
@@ -90,7 +86,7 @@ class Embedding(ServerPart):
 
 
 class Decoder(ServerPart):
-    """What the LSTM says (batch, length, width) -> a score for each word."""
+    """Outputs of the LSTM (batch, length, width) -> a score for each word of the vocabulary."""
 
     def __init__(self, options: Options) -> None:
         super().__init__()
@@ -103,12 +99,12 @@ class Decoder(ServerPart):
         return scores
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """In nats per word. Computed here, since the scores are large, and the loss is one number."""
+        """In nats per word. Computed on the server: the scores are large, and the loss is one number."""
         loss = cross_entropy(self(outputs).flatten(0, 1), targets.to(self.device).flatten())
         return loss.cpu()
 
     def best(self, outputs: Tensor) -> Tensor:
-        """The likeliest word that is not unknown, at each place."""
+        """The most likely word at each position, other than the unknown one."""
         scores: Tensor = self(outputs)[..., 1:]
         return scores.argmax(dim=-1).cpu() + 1
 
@@ -154,22 +150,22 @@ class Text:
 
 
 def read_library(options: Options) -> Text:
-    """The first 19 of 20 words are to learn from, the others to measure with."""
+    """The first 19/20 of the words are the training set, the others the validation set."""
     folder = Path(sysconfig.get_paths()["stdlib"])
     text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
     words = WORD.findall(text)
     vocabulary = [UNKNOWN] + [word for word, _ in Counter(words).most_common(options.words - 1)]
     numbers = Text(vocabulary, torch.empty(0), torch.empty(0)).numbers(words)
-    border = len(numbers) * 19 // 20
-    return Text(vocabulary, numbers[:border], numbers[border:])
+    split = len(numbers) * 19 // 20
+    return Text(vocabulary, numbers[:split], numbers[split:])
 
 
 def batches(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
-    """Words and the words that follow them, both (batch, length); each row goes on from the batch before."""
+    """Words and their successors, both (batch, length); each row continues that of the previous batch."""
     rows = words[: (len(words) - 1) // options.batch_size * options.batch_size].unflatten(0, (options.batch_size, -1))
     for start in range(0, rows.size(1) - options.length, options.length):
-        piece = rows[:, start : start + options.length + 1]
-        yield piece[:, :-1].contiguous(), piece[:, 1:].contiguous()
+        excerpt = rows[:, start : start + options.length + 1]
+        yield excerpt[:, :-1].contiguous(), excerpt[:, 1:].contiguous()
 
 
 def endless(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
@@ -178,7 +174,7 @@ def endless(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def guessing_loss(words: Tensor, options: Options) -> float:
-    """What somebody who only knows how frequent each word is would reach."""
+    """The loss of a model that knows only how frequent each word is."""
     shares = torch.bincount(words, minlength=options.words).double() / len(words)
     return float(-torch.special.xlogy(shares, shares).sum())
 
@@ -196,7 +192,10 @@ def train(model: RecurrentNet, text: Text, options: Options) -> list[float]:
             loss, state = model.loss(words, targets, state)
             dist_autograd.backward(context_id, [loss])
             optimizer.step(context_id)
-        state = (state[0].detach(), state[1].detach())  # it remembers, but gradients end here
+        state = (
+            state[0].detach(),
+            state[1].detach(),
+        )  # the values go on, gradients end here
         losses.append(loss.item())
         if len(losses) % math.ceil(options.steps / 10) == 0:
             print(f"step {len(losses)}/{options.steps}: loss {losses[-1]:.3f}", flush=True)
@@ -215,7 +214,7 @@ def evaluate(model: RecurrentNet, text: Text, options: Options) -> float:
 
 @torch.no_grad()
 def write_sample(model: RecurrentNet, text: Text, prompt: str, num_words: int = 12) -> str:
-    """The likeliest words after the prompt."""
+    """The prompt, continued with the most likely words."""
     written = WORD.findall(prompt)
     outputs, state = model.outputs(text.numbers(written)[None], None)
     for _ in range(num_words):
@@ -258,7 +257,7 @@ def run_trainer(options: Options) -> float:
     seconds = time.monotonic() - started
     loss, guessing = evaluate(model, text, options), guessing_loss(text.test, options)
     draw(losses, loss, guessing, options)
-    print(f"What it writes now:\n{write_sample(model, text, 'if not isinstance(')}\n")
+    print(f"A sample of its output:\n{write_sample(model, text, 'if not isinstance(')}\n")
     print(
         f"validation loss {loss:.2f} (guessing by frequency: {guessing:.2f}; {options.steps} steps, {seconds:.1f} s), "
         f"picture: {options.picture}",
@@ -268,36 +267,13 @@ def run_trainer(options: Options) -> float:
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: rank 0 trains, rank 1 serves."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: rank 0 trains, rank 1 serves."""
     torch.set_num_threads(1)  # the processes share the cores already
-    rpc.init_rpc(("trainer", "server")[rank], rank=rank, world_size=2)
+    rpc.init_rpc(("trainer", "server")[rank])
     loss = run_trainer(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: the server serves until the trainer has finished
+    rpc.shutdown()  # waits for all workers: the server serves until the trainer has finished
     if loss is not None and loss > options.max_loss:
         sys.exit(f"validation loss {loss:.2f} is above --max-loss {options.max_loss:g}")
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the trainer and the server, and stays their parent: whatever ends one of them ends all."""
-    caught: list[int] = []  # Ctrl-C, while they start
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
-    processes = mp.spawn(run_process, args=(options,), nprocs=2, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        while not caught and not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        caught.append(signal.SIGINT)
-    if caught:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line
@@ -313,14 +289,14 @@ def parse_options() -> Options:
     add("--batch-size", type=positive(int), default=32, help="texts per batch (default: %(default)s)")
     add("--length", type=positive(int), default=24, help="words per text (default: %(default)s)")
     add("--words", type=positive(int), default=2000, help="size of the vocabulary (default: %(default)s)")
-    add("--width", type=positive(int), default=96, help="of the embedding and the LSTM (default: %(default)s)")
+    add("--width", type=positive(int), default=96, help="width of the embedding and the LSTM (default: %(default)s)")
     parser.add_argument("--lr", type=positive(float), default=0.005, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the model (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed of the model (default: %(default)s)")
     parser.add_argument("--max-loss", type=float, default=math.inf, metavar="NATS", help="exit with status 1 when the "
                         "validation loss is above (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="where the parts compute (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the parts (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/recurrent_net.png"), metavar="FILE",
-                        help="where the loss curve goes (default: %(default)s)")  # fmt: skip
+                        help="file for the loss curve (default: %(default)s)")  # fmt: skip
     arguments = vars(parser.parse_args())
     try:
         options = Options(**arguments)
@@ -342,13 +318,10 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
-    if is_under_torchrun() and os.environ["WORLD_SIZE"] != "2":
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
+    place = placement_from_environment()
+    if place is not None and place.world_size != 2:
         raise ValueError("torchrun must start 2 processes, the trainer and the server: --nproc-per-node 2")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the package matplotlib is missing: pip install 'rpcdist[examples]'")
@@ -359,23 +332,12 @@ def check(options: Options) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def main() -> None:
     options = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print("starting the trainer and the server ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
-        spawn_processes(options)
+    launch(run_process, (options,), num_workers=2)
 
 
 if __name__ == "__main__":

@@ -22,9 +22,6 @@ import argparse
 import asyncio
 import importlib.util
 import math
-import os
-import signal
-import socket
 import sys
 import threading
 import time
@@ -32,31 +29,30 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import resource_tracker
 from pathlib import Path
 
 import torch
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributions import Categorical
 from torch.futures import Future
 from torch.nn.functional import mse_loss
 
 import rpcdist.rpc as rpc
+from rpcdist.launch import launch, placement_from_environment
 
-NUM_STATE = 4  # numbers that describe a cart with its pole: place, speed, angle, turning speed
+STATE_SIZE = 4  # of a cart with its pole: position, velocity, angle, angular velocity
 NUM_ACTIONS = 2  # push left, push right
 DISCOUNT = 0.99
-SMOOTHING = 0.95  # of the advantages (Schulman et al., 2016)
-CLIP = 0.2
-NUM_PASSES = 6  # over the steps of a round
+SMOOTHING = 0.95  # lambda of the advantage estimate (Schulman et al., 2016)
+CLIP = 0.2  # of the probability ratio in PPO
+NUM_PASSES = 6  # through the steps of a round
 MINIBATCH = 256
-LAST_EPISODES = 40  # whose mean is the result
+LAST_EPISODES = 40  # the result is the mean reward of this many episodes at the end
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line says; every process gets a copy."""
+    """The options of the command line; every process gets a copy."""
 
     observers: int
     poles: int
@@ -76,7 +72,7 @@ class Options:
 
 
 class ActorCritic(nn.Module):
-    """States (n, 4) -> a score for each action (n, 2), and the reward that is expected from here on (n)."""
+    """States (n, 4) -> a score for each action (n, 2), and the expected future reward (n)."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -90,25 +86,25 @@ class ActorCritic(nn.Module):
 def layers(width: int, num_outputs: int) -> nn.Module:
     last = nn.Linear(width, num_outputs)
     nn.init.zeros_(last.bias)
-    last.weight.data *= 0.1  # no opinions at the start
-    return nn.Sequential(nn.Linear(NUM_STATE, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), last)
+    last.weight.data *= 0.1  # all actions are nearly equally likely at the start
+    return nn.Sequential(nn.Linear(STATE_SIZE, width), nn.Tanh(), nn.Linear(width, width), nn.Tanh(), last)
 
 
-# ---- observers: their methods are called by the agent through remote references
+# ---- observers: the agent calls their methods through remote references
 
 
 @dataclass
 class Played:
-    """What happened to the poles of one observer in a round."""
+    """The steps of one observer's poles in a round."""
 
-    states: Tensor  # (steps + 1, poles, 4): the last one is where the next round begins
+    states: Tensor  # (steps + 1, poles, 4): the next round begins with the last one
     actions: Tensor  # (steps, poles) int64
     ends: Tensor  # (steps, poles) bool: the episode ended with this step
     episodes: list[int]  # rewards of the episodes that ended, in order
 
 
 class Observer:
-    """Owns some poles, and asks the agent what to do with them."""
+    """Owns some poles, and asks the agent for their actions."""
 
     def __init__(self, number: int, agent: rpc.RRef[Agent], options: Options) -> None:
         import gymnasium
@@ -121,9 +117,9 @@ class Observer:
         self.rewards = [0] * options.poles
 
     async def play(self, steps: int, select: str) -> Played:
-        """A coroutine, like all that it starts: one thread is enough, however many poles wait for an answer."""
+        """A coroutine that starts one per pole: one thread serves any number of poles that wait for an answer."""
         played = Played(
-            states=torch.empty(steps + 1, len(self.poles), NUM_STATE),
+            states=torch.empty(steps + 1, len(self.poles), STATE_SIZE),
             actions=torch.empty(steps, len(self.poles), dtype=torch.int64),
             ends=torch.empty(steps, len(self.poles), dtype=torch.bool),
             episodes=[],
@@ -132,7 +128,7 @@ class Observer:
         return played
 
     async def play_one(self, index: int, steps: int, select: str, played: Played) -> None:
-        """Exactly `steps` steps, over as many episodes as it takes: all poles stay in step with each other."""
+        """Takes exactly `steps` steps, in any number of episodes, so that all poles stay synchronous."""
         agent = self.agent.rpc_async(timeout=60)
         ask = agent.select_batched if select == "batched" else agent.select_single
         pole = self.poles[index]
@@ -151,11 +147,11 @@ class Observer:
         played.states[steps, index] = self.states[index]
 
 
-# ---- the agent: the observers ask it
+# ---- the agent: the observers call its methods
 
 
 class Agent:
-    """Owns the network; chooses actions, and learns from what followed."""
+    """Owns the network; chooses actions, and learns from their results."""
 
     def __init__(self, options: Options) -> None:
         torch.manual_seed(options.seed)
@@ -167,7 +163,7 @@ class Agent:
 
     @rpc.functions.async_execution
     def select_batched(self, pole: int, state: Tensor) -> Future[int]:
-        """The answer is a future: the question waits, without a thread, until all poles have asked."""
+        """Returns a future: the call waits, without a thread, until all poles have asked."""
         answer: Future[int] = Future()
         with self.lock:
             self.waiting[pole] = (state, answer)
@@ -191,7 +187,7 @@ class Agent:
         return actions
 
     def learn(self, played: list[Played], done: float) -> None:
-        """One round of PPO; `done` is the share of the rounds that is over."""
+        """One round of PPO; `done` is the completed fraction of all rounds."""
         states = torch.cat([part.states for part in played], dim=1).to(self.options.device)
         actions = torch.cat([part.actions for part in played], dim=1).to(self.options.device).flatten()
         ends = torch.cat([part.ends for part in played], dim=1).to(self.options.device)
@@ -231,15 +227,15 @@ def estimate_advantages(values: Tensor, ends: Tensor) -> Tensor:
     return advantages[:-1]
 
 
-# ---- what the user sees
+# ---- history and picture
 
 
 @dataclass
 class History:
-    """What was played, and how fast."""
+    """The rewards of all episodes, and the speeds at the end."""
 
     episodes: list[int] = field(default_factory=list)  # rewards
-    ended_at: list[int] = field(default_factory=list)  # steps that had been played when the round of the episode ended
+    ended_at: list[int] = field(default_factory=list)  # steps of all poles by the end of the episode's round
     speeds: dict[str, list[float]] = field(default_factory=dict)  # steps per second of each timing
 
     def add(self, episodes: list[int], num_steps: int) -> None:
@@ -295,7 +291,7 @@ def draw(history: History, options: Options) -> None:
 
 
 def run_agent(options: Options) -> float:
-    """Puts an observer on every other worker, lets them play and learns, and returns the mean reward at the end."""
+    """Creates an observer on every other worker, trains, and returns the mean reward at the end."""
     agent = Agent(options)
     agent_rref = rpc.RRef(agent)
     observers = [
@@ -321,12 +317,12 @@ def run_agent(options: Options) -> float:
 
 
 def play(observers: list[rpc.RRef[Observer]], steps: int, select: str) -> list[Played]:
-    """All observers at the same time; if one is lost, this fails at once and names it."""
+    """Lets all observers play at the same time; if one is lost, this fails at once and names it."""
     return rpc.wait_all([observer.rpc_async(timeout=0).play(steps, select) for observer in observers])
 
 
 def measure_speeds(observers: list[rpc.RRef[Observer]], options: Options) -> dict[str, list[float]]:
-    """Steps per second of both ways to choose, three times each, in turns."""
+    """Steps per second of both ways to choose, measured three times each, alternately."""
     speeds: dict[str, list[float]] = {"single": [], "batched": []}
     for _ in range(3):
         for select, found in speeds.items():
@@ -337,37 +333,14 @@ def measure_speeds(observers: list[rpc.RRef[Observer]], options: Options) -> dic
 
 
 def run_process(rank: int, options: Options) -> None:
-    """The life of one process: rank 0 is the agent, the others observe when they are told to."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # from here on Ctrl-C ends this process at once
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # the parent blocked it during the imports
+    """What each process does: rank 0 is the agent, the others are observers, which it calls."""
     torch.set_num_threads(1)  # the processes share the cores already
     name = "agent" if rank == 0 else f"observer{rank - 1}"
-    rpc.init_rpc(name, rank=rank, world_size=options.observers + 1)
+    rpc.init_rpc(name)
     reward = run_agent(options) if rank == 0 else None
-    rpc.shutdown()  # waits for everybody: an observer serves calls until the agent has finished
+    rpc.shutdown()  # waits for all workers: an observer serves calls until the agent has finished
     if reward is not None and reward < options.min_reward:
         sys.exit(f"mean reward {reward:.0f} is below --min-reward {options.min_reward:g}")
-
-
-def spawn_processes(options: Options) -> None:
-    """Starts the agent and the observers, and stays their parent: whatever ends one of them ends all."""
-    caught: list[int] = []  # Ctrl-C, while they start
-    resource_tracker.ensure_running()  # this helper process unblocks SIGINT when it starts, so let it start now
-    signal.signal(signal.SIGINT, lambda number, frame: caught.append(number))
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # inherited: no tracebacks while they import torch
-    processes = mp.spawn(run_process, args=(options,), nprocs=options.observers + 1, join=False, daemon=True)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        while not caught and not processes.join():
-            pass
-    except mp.ProcessExitedException as error:  # it has said why
-        sys.exit(error.exit_code)
-    except KeyboardInterrupt:
-        caught.append(signal.SIGINT)
-    if caught:
-        print("\ninterrupted", file=sys.stderr)
-        sys.exit(128 + signal.SIGINT)  # the processes end with this one, since they are daemons
 
 
 # ---- the command line
@@ -380,20 +353,20 @@ def parse_options() -> Options:
     )
     add = partial(parser.add_argument, metavar="N")
     add("--observers", type=positive(int), help="number of observers (default: 2)")
-    add("--poles", type=positive(int), default=8, help="of each observer (default: %(default)s)")
-    add("--rounds", type=positive(int), default=20, help="of playing and then learning (default: %(default)s)")
-    add("--steps", type=positive(int), default=128, help="of each pole in a round (default: %(default)s)")
-    add("--width", type=positive(int), default=64, help="of the network (default: %(default)s)")
+    add("--poles", type=positive(int), default=8, help="poles of each observer (default: %(default)s)")
+    add("--rounds", type=positive(int), default=20, help="rounds of playing and learning (default: %(default)s)")
+    add("--steps", type=positive(int), default=128, help="steps of each pole in a round (default: %(default)s)")
+    add("--width", type=positive(int), default=64, help="width of the network (default: %(default)s)")
     parser.add_argument("--select", choices=("batched", "single"), default="batched", help="one run of the network for "
                         "all poles, or one for each (default: %(default)s)")  # fmt: skip
     parser.add_argument("--lr", type=positive(float), default=0.003, help="learning rate at the start (default: "
                         "%(default)s)")  # fmt: skip
-    parser.add_argument("--seed", type=int, default=0, help="of the network and the poles (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="random seed (default: %(default)s)")
     parser.add_argument("--min-reward", type=float, default=0.0, metavar="STEPS", help="exit with status 1 when the "
                         "mean reward at the end is below (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", help="where the agent's network is (default: %(default)s)")
+    parser.add_argument("--device", default="cpu", help="device of the agent's network (default: %(default)s)")
     parser.add_argument("--picture", type=Path, default=Path("out/reinforcement.png"), metavar="FILE",
-                        help="where the rewards and the speed-up go (default: %(default)s)")  # fmt: skip
+                        help="file for the rewards and the speed-up (default: %(default)s)")  # fmt: skip
     arguments = vars(parser.parse_args())
     try:
         arguments["observers"] = choose_num_observers(arguments["observers"])
@@ -416,15 +389,12 @@ def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
     return parse
 
 
-def is_under_torchrun() -> bool:
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
-
-
 def choose_num_observers(wanted: int | None) -> int:
-    """As many as --observers says, or all ranks but one of torchrun's."""
-    if not is_under_torchrun():
+    """The value of --observers, or all ranks but one of torchrun's."""
+    place = placement_from_environment()
+    if place is None:
         return wanted or 2
-    num_observers = int(os.environ["WORLD_SIZE"]) - 1
+    num_observers = place.world_size - 1
     if num_observers < 1:
         raise ValueError("torchrun must start at least 2 processes, an agent and an observer: --nproc-per-node 2")
     if wanted not in (None, num_observers):
@@ -433,7 +403,7 @@ def choose_num_observers(wanted: int | None) -> int:
 
 
 def check(options: Options) -> None:
-    """Finds what would fail at the end of the run, or with a puzzling text."""
+    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
     for module in ("gymnasium", "matplotlib"):
         if importlib.util.find_spec(module) is None:
             raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
@@ -446,23 +416,12 @@ def check(options: Options) -> None:
     options.picture.parent.mkdir(parents=True, exist_ok=True)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody uses."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 def main() -> None:
     options = parse_options()
-    if is_under_torchrun():
-        run_process(int(os.environ["RANK"]), options)
-    else:
-        # Importing torch takes each of them seconds, in which nothing else would be seen.
+    if placement_from_environment() is None:
+        # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting the agent and {options.observers} observer{'s' * (options.observers > 1)} ...", flush=True)
-        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))  # the children inherit it
-        spawn_processes(options)
+    launch(run_process, (options,), num_workers=options.observers + 1)
 
 
 if __name__ == "__main__":

@@ -131,9 +131,9 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         (("--trainers", "0"), "--trainers: '0' is not a positive whole number"),
         (("--batch-size", "1000"), "each of the 2 trainers has 718 images, fewer than a batch of 1000"),
         (("--picture", "curves.txt"), "the name must end in .png, .pdf or .svg"),
-        (("--port", "70000"), "--port 70000: must be between 0 and 65535"),
+        (("--port", "70000"), "--port: master_port 70000: must be between 0 and 65535"),
         (("--lr", "nan"), "--lr: 'nan' is not a positive number"),
-        (("--mode", "sync", "--staleness", "2"), "for the modes async and optimizer; in sync nobody is ahead"),
+        (("--mode", "sync", "--staleness", "2"), "for the modes async and optimizer; in sync no trainer is ahead"),
         (("--staleness", "-1"), "--staleness is a number of steps"),
         (("--servers", "0"), "--servers: '0' is not a positive whole number"),
     ],
@@ -150,7 +150,7 @@ def test_a_port_in_use_is_explained(explanation_of: Callable[..., str]) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         said = explanation_of("parameter_server", "--port", str(port))
-    assert f"--port {port}: Address already in use" in said
+    assert f"--port: master_port {port}: Address already in use" in said
 
 
 @pytest.mark.multiproc

@@ -50,9 +50,9 @@ def test_collectives_are_shown_and_averaging_learns(tmp_path: Path) -> None:
     assert shown["reduce_scatter_tensor"] == ["[0, 30]", "[3, 33]", "[6, 36]"]
     assert shown["all_to_all_single"] == ["[0, 10, 20]", "[1, 11, 21]", "[2, 12, 22]"]
     assert shown["all_reduce of ranks 0 and 1"] == ["[1, 21]", "[1, 21]", "[2, 12]"]
-    assert shown["from the rank before"] == ["[2, 12]", "[0, 10]", "[1, 11]"]
-    assert all(float(apart) < 1e-4 for apart in shown["ring by hand - all_reduce"])
-    assert len(set(shown["round 4/4, after it"])) == 1
+    assert shown["from the previous rank"] == ["[2, 12]", "[0, 10]", "[1, 11]"]
+    assert all(float(apart) < 1e-4 for apart in shown["ring minus built-in all_reduce"])
+    assert len(set(shown["round 4/4, after averaging"])) == 1
 
 
 @pytest.mark.parametrize(
@@ -61,8 +61,8 @@ def test_collectives_are_shown_and_averaging_learns(tmp_path: Path) -> None:
         (DDP, ("--ranks", "0"), "--ranks: '0' is not a positive whole number"),
         (DDP, ("--batch-size", "1000"), "2 batches of 1000 are more than the 1437 images"),
         (DDP, ("--resume", "--checkpoint", "none.pt"), "--resume: there is no checkpoint none.pt; train without"),
-        (DDP, ("--port", "70000"), "--port 70000: must be between 0 and 65535"),
-        (COLLECTIVES, ("--ranks", "1"), "--ranks: it takes two to communicate"),
+        (DDP, ("--port", "70000"), "--port: master_port 70000: must be between 0 and 65535"),
+        (COLLECTIVES, ("--ranks", "1"), "--ranks: at least 2"),
         (COLLECTIVES, ("--lr", "nan"), "--lr: 'nan' is not a positive number"),
     ],
 )
