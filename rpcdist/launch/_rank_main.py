@@ -98,7 +98,13 @@ def _close_standard_input() -> None:
 def _close_in_forked_children(report_fd: int) -> None:
     """Keeps the pipe to this process: a child (of a `DataLoader`, say) that held it would hide the end of the rank."""
     os.set_inheritable(report_fd, False)
-    os.register_at_fork(after_in_child=lambda: os.close(report_fd))
+    still_open = [report_fd]  # once only: in a child of a child, the number may belong to another file
+
+    def close() -> None:
+        while still_open:
+            os.close(still_open.pop())
+
+    os.register_at_fork(after_in_child=close)
 
 
 def _write(fd: int, data: bytes) -> None:

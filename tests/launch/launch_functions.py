@@ -15,6 +15,7 @@ __all__ = [
     "exit_at_once",
     "exit_with",
     "fail_after_its_peer",
+    "fork_twice",
     "grandchild_then_exit",
     "hang_deaf",
     "hang_in_a_thread",
@@ -114,6 +115,21 @@ def grandchild_then_exit(rank: int, path: str) -> None:
     with open(path, "w") as file:
         file.write(f"{forked} {other.pid}")
     os._exit(4)
+
+
+def fork_twice(rank: int) -> int:
+    """Returns 0 if the files that a forked child opens are still open in its own children."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    files = [os.open(os.devnull, os.O_RDONLY) for _ in range(20)]
+    if pid := os.fork():
+        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+    try:
+        for file in files:
+            os.fstat(file)
+    except OSError:
+        os._exit(1)
+    os._exit(0)
 
 
 def return_unpicklable(rank: int) -> object:

@@ -112,6 +112,11 @@ def test_children_of_a_rank_neither_hide_its_end_nor_outlive_it(tmp_path: Path, 
 
 
 @pytest.mark.multiproc
+def test_files_of_forked_children_stay_open(no_launcher: None) -> None:
+    assert launch(functions.fork_twice, num_workers=1) == [0]
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize(("code", "expected"), [("too low", "too low"), (7, 7)])
 def test_sys_exit_of_a_rank_is_the_exit_of_the_program(code: object, expected: object, no_launcher: None) -> None:
     with pytest.raises(SystemExit) as caught:
