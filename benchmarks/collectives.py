@@ -26,8 +26,11 @@ from typing import Any
 from _collective_cases import CASES, SIZES, Case, Runner, measure, name_of_size
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 
+from rpcdist.launch import launch
+
 OURS, TCP, GLOO = "ours", "TCP only", "Gloo"
 Key = tuple[int, str, int]
+Row = tuple[int, str, int, dict[str, list[float]]]
 TARGET_S = 0.15
 MAX_ITERATIONS = 400
 LIMIT_S = 120
@@ -49,8 +52,8 @@ def budget(case: str, size: int, world: int, tcp: bool) -> float | None:
 # ---- on every rank
 
 
-def run_rank(rank: int, world: int, folder: str, names: Sequence[str], sizes: Sequence[int], rounds: int) -> None:
-    """Measures all cases; rank 0 writes what it measured to a file."""
+def run_rank(rank: int, world: int, folder: str, names: Sequence[str], sizes: Sequence[int], rounds: int) -> list[Row]:
+    """Measures all cases; returns the ranks, the name, the size and the times of each."""
     import torch
     import torch.distributed as gloo
 
@@ -63,17 +66,16 @@ def run_rank(rank: int, world: int, folder: str, names: Sequence[str], sizes: Se
     ours.init_process_group("tcp", f"file://{folder}/ours", limit, world, rank)
     sockets = ours.new_group(pg_options=TcpOptions(shared_memory=False, unix_sockets=False))
     libraries = {OURS: (ours, None), TCP: (ours, sockets), GLOO: (gloo, None)}
-    found = []
+    found: list[Row] = []
     for case in [case for case in CASES if case.name in names]:
         for size in [size for size in case.sizes if size in (*sizes, 0)]:
             times = _measure_case(case, libraries, size, rank, world, rounds)
             found.append((world, case.name, size, times))
             if rank == 0:
                 print(f"{world} ranks, {case.name} {name_of_size(size)}", file=sys.stderr, flush=True)
-    if rank == 0:
-        Path(folder, "results.json").write_text(json.dumps(found))
     ours.destroy_process_group()
     gloo.destroy_process_group()
+    return found
 
 
 def _measure_case(
@@ -123,7 +125,7 @@ def measure_mpi(world: int, names: Sequence[str], sizes: Sequence[int]) -> dict[
 # ---- the table
 
 
-def make_lines(found: list[tuple[int, str, int, dict[str, list[float]]]], mpi: dict[Key, float]) -> list[Line]:
+def make_lines(found: list[Row], mpi: dict[Key, float]) -> list[Line]:
     lines = []
     for world, name, size, times in found:
         gloo = statistics.median(times[GLOO])
@@ -146,8 +148,6 @@ HEAD: Line = (
 
 
 def main() -> int:
-    import torch.multiprocessing as multiprocessing
-
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
     parser.add_argument(
         "--world", type=int, action="append", help="number of ranks; may be repeated (default: 2, 4, 8)"
@@ -176,8 +176,7 @@ def main() -> int:
         sizes = [size for size in SIZES if size <= limit]
         chosen = names if world <= 4 else [name for name in names if name in ("all_reduce", "barrier")]
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(run_rank, (world, folder, chosen, sizes, arguments.rounds), world)
-            found += json.loads(Path(folder, "results.json").read_text())
+            found += launch(run_rank, (world, folder, chosen, sizes, arguments.rounds), num_workers=world)[0]
         if arguments.mpi:
             mpi |= measure_mpi(world, chosen, sizes)
     lines = make_lines(found, mpi)
