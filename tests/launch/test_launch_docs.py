@@ -1,0 +1,39 @@
+"""The programs in docs/launch.md do what the page says."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from docs_programs import LIMIT_S, blocks, environment, free_port, page, run
+
+PROGRAMS = [code for _, code in blocks(page("docs/launch.md"), "python")]
+OUTPUTS = [text for _, text in blocks(page("docs/launch.md"), "text")]
+
+
+@pytest.mark.multiproc
+def test_the_first_program_runs_by_itself_and_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "average.py").write_text(PROGRAMS[0])
+    [printed] = run([([sys.executable, "average.py"], environment())], tmp_path)
+    assert f"$ python average.py\n{printed}" == OUTPUTS[0]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port"]
+    [printed] = run([([*torchrun, str(free_port()), "average.py"], environment())], tmp_path)
+    assert printed == "[10.0]\n" * 3
+
+
+@pytest.mark.multiproc
+def test_the_rank_that_failed_first_is_shown(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(PROGRAMS[1])
+    result = subprocess.run(
+        [sys.executable, "fails.py"],
+        cwd=tmp_path,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert result.stderr.replace(f"{tmp_path}/", "").endswith(OUTPUTS[1])
