@@ -347,7 +347,7 @@ MPI_LONG_PAUSE_S: Final = 0.001
 DEPENDENCIES: Final = (
     ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
     ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
-    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "losses and leases are noticed by the tick"),
+    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "leases, which last longer, end at ticks"),
     ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "whoever connects gives the local channel up first"),
     ("HANDSHAKE_LIMIT_S", ("SILENT_HANDSHAKE_LIMIT_S",), "only silent sockets make room before the limit"),
     ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
@@ -370,6 +370,12 @@ DEPENDENCIES: Final = (
         ("UNARY_DRAIN_LIMIT_S", "LINK_CLOSE_LIMIT_S", "LISTENER_STOP_LIMIT_S", "GRPC_STOP_GRACE_S"),
         "the transport ends these one after the other",
     ),
+    (
+        "LAUNCH_EXIT_LIMIT_S",
+        ("RPC_CLOSE_LIMIT_S", "NODE_STOP_LIMIT_S", "GROUP_EXIT_LIMIT_S"),
+        "a rank that ends in order closes these first",
+    ),
+    ("SEGMENTS_TRIM_S", ("SEGMENTS_RETURN_S",), "a segment is returned before it is given back to the system"),
     ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
     ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
     ("FILE_LONGEST_PAUSE_S", ("FILE_FIRST_PAUSE_S",), "pauses grow"),
