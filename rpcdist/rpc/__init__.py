@@ -7,7 +7,6 @@ ours.
 from __future__ import annotations
 
 import asyncio
-import threading
 from datetime import timedelta
 
 from rpcdist.collectives import PrefixStore
@@ -18,7 +17,7 @@ from rpcdist.rpc import api, backend_registry, constants, functions, internal, o
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._calling.result_streams import Stream
-from rpcdist.rpc._current import agent_or_none
+from rpcdist.rpc._current import agent_or_none, starts
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc._start import node_options
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
@@ -100,11 +99,6 @@ __all__ = [
     "wait_any",
 ]
 
-# How often this process has called `init_rpc` at each place. The workers of a job agree about it, and use it to keep a
-# second start at one place apart from the first.
-_init_counter: dict[str, int] = {}
-_init_counter_lock = threading.Lock()
-
 
 def init_rpc(
     name: str,
@@ -168,9 +162,7 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
     # The list of members waits for the others: it can say who is missing, which the store cannot.
     found = open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)
     store, rank, found_size = next(found)
-    with _init_counter_lock:
-        count = _init_counter[url] = _init_counter.get(url, -1) + 1
-        prefix = f"rpc_prefix_{count}"
+    prefix = f"rpc_prefix_{starts.count(url)}"
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None

@@ -8,6 +8,7 @@ callbacks of its futures, sees that agent; every other thread and task sees the 
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar
@@ -16,7 +17,26 @@ from rpcdist.errors import ForkedProcess, NotInitialized
 from rpcdist.rpc._agent import Agent
 from rpcdist.transport import fork
 
-__all__ = ["agent_or_none", "context_of", "current_agent", "forget_agent", "set_current_agent", "use_agent"]
+__all__ = ["agent_or_none", "context_of", "current_agent", "forget_agent", "set_current_agent", "starts", "use_agent"]
+
+
+class _Starts:
+    """What must outlive the agents of a process: that one starts at a time, and how often one did.
+
+    The workers of a job that starts RPC several times agree about the number, so it keeps a second start at one place
+    apart from the first.
+    """
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()  # held while an agent starts
+        self._counting = threading.Lock()
+        self._counts: dict[str, int] = {}
+
+    def count(self, place: str) -> int:
+        """The number of this start at a place, from 0."""
+        with self._counting:
+            number = self._counts[place] = self._counts.get(place, -1) + 1
+        return number
 
 
 class _Place:
@@ -35,6 +55,7 @@ class _Place:
 
 
 _of_process = _Place()
+starts = _Starts()
 _place: ContextVar[_Place] = ContextVar("rpcdist_agent", default=_of_process)
 
 

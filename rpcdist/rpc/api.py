@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -16,7 +15,7 @@ from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
-from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent
+from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
@@ -47,8 +46,6 @@ logger = logging.getLogger(__name__)
 # torch's tests and programs reach into these: they are read here each time, so they may be patched.
 _ignore_rref_leak = True
 _default_pickler = _internal_rpc_pickler
-
-_init_lock = threading.Lock()  # two threads may call `init_rpc`, and only one agent may come of it
 
 
 def is_available() -> bool:
@@ -87,7 +84,7 @@ def _init_rpc_backend(
         backend = backend_registry.BackendType["TENSORPIPE"]
     if rpc_backend_options is None:
         rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
-    with _init_lock:
+    with starts.lock:
         if agent_or_none() is not None:
             raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
         if name is None:

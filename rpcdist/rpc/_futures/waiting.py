@@ -222,23 +222,35 @@ def replace_torch_functions() -> Callable[[], None]:
     """Has `torch.futures.wait_all` and `collect_all` use ours for lists with a future of ours.
 
     Returns:
-        A function that undoes it.
+        A function that undoes it, once every agent of the process has undone it.
     """
 
-    def smart_collect_all(futures: list[Any]) -> Any:
-        return collect_all(futures) if _has_ours(futures) else _torch_collect_all(futures)
-
-    def smart_wait_all(futures: list[Any]) -> list[Any]:
-        return wait_all(futures) if _has_ours(futures) else _torch_wait_all(futures)
-
     def undo() -> None:
-        module.collect_all = _torch_collect_all
-        module.wait_all = _torch_wait_all
+        with _replacing:
+            _users.discard(undo)
+            if not _users:
+                module.collect_all = _torch_collect_all
+                module.wait_all = _torch_wait_all
 
     module = cast(Any, torch.futures)
-    module.collect_all = smart_collect_all
-    module.wait_all = smart_wait_all
+    with _replacing:
+        _users.add(undo)
+        module.collect_all = _collect_all_of_any_kind
+        module.wait_all = _wait_all_of_any_kind
     return undo
+
+
+# Of the process, like the functions that are replaced: who wants them replaced.
+_users: Final[set[Callable[[], None]]] = set()
+_replacing: Final = allocate_lock()
+
+
+def _collect_all_of_any_kind(futures: list[Any]) -> Any:
+    return collect_all(futures) if _has_ours(futures) else _torch_collect_all(futures)
+
+
+def _wait_all_of_any_kind(futures: list[Any]) -> list[Any]:
+    return wait_all(futures) if _has_ours(futures) else _torch_wait_all(futures)
 
 
 def _has_ours(futures: Sequence[object]) -> bool:

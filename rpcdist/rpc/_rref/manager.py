@@ -182,6 +182,11 @@ class RRefManager:
         state.check(FORK_AFTER_DELETION)
         if self.closed:
             raise RRefError(FORK_AFTER_DELETION)
+        if rref._home.me != self.me:
+            raise RRefError(
+                f"{rref!r} belongs to worker {rref._home.my_name!r} of this process, so worker {self.my_name!r} cannot "
+                "share it; make the call as the former"
+            )
         return state
 
     def receive(self, fork: value_pb2.RRefFork, sender: int, incarnation: int | None = None) -> Token:

@@ -165,7 +165,8 @@ class Dispatcher:
         if function == self.run:
             self.fail(arguments[0], error)
         else:
-            threading.Thread(target=function, args=arguments, name="rpcdist-overflow", daemon=True).start()
+            run = self._new_context().run
+            threading.Thread(target=run, args=(function, *arguments), name="rpcdist-overflow", daemon=True).start()
 
     # ------------------------------------------------------------ pool
 
