@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+import weakref
+from collections.abc import Callable
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport import fork
@@ -16,7 +18,8 @@ class SharedNode:
     """Starts a node for the first part that asks, and gives it to the others until the last one has released it."""
 
     def __init__(self) -> None:
-        self._node: Node | None = None
+        # Weak: a node that has ended still names the services of those who used it, and would keep them alive.
+        self._node: Callable[[], Node | None] = lambda: None
         self._lock = threading.Lock()
 
     def acquire(self, options: NodeOptions | None = None) -> Node:
@@ -32,11 +35,13 @@ class SharedNode:
         """
         fork.check_not_forked()
         with self._lock:
-            if self._node is None or not self._node.share():
-                self._node = Node(options or NodeOptions()).start()
+            node = self._node()
+            if node is None or not node.share():
+                node = Node(options or NodeOptions()).start()
+                self._node = weakref.ref(node)
             elif options is not None and options.token is not None:
-                self._check_token(self._node, options.token)
-            return self._node
+                self._check_token(node, options.token)
+            return node
 
     def _check_token(self, node: Node, token: str) -> None:
         if job_token(token) != node.credentials.token:
