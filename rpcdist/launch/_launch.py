@@ -85,11 +85,7 @@ def launch(
         return [_unpickle_result(rank, result) for rank, result in enumerate(outcome.results)]
     if isinstance(outcome, signal.Signals):
         print("\ninterrupted" if outcome == signal.SIGINT else "terminated", file=sys.stderr)
-        raise SystemExit(128 + outcome)
-    if isinstance(outcome, Late):
-        ranks = ", ".join(map(str, outcome.ranks))
-        raise DeadlineExceeded(f"after {join_timeout_s:g} s these of {num_workers} ranks had not ended: {ranks}")
-    raise _error_of(outcome)
+    raise _error_of(outcome, num_workers, join_timeout_s)
 
 
 def _check(num_workers: int, join_timeout_s: float | None, env: Mapping[str, str]) -> None:
@@ -146,7 +142,14 @@ def _job_variables(world_size: int, port: int) -> dict[str, str]:
     return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
 
 
-def _error_of(outcome: Failed | Stuck) -> BaseException:
+def _error_of(
+    outcome: Failed | Late | Stuck | signal.Signals, num_workers: int, join_timeout_s: float | None
+) -> BaseException:
+    if isinstance(outcome, signal.Signals):
+        return SystemExit(128 + outcome)
+    if isinstance(outcome, Late):
+        ranks = ", ".join(map(str, outcome.ranks))
+        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {num_workers} ranks had not ended: {ranks}")
     if isinstance(outcome, Stuck):
         what = f"returned, but its process did not end within {LAUNCH_EXIT_LIMIT_S:g} s: is a thread still running?"
         return ProcessFailed(outcome.rank, what)
