@@ -170,7 +170,7 @@ def _built_in(name: str) -> BackendFactory:
 
 
 def default_backend() -> str:
-    """What `init_process_group()` takes: "cpu:tcp,cuda:nccl" where both can run, else "tcp"."""
+    """The backend of `init_process_group()` without arguments: "cpu:tcp,cuda:nccl" where both can run, else "tcp"."""
     return "cpu:tcp,cuda:nccl" if is_nccl_available() else "tcp"
 
 

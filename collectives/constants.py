@@ -1,4 +1,4 @@
-"""How long the operations of a group may take when nobody says otherwise."""
+"""Default limits of the operations of a group."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rpcdist.time_limits import GROUP_TIMEOUT_S, NCCL_GROUP_TIMEOUT_S
 __all__ = ["default_pg_nccl_timeout", "default_pg_timeout"]
 
 default_pg_timeout: Final = timedelta(seconds=GROUP_TIMEOUT_S)
-"""Of every operation, and of the creation of the group."""
+"""Limit of every operation, and of making the group."""
 
 default_pg_nccl_timeout: Final = timedelta(seconds=NCCL_GROUP_TIMEOUT_S)
 """The same for groups of the `nccl` backend alone."""

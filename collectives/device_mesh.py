@@ -123,8 +123,8 @@ class DeviceMesh:
         coordinate = self.get_coordinate()
         if coordinate is None:
             raise ConfigError(f"rank {get_rank()} is not in the mesh")
-        place = tuple(slice(None) if other == dim else at for other, at in enumerate(coordinate))
-        return cast("list[int]", self.mesh[place].tolist())
+        index = tuple(slice(None) if other == dim else at for other, at in enumerate(coordinate))
+        return cast("list[int]", self.mesh[index].tolist())
 
     def __repr__(self) -> str:
         names = self.mesh_dim_names or range(self.ndim)
@@ -161,7 +161,7 @@ class DeviceMesh:
         return get_rank()
 
     def get_coordinate(self) -> tuple[int, ...] | None:
-        """Where this rank is, by dimension; None when it is not in the mesh."""
+        """The coordinates of this rank in the mesh; None when it is not in it."""
         if self._rank != get_rank():
             self._rank = get_rank()
             coordinates = (self.mesh == self._rank).nonzero().tolist()
@@ -226,9 +226,9 @@ class DeviceMesh:
         if len(dims) == self.ndim:
             return self
         coordinate = self.get_coordinate() or (0,) * self.ndim
-        place = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+        index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
         groups = tuple(self._groups[dim] for dim in dims)
-        return self._part(self.device_type, self.mesh[place].clone(), names, groups)
+        return self._part(self.device_type, self.mesh[index].clone(), names, groups)
 
 
 def init_device_mesh(
@@ -294,7 +294,7 @@ def _check_ranks(ranks: torch.Tensor) -> None:
 
 
 def _set_up(device_type: str) -> None:
-    """What torch does before it makes the first mesh."""
+    """Makes the default group where there is none, as torch does before it makes the first mesh."""
     if not is_initialized():
         init_process_group()
     if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():

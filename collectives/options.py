@@ -37,7 +37,7 @@ UNSET_TIMEOUT: Final = timedelta(milliseconds=-1)
 
 @dataclass
 class OperationOptions:
-    """What all operations have; `timeout` is the group's own unless it is positive."""
+    """The options of all operations; a `timeout` that is not positive stands for the group's own."""
 
     timeout: timedelta = UNSET_TIMEOUT
     asyncOp: bool = True  # torch's spelling
@@ -104,7 +104,7 @@ class BarrierOptions(OperationOptions):
 
 
 class DebugLevel(IntEnum):
-    """How much is checked and reported beyond the ordinary."""
+    """The amount of checks and reports beyond the ordinary."""
 
     OFF = 0
     INFO = 1
@@ -116,7 +116,7 @@ class _Debug:
 
 
 def get_debug_level() -> DebugLevel:
-    """What was set, or else what TORCH_DISTRIBUTED_DEBUG says.
+    """The level that was set, or else that of the environment variable TORCH_DISTRIBUTED_DEBUG.
 
     Operations are compared between ranks at every level, so DETAIL is not needed to find a mismatch.
     """

@@ -178,7 +178,7 @@ class ProcessGroup(LowerCaseOperations):
     # ------------------------------------------------------------ backends
 
     def binding(self, device_type: str) -> BackendBinding:
-        """What carries the operations on tensors of a device type.
+        """The backend binding for tensors of a device type.
 
         Raises:
             ConfigError: the group has no backend for it, or was destroyed.

@@ -1,4 +1,4 @@
-"""How the processes of a job find each other: an address becomes a store, a rank and a world size."""
+"""The rendezvous of a job's processes: an address becomes a store, a rank and a world size."""
 
 from __future__ import annotations
 
@@ -33,6 +33,7 @@ RendezvousHandler = Callable[..., Iterator[tuple["Store", int, int]]]
 """Called with the URL and the keyword arguments of `rendezvous`; yields (store, rank, world_size)."""
 
 _handlers: dict[str, RendezvousHandler] = {}
+"""Scheme to handler. An extension point, as in torch: filled when modules are imported, for the whole process."""
 
 
 def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None:
@@ -51,7 +52,7 @@ def register_rendezvous_handler(scheme: str, handler: RendezvousHandler) -> None
 
 
 def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object) -> Iterator[tuple[Store, int, int]]:
-    """Finds the others; the first `next()` yields (store, rank, world_size).
+    """Finds the other processes; the first `next()` yields (store, rank, world_size).
 
     `env://` reads MASTER_ADDR, MASTER_PORT, RANK and WORLD_SIZE; `tcp://host:port?rank=0&world_size=2` and
     `file:///path?rank=0&world_size=2` say it themselves, or through `rank` and `world_size`. Rank 0 serves the store on
@@ -59,7 +60,7 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object
 
     Args:
         url: as above, or of a registered scheme.
-        rank: this process's; -1 leaves it to the URL or the environment.
+        rank: rank of this process; -1 leaves it to the URL or the environment.
         world_size: -1 likewise.
         **options: for the handler, e.g. `timeout` (a `timedelta` or seconds) for connecting and for the store.
 
@@ -78,9 +79,9 @@ def rendezvous(url: str, rank: int = -1, world_size: int = -1, **options: object
 
 
 def open_rendezvous(url: str, rank: int, world_size: int | None, **options: object) -> Iterator[tuple[Store, int, int]]:
-    """`rendezvous` that knows groups without a fixed size: a `world_size` of None, in which case -1 is yielded for it.
+    """`rendezvous`, also for groups without a fixed size: a `world_size` of None, for which -1 is yielded.
 
-    With None, `env://` takes RANK and WORLD_SIZE from the environment where they are set, and misses them not.
+    With None, `env://` takes RANK and WORLD_SIZE from the environment where they are set, and does without them else.
     """
     parts = urlsplit(url)
     query = _query(parts)
@@ -111,7 +112,7 @@ def create_store(
     Args:
         host: MASTER_ADDR.
         port: MASTER_PORT.
-        rank: this process's; 0 serves, and shares the store if this process serves it there already.
+        rank: rank of this process; 0 serves, and shares the store if this process serves it there already.
         world_size: how many take part; -1 for any number.
         timeout: limit for connecting and for the store's own waits; 30 minutes by default.
         wait_for_workers: whether rank 0 waits for the others. RPC does not: its list of members does, and can say who

@@ -17,13 +17,13 @@ __all__ = ["Work"]
 
 
 class Work:
-    """What `async_op=True` returns: wait for it, await it, or ask it. Any thread may use it.
+    """An operation called with `async_op=True`: wait for it, await it, or ask it. Any thread may use it.
 
     Args:
-        title: what it is, for errors, e.g. "all_reduce #41 of group 'default'"; anything that `str` makes that of.
+        title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
         result: the output tensors.
-        help: called by a thread that is about to wait. The thread that runs a group's operations must not wait for one
-            that it would run itself (in a callback of an earlier one, say): there it runs them and returns.
+        help: called by a thread that is about to wait. The thread that runs a group's operations must not wait for an
+            operation that it would run itself (e.g. in a callback of an earlier one): `help` runs it there.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Work:
 
     @property
     def title(self) -> str:
-        """What it is."""
+        """Name of the operation."""
         return str(self._title)
 
     @classmethod
@@ -59,12 +59,12 @@ class Work:
     # ------------------------------------------------------------ for backends
 
     def complete(self, source: int = -1) -> None:
-        """Says that it is done; `source` is the sender's rank in the group, for a receive."""
+        """Ends it with success; `source` is the sender's rank in the group, for a receive."""
         self._source = source
         self._finish(None)
 
     def fail(self, error: BaseException) -> None:
-        """Says that it failed. Of several calls of `complete` and `fail`, only the first counts."""
+        """Ends it with an error. Of several calls of `complete` and `fail`, only the first counts."""
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:

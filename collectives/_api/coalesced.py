@@ -58,8 +58,8 @@ def all_gather_coalesced(
         check_tensor_list(outputs, "output_tensor_lists")
         check_num_tensors(outputs, len(input_tensor_list), "all_gather_coalesced", "output_tensor_lists[i]")
     works: list[Work] = []
-    for place, tensor in enumerate(input_tensor_list):
-        outputs = [each[place] for each in output_tensor_lists]
+    for index, tensor in enumerate(input_tensor_list):
+        outputs = [each[index] for each in output_tensor_lists]
         check_same_dtype([tensor, *outputs])
         binding = pg.binding(tensor.device.type)
         works.append(binding.submit(lowering.all_gather(binding.place, outputs, tensor), async_op))

@@ -48,7 +48,7 @@ class LowerCaseOperations:
     """
 
     def binding(self, device_type: str) -> BackendBinding:
-        """What carries the operations on tensors of a device type."""
+        """The backend binding for tensors of a device type."""
         raise NotImplementedError
 
     @property

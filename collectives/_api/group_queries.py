@@ -1,4 +1,4 @@
-"""What groups there are, and the ranks in them: `get_rank`, `get_world_size`, `get_backend` and the like."""
+"""Questions about groups and the ranks in them: `get_rank`, `get_world_size`, `get_backend` and the like."""
 
 from __future__ import annotations
 

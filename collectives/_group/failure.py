@@ -14,7 +14,7 @@ MAX_REASON_LENGTH = 4000
 
 
 class FailureKind(Enum):
-    """What became of a group."""
+    """The kinds of failure; each decides which error operations raise."""
 
     LOST = "lost"
     MISMATCH = "mismatch"
@@ -29,8 +29,8 @@ class GroupFailure:
 
     Attributes:
         kind: decides which error operations raise.
-        reason: for people; names the ranks.
-        ranks: those that it is about, in the group.
+        reason: text for people; names world ranks.
+        ranks: the ranks in the group that caused it.
     """
 
     kind: FailureKind

@@ -183,6 +183,6 @@ def _capacity() -> int:
 
 
 def _folder() -> Path:
-    """Where failures are written to."""
+    """The folder that failures are written to."""
     user = os.getuid() if hasattr(os, "getuid") else "user"
     return Path(os.environ.get(FOLDER_VARIABLE) or Path(tempfile.gettempdir()) / f"rpcdist-flight-{user}")

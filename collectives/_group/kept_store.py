@@ -66,7 +66,7 @@ class KeptStore:
 
 def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndRank:
     if url == MPI_ADDRESS:
-        from rpcdist.collectives._mpi.mpi_world import meet_through_mpi
+        from rpcdist.collectives._mpi.mpi_world import rendezvous_through_mpi
 
-        return meet_through_mpi(timeout)
+        return rendezvous_through_mpi(timeout)
     return next(rendezvous(url, rank, world_size, timeout=timeout))

@@ -67,7 +67,7 @@ class SharedSockets:
 
 
 def bind_host(store: Store) -> str:
-    """Where this process listens for other ranks: never on all interfaces unless told so.
+    """The address on which this process listens for other ranks: never all interfaces unless told so.
 
     In this order: `RPCDIST_HOST` (an address); the address of the interface that `RPCDIST_SOCKET_IFNAME` or
     `GLOO_SOCKET_IFNAME` names; the address from which packets to the store leave; loopback where the store has no host.

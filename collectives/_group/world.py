@@ -33,13 +33,13 @@ __all__ = [
 ]
 
 NON_GROUP_MEMBER: Final = cast(ProcessGroup, -100)
-"""What `new_group` returns on ranks that are not in the group, with torch's value; functions that get it do nothing.
+"""Returned by `new_group` on ranks that are not in the group, with torch's value; functions that get it do nothing.
 
 It is annotated as a group because every function takes it as one.
 """
 
 Group = ProcessGroup | None
-"""What functions take: a group, `NON_GROUP_MEMBER`, or None for the default group."""
+"""The `group` argument of functions: a group, `NON_GROUP_MEMBER`, or None for the default group."""
 
 
 class World:

@@ -89,7 +89,7 @@ def load_mpi() -> ModuleType:
 
 
 class Pause:
-    """What to do between two looks at an operation: spin shortly, then let other threads run, then sleep."""
+    """The pause between two polls of an operation: spins shortly, then lets other threads run, then sleeps."""
 
     __slots__ = ("_looks",)
 

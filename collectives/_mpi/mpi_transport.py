@@ -128,7 +128,7 @@ class MpiTransport(Transport):
     # ------------------------------------------------------------ reductions
 
     def _prepare(self, operation: Operation, source: torch.Tensor) -> torch.Tensor:
-        """What to give MPI to reduce, flat: the source's own memory if nothing has to be converted."""
+        """The flat tensor that MPI reduces: the source's own memory if nothing has to be converted."""
         source = source.reshape(-1)
         if operation.reduce_op is ReduceOp.PREMUL_SUM:
             scaled = torch.empty_like(source)

@@ -1,4 +1,4 @@
-"""How the ranks that one `mpirun` started find each other without MASTER_ADDR and the like: they ask MPI."""
+"""The rendezvous of ranks that one `mpirun` started, without MASTER_ADDR and the like: they ask MPI."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from rpcdist.collectives._stores.tcp_store import TCPStore
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.base import Store
 
-__all__ = ["meet_through_mpi"]
+__all__ = ["rendezvous_through_mpi"]
 
 
-def meet_through_mpi(timeout: timedelta) -> tuple[Store, int, int]:
+def rendezvous_through_mpi(timeout: timedelta) -> tuple[Store, int, int]:
     """A store that MPI's rank 0 serves, this process's rank, and how many there are.
 
     Every process that `mpirun` started calls it. Rank 0 serves on MASTER_ADDR and MASTER_PORT where they are set, else

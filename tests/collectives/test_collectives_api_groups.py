@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
@@ -15,7 +16,7 @@ from collectives_ranks import LIMIT_S, run_ranks
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore, ProcessGroup, Store
-from rpcdist.collectives._group.world import World, use_world
+from rpcdist.collectives._group.world import World, current_world, use_world
 from rpcdist.errors import CollectiveMismatch, GroupAborted, StoreTimeout
 
 
@@ -264,6 +265,19 @@ def test_a_new_process_takes_the_place_of_one_that_died() -> None:
             c.destroy_process_group()
 
     assert in_threads(2, on_rank) == [None] * 2
+
+
+def test_ranks_in_one_process_share_nothing() -> None:
+    def on_rank(rank: int) -> World:
+        c.barrier()
+        assert len(current_world().process.recorder.entries()) == 1
+        with ThreadPoolExecutor(1) as pool:  # a thread without a world of its own is in that of the process
+            assert not pool.submit(c.is_initialized).result()
+        return current_world()
+
+    worlds = run_ranks(2, on_rank, backend="tcp")
+    assert len({id(world.process) for world in worlds}) == 2
+    assert current_world() not in worlds and not c.is_initialized()
 
 
 def test_another_world_size_is_reported() -> None:
