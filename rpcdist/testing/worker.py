@@ -12,6 +12,7 @@ one thread of the test's process.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any, Final, Generic, TypeVar
 
 from rpcdist.testing import _child, forking
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S
@@ -105,6 +106,7 @@ class Worker:
         lifeline.close()
         assert self._process.pid is not None
         self.pid: int = self._process.pid
+        _running.add(self)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, process {self.pid}>"
@@ -179,6 +181,7 @@ class Worker:
             self._process.join(limit_s)
         if self._process.exitcode is None:
             self.kill()
+        _running.discard(self)
         self._lifeline.close()
         self._process.close()
 
@@ -197,11 +200,19 @@ class Worker:
 
     def stacks(self) -> str:
         """The stacks of its threads, as `faulthandler` writes them."""
+        if not self._writes_stacks():
+            return "(the process has only just been started)"
         before = self.num_output_bytes()
         os.kill(self.pid, signal.SIGUSR1)
         with contextlib.suppress(AssertionError):  # then it shows what there is; the main thread's stack comes last
             eventually(lambda: self.output(before).endswith(" in <module>\n"), "the stacks", STACKS_LIMIT_S)
         return self.output(before)
+
+    def _writes_stacks(self) -> bool:
+        """Whether it handles SIGUSR1 by now, which would end it otherwise."""
+        status = Path(f"/proc/{self.pid}/status").read_text()
+        caught = int(status.partition("SigCgt:")[2].split()[0], 16)
+        return bool(caught >> (signal.SIGUSR1 - 1) & 1)
 
     # ------------------------------------------------------------ answers
 
@@ -243,6 +254,18 @@ class Worker:
 
     def _tail(self) -> str:
         return f"output of {self!r}:\n{self.output()[-OUTPUT_TAIL_CHARS:]}"
+
+
+_running: Final[set[Worker]] = set()
+
+
+def _kill_at_exit() -> None:
+    """At the exit of a process that did not end its workers; else it would wait for them for ever."""
+    for worker in _running:
+        worker._lifeline.close()
+
+
+atexit.register(_kill_at_exit)
 
 
 def wait_for_any(pending: Iterable[Pending[Any]], limit_s: float = LIMIT_S) -> list[Pending[Any]]:

@@ -1,0 +1,145 @@
+"""Several RPC workers in this process, connected in memory: no processes to start, and faults on command.
+
+    with InProcessCluster("trainer", "server") as cluster:
+        with cluster.use("trainer"):
+            assert rpc.rpc_sync("server", torch.add, (1, 2)) == 3
+        cluster.network.cut("trainer", "server")
+        cluster.kill("server")
+        cluster.restart("server")
+
+All of them share the interpreter: module globals, the interpreter lock, Ctrl-C and a crash. A test that is about one of
+these needs a `WorkerPool`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from types import TracebackType
+from typing import Any, TypeVar
+
+from rpcdist import rpc
+from rpcdist.collectives import HashStore
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._current import forget_agent, use_agent
+from rpcdist.rpc._start import start_agent
+from rpcdist.testing.limits import LIMIT_S
+from rpcdist.testing.memory_network import MemoryNetwork
+from rpcdist.testing.memory_node import MemoryNode
+
+__all__ = ["InProcessCluster"]
+
+T = TypeVar("T")
+
+
+class InProcessCluster:
+    """RPC workers by name. Use it as a context manager: the end of the block shuts all of them down.
+
+    Args:
+        names: of the workers, by rank; the first one coordinates, and must not be killed.
+        elastic: workers may come and go (`world_size=None`).
+        options: of `RpcOptions`, for all workers.
+
+    Attributes:
+        names: of the workers that live.
+        network: connects them; faults are made there.
+    """
+
+    def __init__(self, *names: str, elastic: bool = False, **options: Any) -> None:
+        self.network = MemoryNetwork()
+        self._world_size = None if elastic else len(names)
+        self._options = {"rpc_timeout": LIMIT_S, **options}
+        self._store = HashStore()
+        self._ranks = {name: rank for rank, name in enumerate(names)}
+        self._agents: dict[str, Agent] = {}
+        self._nodes: dict[str, MemoryNode] = {}
+        try:
+            self._in_threads(self._start, names)
+        except BaseException:
+            self.close()
+            raise
+
+    def __enter__(self) -> InProcessCluster:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            if error is None:
+                self.shutdown()
+        finally:
+            self.close()
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(self._agents)
+
+    def use(self, name: str) -> AbstractContextManager[Agent]:
+        """The functions of `rpcdist.rpc` are those of this worker while the `with` block lasts, on this thread."""
+        return use_agent(self._agents[name])
+
+    def run(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
+        """Calls a function as this worker, on this thread."""
+        with self.use(name):
+            return function(*args, **kwargs)
+
+    def join(self, name: str, rank: int) -> None:
+        """One more worker joins, or one in the place of another that died."""
+        self._ranks[name] = rank
+        self._start(name)
+
+    def restart(self, name: str) -> None:
+        """A new worker takes the place of one that was killed."""
+        self.join(name, self._ranks[name])
+
+    def kill(self, name: str) -> None:
+        """A worker dies without a word: to the others its connections break, and nobody listens at its address."""
+        agent = self._agents.pop(name)
+        self.network.kill(self._nodes.pop(name))
+        _end(agent)
+
+    def shutdown(self, *names: str, **arguments: Any) -> None:
+        """The named workers, by default all, call `rpc.shutdown(**arguments)` at the same time."""
+
+        def leave(name: str) -> None:
+            self.run(name, rpc.shutdown, **arguments)
+            del self._agents[name]
+
+        self._in_threads(leave, names or self.names)
+
+    def close(self) -> None:
+        """Ends everything at once; idempotent, bounded."""
+        for agent in list(self._agents.values()):
+            _end(agent)
+        self._agents.clear()
+        self.network.close()
+
+    def _start(self, name: str) -> None:
+        options = rpc.RpcOptions(**self._options)
+        node = self._nodes[name] = self.network.node(name, options.peer_timeout)
+        self._agents[name] = start_agent(
+            store=self._store.clone(),
+            name=name,
+            rank=self._ranks[name],
+            world_size=self._world_size,
+            options=options,
+            network=node,
+        )
+
+    def _in_threads(self, function: Callable[[str], None], names: Iterable[str]) -> None:
+        """Calls it for all names at once: joining and leaving wait for the others. Raises the first error."""
+        names = list(names)
+        with ThreadPoolExecutor(max(1, len(names)), thread_name_prefix="rpcdist-testing") as threads:
+            calls = [threads.submit(function, name) for name in names]
+        for call in calls:
+            call.result()
+
+
+def _end(agent: Agent) -> None:
+    try:
+        agent.close()
+    finally:
+        forget_agent(agent)
+        agent.release()

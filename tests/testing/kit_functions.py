@@ -1,0 +1,64 @@
+"""What workers of the test kit are told to do by its own tests."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from typing import Any
+
+kept: list[object] = []
+released = threading.Event()
+
+
+def add(a: int, b: int) -> int:
+    return a + b
+
+
+def keep(rank: int, size: int, value: object) -> list[object]:
+    kept.append(value)
+    return list(kept)
+
+
+def fail(text: str) -> None:
+    print(f"about to fail: {text}")
+    raise ValueError(text)
+
+
+def make_unpicklable() -> Any:
+    return threading.Lock()
+
+
+def variable(name: str) -> str | None:
+    return os.environ.get(name)
+
+
+def write(text: str) -> None:
+    print(text)
+
+
+def wait_for_release() -> None:
+    released.wait(60)
+
+
+def hang() -> None:
+    threading.Event().wait(60)
+
+
+def hang_on_rank(rank: int, size: int, hanging: int) -> int:
+    if rank == hanging:
+        hang()
+    return rank
+
+
+def die_on_rank(rank: int, size: int, dying: int) -> int:
+    if rank == dying:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return rank
+
+
+def hang_in_c() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT})
+    while True:
+        time.sleep(60)  # what is tested is that nothing but SIGKILL ends it

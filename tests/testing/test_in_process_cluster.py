@@ -1,0 +1,117 @@
+"""Several RPC workers in one process, and the faults of the network between them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+
+import kit_functions as functions
+import pytest
+import torch
+
+from rpcdist import rpc
+from rpcdist.errors import DeadlineExceeded, DuplicateName, WorkerLost
+from rpcdist.testing import InProcessCluster, eventually
+
+PEER_TIMEOUT_S = 0.4
+PROMPT_S = 5.0
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("a", "b", "c", peer_timeout=PEER_TIMEOUT_S) as cluster:
+        yield cluster
+
+
+def my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def test_each_worker_is_itself(cluster: InProcessCluster) -> None:
+    for name in cluster.names:
+        assert cluster.run(name, my_name) == name
+        for other in cluster.names:
+            assert cluster.run(name, rpc.rpc_sync, other, my_name) == other
+
+
+def test_large_tensors_and_remote_references(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        large = torch.arange(3_000_000.0)
+        assert torch.equal(rpc.rpc_sync("b", torch.add, (large, 1)), large + 1)
+        rref = rpc.remote("c", torch.add, (torch.ones(2), 1))
+        assert rref.to_here().tolist() == [2, 2] and rref.owner_name() == "c"
+        del rref
+
+
+def test_a_cut_breaks_connections_and_heals(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert rpc.rpc_sync("b", functions.add, (1, 2)) == 3
+        cluster.network.cut("a", "b")
+        with pytest.raises(WorkerLost, match=r"'b'.*connection refused"):
+            rpc.rpc_sync("b", functions.add, (1, 2))
+        assert rpc.rpc_sync("c", functions.add, (1, 2)) == 3
+        cluster.network.heal("a", "b")
+        eventually(lambda: answers("b"), "b is reached again")
+
+
+def answers(name: str) -> bool:
+    try:
+        return rpc.rpc_sync(name, functions.add, (1, 2)) == 3
+    except WorkerLost:
+        return False
+
+
+def test_silence_ends_calls_after_the_peer_timeout(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert rpc.rpc_sync("b", functions.add, (1, 2)) == 3
+        cluster.network.drop("a", "b")
+        began = time.monotonic()
+        with pytest.raises(WorkerLost, match="'b'"):
+            rpc.rpc_sync("b", functions.add, (1, 2))
+        assert PEER_TIMEOUT_S / 2 < time.monotonic() - began < PROMPT_S
+        cluster.network.heal("a", "b")
+        eventually(lambda: answers("b"), "b is reached again")
+
+
+def test_delay(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert rpc.rpc_sync("b", functions.add, (1, 2)) == 3
+        cluster.network.delay("a", "b", PEER_TIMEOUT_S / 4)
+        began = time.monotonic()
+        assert rpc.rpc_sync("b", functions.add, (1, 2)) == 3
+        assert time.monotonic() - began >= PEER_TIMEOUT_S / 2
+        with pytest.raises(DeadlineExceeded):
+            rpc.rpc_sync("b", functions.add, (1, 2), timeout=PEER_TIMEOUT_S / 8)
+        cluster.network.heal("a", "b")
+
+
+def test_a_killed_worker_is_lost_and_replaced(cluster: InProcessCluster) -> None:
+    functions.released.clear()
+    with cluster.use("a"):
+        hanging = rpc.rpc_async("b", functions.wait_for_release)
+        assert rpc.rpc_sync("b", my_name) == "b"
+    threading.Timer(PEER_TIMEOUT_S, functions.released.set).start()  # threads cannot be killed: the handler has to end
+    cluster.kill("b")
+    with cluster.use("c"), pytest.raises(WorkerLost, match="'b'"):
+        rpc.rpc_sync("b", my_name)
+    cluster.restart("b")
+    for name in ("a", "c"):
+        eventually(lambda name=name: cluster.run(name, answers, "b"), f"{name} reaches it")  # type: ignore[misc]
+    assert isinstance(hanging.exception(PROMPT_S), WorkerLost)
+
+
+def test_workers_come_and_go() -> None:
+    with InProcessCluster("a", "b", elastic=True, peer_timeout=PEER_TIMEOUT_S) as cluster:
+        cluster.join("c", 2)
+        assert cluster.run("c", rpc.rpc_sync, "a", my_name) == "a"
+        cluster.shutdown("b")
+        assert cluster.names == ("a", "c")
+        with pytest.raises(DuplicateName):
+            cluster.join("c", 5)
+
+
+def test_two_jobs_beside_each_other() -> None:
+    with InProcessCluster("a", "b") as one, InProcessCluster("a", "b") as other:
+        for cluster in (one, other):
+            assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
