@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Final, ParamSpec, TypeVar
 
-__all__ = ["async_execution", "is_async_execution"]
+__all__ = ["ASYNC_MARK", "async_execution", "is_async_execution"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_ATTRIBUTE = "_wrapped_async_rpc_function"
+ASYNC_MARK: Final = "_wrapped_async_rpc_function"
+"""The attribute by which a function is known to return a future that its caller waits for."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
@@ -34,10 +35,10 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
         return fn(*args, **kwargs)
 
-    setattr(wrapper, _ATTRIBUTE, fn)
+    setattr(wrapper, ASYNC_MARK, fn)
     return wrapper
 
 
 def is_async_execution(fn: object) -> bool:
     """Whether the function, or the function behind a method, carries the mark of `async_execution`."""
-    return hasattr(fn, _ATTRIBUTE)
+    return hasattr(fn, ASYNC_MARK)

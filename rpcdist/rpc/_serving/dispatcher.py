@@ -37,7 +37,7 @@ from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
-from rpcdist.rpc.functions import is_async_execution
+from rpcdist.rpc.functions import ASYNC_MARK
 
 __all__ = ["Dispatcher", "describe_job"]
 
@@ -206,7 +206,7 @@ class Dispatcher:
             if inspect.iscoroutinefunction(function):
                 self._remember(active.call.function)
             self._start_coroutine(active, result)
-        elif is_async_execution(function):
+        elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
         else:
             self._finish(active, result)
