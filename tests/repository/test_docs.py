@@ -82,6 +82,15 @@ def test_the_job_of_the_readme_runs_by_hand_and_under_torchrun(tmp_path: Path) -
     assert printed == "6\n"
 
 
+@pytest.mark.multiproc
+def test_the_tests_of_the_page_on_testing_pass(tmp_path: Path) -> None:
+    for _, code in blocks(page("docs/testing.md"), "python"):
+        name = code.partition("\n")[0].removeprefix("# ")
+        (tmp_path / name).write_text(code)
+    [printed] = run([([sys.executable, "-m", "pytest", "-q", tmp_path], environment())], tmp_path)
+    assert re.search(r"^5 passed", printed, re.MULTILINE), printed
+
+
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
 def test_links_and_files_exist(path: Path) -> None:
     text = path.read_text()
