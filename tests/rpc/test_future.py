@@ -16,46 +16,14 @@ from typing import Any
 
 import pytest
 import torch
+from future_helpers import LIMIT_S, REPLY_SINKS, deliver, done_future, failed_future
+from future_helpers import pool as pool
 
 from rpcdist.errors import Cancelled, DeadlineExceeded
 from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._futures.waiting import collect_all, wait_all
 from rpcdist.rpc.future import Future
 from rpcdist.testing import eventually
-
-LIMIT_S = 30.0
-
-
-@pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with_pool = WorkerPool()
-    yield with_pool
-    assert with_pool.close(LIMIT_S) == []
-
-
-def done_future(value: int) -> Future[int]:
-    future: Future[int] = Future()
-    future.set_result(value)
-    return future
-
-
-def failed_future(error: Exception) -> Future[int]:
-    future: Future[int] = Future()
-    future.set_exception(error)
-    return future
-
-
-def deliver(pool: WorkerPool, future: Future[Any], decode: Callable[[], Any]) -> None:
-    if future._deliver(decode):
-        pool.submit(future._settle)
-
-
-REPLY_SINKS: list[Callable[[WorkerPool, Future[int], int], object]] = [
-    lambda pool, future, value: future.set_result(value),
-    lambda pool, future, value: pool.submit(future._complete, value),
-    lambda pool, future, value: deliver(pool, future, lambda: value),
-]
-
 
 # -- one future --------------------------------------------------------------------------------------------------------
 

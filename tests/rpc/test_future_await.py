@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from test_future import REPLY_SINKS, failed_future
-from test_future import pool as pool
+from future_helpers import REPLY_SINKS, failed_future
+from future_helpers import pool as pool
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._executors.worker_pool import WorkerPool

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from test_future import LIMIT_S, deliver, done_future, failed_future
-from test_future import pool as pool
+from future_helpers import LIMIT_S, deliver, done_future, failed_future
+from future_helpers import pool as pool
 
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.worker_pool import WorkerPool

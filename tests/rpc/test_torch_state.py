@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import torch
-from test_user_loop import LIMIT_S, Outcome, forever, run
-from test_user_loop import loop as loop
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from user_loop_helpers import LIMIT_S, Outcome, forever, run
+from user_loop_helpers import loop as loop
 
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded

@@ -10,54 +10,17 @@ import subprocess
 import sys
 import textwrap
 import threading
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+from user_loop_helpers import KINDS, LIMIT_S, Outcome, forever, run
+from user_loop_helpers import loop as loop
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
 from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
 from rpcdist.rpc.future import Future
-
-LIMIT_S = 30.0
-KINDS: list[LoopKind] = ["uvloop", "asyncio"] if sys.platform != "win32" else ["asyncio"]
-
-
-@pytest.fixture(params=KINDS)
-def loop(request: pytest.FixtureRequest) -> Iterator[UserLoop]:
-    user_loop = UserLoop(request.param)
-    user_loop.start()
-    yield user_loop
-    assert user_loop.close(LIMIT_S) == []
-
-
-class Outcome:
-    """An `on_done` that keeps what it got."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[object, BaseException | None]] = []
-        self.thread: str | None = None
-        self._done = threading.Event()
-
-    def __call__(self, result: object, error: BaseException | None) -> None:
-        self.calls.append((result, error))
-        self.thread = threading.current_thread().name
-        self._done.set()
-
-    def get(self) -> object:
-        assert self._done.wait(LIMIT_S)
-        ((result, error),) = self.calls
-        if error is not None:
-            raise error
-        return result
-
-
-def run(loop: UserLoop, start: Callable[[], Awaitable[Any]], deadline: Deadline = NEVER) -> Any:
-    outcome = Outcome()
-    loop.submit(start, outcome, deadline)
-    return outcome.get()
-
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
 
@@ -176,10 +139,6 @@ def test_a_task_of_user_code_that_exits_does_not_end_the_loop(
 
 
 # -- deadlines, cancellation, contexts ---------------------------------------------------------------------------------
-
-
-async def forever() -> None:
-    await asyncio.Event().wait()
 
 
 def test_the_deadline_cancels(loop: UserLoop) -> None:

@@ -116,7 +116,7 @@ def test_an_rpc_world(worker_pool: WorkerPool) -> None:
 def test_workers_end_with_the_tests_process_even_when_they_hang() -> None:
     code = """
         import os
-        import time
+        import signal
         import kit_functions
         from rpcdist.testing import WorkerPool
         pool = WorkerPool()
@@ -124,7 +124,7 @@ def test_workers_end_with_the_tests_process_even_when_they_hang() -> None:
         worker.run(os.getpid)
         worker.begin(kit_functions.hang_in_c)
         print(worker.pid)
-        time.sleep(60)
+        signal.pause()
     """
     path = os.pathsep.join([os.path.dirname(functions.__file__), os.environ.get("PYTHONPATH", "")])
     with Program(code, environment={"PYTHONPATH": path}) as program:
