@@ -55,7 +55,7 @@ class PassSender:
         large: Sequence[LargeBuffer] = (),
     ) -> None:
         """Sends a message, at most once; if that fails, its owner fails."""
-        observer = None if owner is None else _SendObserver(self, owner, to)
+        observer = None if owner is None else _PassMessageObserver(self, owner, to)
         try:
             self._host.send(to, body, large, observer)
         except RpcdistError as exc:
@@ -82,7 +82,7 @@ class PassSender:
         return WorkerLost(self.name_of(worker_id), "a backward pass", silence_s, reason)
 
 
-class _SendObserver:
+class _PassMessageObserver:
     """Fails a pass when one of its messages was not sent."""
 
     __slots__ = ("_owner", "_sender", "_to")

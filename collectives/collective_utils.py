@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class _Outcome:
+class _StageOutcome:
     """What a rank sends to all others: its value, or its error.
 
     Attributes:
@@ -80,13 +80,13 @@ def broadcast(
     """
     if not success and data_or_fn is not None:
         raise ConfigError("data_or_fn has to be None when success is False: a rank that failed has no value")
-    outcomes = [_Outcome(stage_name)]
+    outcomes = [_StageOutcome(stage_name)]
     if pg is None or pg.rank() == rank:
-        outcomes = [_outcome(data_or_fn, stage_name) if success else _Outcome(stage_name, failed=True)]
+        outcomes = [_outcome(data_or_fn, stage_name) if success else _StageOutcome(stage_name, failed=True)]
     if pg is not None:
         received: list[object] = list(outcomes)
         objects.broadcast_object_list(received, group=pg, group_src=rank)
-        outcomes = [cast(_Outcome, received[0])]
+        outcomes = [cast(_StageOutcome, received[0])]
     _raise_failures({rank: outcomes[0]})
     return cast(T, pickle.loads(outcomes[0].data))
 
@@ -119,7 +119,7 @@ def all_gather(
     if pg is not None:
         outcomes = [None] * pg.size()
         objects.all_gather_object(outcomes, own, pg)
-    gathered = [cast(_Outcome, each) for each in outcomes]
+    gathered = [cast(_StageOutcome, each) for each in outcomes]
     _raise_failures(dict(enumerate(gathered)))
     stages = {outcome.stage for outcome in gathered}
     if len(stages) > 1:
@@ -128,13 +128,13 @@ def all_gather(
     return [cast(T, pickle.loads(outcome.data)) for outcome in gathered]
 
 
-def _outcome(data_or_fn: object, stage: str | None) -> _Outcome:
+def _outcome(data_or_fn: object, stage: str | None) -> _StageOutcome:
     """Whatever goes wrong here, the other ranks are told."""
     try:
         value = data_or_fn() if callable(data_or_fn) else data_or_fn
-        return _Outcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+        return _StageOutcome(stage, pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
     except Exception as exc:
-        return _Outcome(stage, error=_portable(exc), failed=True)
+        return _StageOutcome(stage, error=_portable(exc), failed=True)
 
 
 def _portable(exc: Exception) -> Exception:
@@ -146,7 +146,7 @@ def _portable(exc: Exception) -> Exception:
     return exc
 
 
-def _raise_failures(outcomes: dict[int, _Outcome]) -> None:
+def _raise_failures(outcomes: dict[int, _StageOutcome]) -> None:
     failed = {rank: outcome for rank, outcome in outcomes.items() if outcome.failed}
     if failed:
         text = "; ".join(outcome.describe(rank) for rank, outcome in failed.items())

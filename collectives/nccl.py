@@ -17,8 +17,8 @@ import torch
 
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.bootstrap import exchange_values
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.flight_records import MessageLog, Record
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.group_watch import GroupWatch
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import GroupState

@@ -17,7 +17,7 @@ from rpcdist.errors import ConfigError, RpcdistError
 from rpcdist.time_limits import GROUP_TIMEOUT_S
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._stores.base import Store
+    from rpcdist.collectives._stores.store_base import Store
 
 __all__ = ["ProcessGroup", "SplitGroup"]
 

@@ -23,7 +23,7 @@ from rpcdist.time_limits import (
 )
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._stores.base import Store, Timeout
+    from rpcdist.collectives._stores.store_base import Store, Timeout
 
 __all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
 
@@ -148,7 +148,7 @@ def uses_agent_store() -> bool:
 def _agent_store(host: str, port: int, world_size: int, timeout: Timeout) -> Store:
     import torch.distributed as torch_distributed
 
-    from rpcdist.collectives._stores.base import seconds
+    from rpcdist.collectives._stores.store_base import seconds
     from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 
     timeout_s = seconds(timeout)
@@ -226,8 +226,8 @@ def _tcp_handler(
 
 
 def _file_handler(url: str, timeout: Timeout | None = None, **_: object) -> Iterator[tuple[Store, int, int]]:
-    from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT
     from rpcdist.collectives._stores.file_store import FileStore
+    from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT
 
     parts = urlsplit(url)
     if parts.netloc not in ("", "localhost"):

@@ -5,10 +5,11 @@ The operations are for new kinds of stores: what `Store.execute` gets, and the `
 
 from __future__ import annotations
 
-from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.file_store import FileStore
 from rpcdist.collectives._stores.hash_store import HashStore
-from rpcdist.collectives._stores.operations import (
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
     Check,
@@ -25,7 +26,6 @@ from rpcdist.collectives._stores.operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.tcp_store import TCPStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 import torch
 
-from rpcdist.collectives._api import messages, operations
-from rpcdist.collectives._api.messages import P2POp, batch_isend_irecv, irecv, isend
+from rpcdist.collectives._api import operations
+from rpcdist.collectives._api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
 from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
@@ -171,7 +171,7 @@ def send_object_list(
         if use_batch:
             batch_isend_irecv([P2POp(isend, tensor, group=pg, group_peer=peer)])[0].wait()
         else:
-            messages.send(tensor, group=pg, group_dst=peer)
+            send(tensor, group=pg, group_dst=peer)
 
 
 def recv_object_list(
@@ -215,7 +215,7 @@ def _receive(tensor: torch.Tensor, pg: ProcessGroup, peer: int | None, use_batch
         batch_isend_irecv([P2POp(irecv, tensor, group=pg, group_peer=peer)])[0].wait()
         assert peer is not None
         return peer
-    return pg.group_rank(messages.recv(tensor, group=pg, group_src=peer))
+    return pg.group_rank(recv(tensor, group=pg, group_src=peer))
 
 
 # ---------------------------------------------------------------- bytes

@@ -12,8 +12,8 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Final, NoReturn
 
-from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveMismatch, StoreTimeout
 from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S

@@ -14,7 +14,7 @@ from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives.work import Work
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._stores.base import Store
+    from rpcdist.collectives._stores.store_base import Store
 
 __all__ = ["GroupBackend", "GroupContext"]
 

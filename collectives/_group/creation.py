@@ -11,8 +11,8 @@ from rpcdist.collectives._group.arrival import wait_for_ranks
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.world import World, current_world, default_group
 from rpcdist.collectives._operations.checks import check_timeout
-from rpcdist.collectives._stores.base import Store
 from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup

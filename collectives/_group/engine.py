@@ -22,8 +22,8 @@ from collections.abc import Callable
 
 import torch
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.job import Job, OperationTitle, record_of
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
@@ -41,7 +41,7 @@ from rpcdist.collectives._group.state import (
     WakeRunning,
 )
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import (
+from rpcdist.collectives._transports.transport_base import (
     PartControl,
     Transport,
     TransportMismatch,

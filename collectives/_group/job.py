@@ -7,11 +7,11 @@ from typing import Final, Protocol
 
 import torch
 
-from rpcdist.collectives._group.failure import GroupFailure
 from rpcdist.collectives._group.flight_records import Record
+from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
-from rpcdist.collectives._transports.base import Control
+from rpcdist.collectives._transports.transport_base import Control
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 from datetime import timedelta
 
-from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.rendezvous import rendezvous
 from rpcdist.errors import DistStoreError
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Protocol
 
-from rpcdist.collectives._group.failure import GroupFailure
+from rpcdist.collectives._group.group_failure import GroupFailure
 
 __all__ = ["Reporter", "WatchListener"]
 

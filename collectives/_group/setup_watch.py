@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
-from rpcdist.collectives._group.failure import GroupFailure
+from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._group.reporting import WatchListener
 from rpcdist.collectives._group.state import FailureHeard, GroupState, RankLeft
 

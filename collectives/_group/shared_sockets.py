@@ -7,7 +7,7 @@ import socket
 import struct
 import threading
 
-from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import ConfigError
 from rpcdist.transport import Node, acquire_node
 from rpcdist.transport.addresses import pick_bind_host, split_address, warn_if_plaintext

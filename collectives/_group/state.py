@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure, list_ranks
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
 __all__ = [
     "Action",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure, list_ranks
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
 __all__ = ["timeout_verdict"]
 

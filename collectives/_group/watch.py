@@ -22,7 +22,7 @@ import logging
 import socket
 from collections.abc import Coroutine
 
-from rpcdist.collectives._group.failure import MAX_REASON_LENGTH, FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import MAX_REASON_LENGTH, FailureKind, GroupFailure
 from rpcdist.collectives._group.reporting import Reporter, WatchListener
 from rpcdist.collectives._group.verdict import timeout_verdict
 from rpcdist.collectives._group.watch_connection import Message, WatchConnection, integer

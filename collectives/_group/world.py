@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from rpcdist.collectives._group.kept_store import KeptStore
 from rpcdist.collectives._group.local_process import LocalProcess
-from rpcdist.collectives._stores.base import Store
+from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 
 import torch
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes
 from rpcdist.collectives._mpi.mpi_transport import abandon
 from rpcdist.collectives._operations.operation import DTYPES, dtype_code
@@ -39,7 +39,7 @@ _NUMBERS: Final = 1 << 15
 """Numbers of messages repeat after that many; MPI guarantees tags up to 2**15 - 1."""
 
 
-class _Transfer:
+class _PendingMessage:
     """One send or receive of this rank. `look` is called with the lock held, until it says that it is done."""
 
     def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor) -> None:
@@ -54,7 +54,7 @@ class _Transfer:
         raise NotImplementedError
 
 
-class _Send(_Transfer):
+class _Send(_PendingMessage):
     def __init__(
         self, title: str, deadline: Deadline, tensor: torch.Tensor, header: bytes, requests: list[MPI.Request]
     ) -> None:
@@ -67,7 +67,7 @@ class _Send(_Transfer):
         return not self.requests
 
 
-class _Recv(_Transfer):
+class _Recv(_PendingMessage):
     def __init__(
         self,
         messages: MpiMessages,
@@ -130,7 +130,7 @@ class MpiMessages:
         self._lock = threading.Lock()
         self._looking = threading.Lock()  # whoever holds it looks for all
         self._changed = threading.Condition(self._lock)
-        self._under_way: deque[_Transfer] = deque()
+        self._under_way: deque[_PendingMessage] = deque()
         self._numbers = [0] * headers.Get_size()
         self._error: GroupFailure | None = None
         self._closing = False
@@ -182,14 +182,14 @@ class MpiMessages:
         if not 0 <= tag <= largest:
             raise ConfigError(f"{title}: tags of this MPI go from 0 to {largest}")
 
-    def _add(self, message: _Transfer, asynchronous: bool) -> None:
+    def _add(self, message: _PendingMessage, asynchronous: bool) -> None:
         self._under_way.append(message)
         if asynchronous and self._poller is None:
             self._poller = threading.Thread(target=self._poll, name=f"rpcdist mpi {self._group}", daemon=True)
             self._poller.start()
         self._changed.notify_all()
 
-    def _see_to(self, message: _Transfer, asynchronous: bool) -> Work:
+    def _see_to(self, message: _PendingMessage, asynchronous: bool) -> Work:
         if asynchronous:
             return message.work
         pause = Pause()
@@ -242,7 +242,7 @@ class MpiMessages:
         if failed is not None:
             self._fail(*failed)
 
-    def _find_done(self) -> tuple[list[_Transfer], tuple[_Transfer, Exception] | None]:
+    def _find_done(self) -> tuple[list[_PendingMessage], tuple[_PendingMessage, Exception] | None]:
         done = []
         for message in self._under_way:
             try:
@@ -254,11 +254,11 @@ class MpiMessages:
                 return done, (message, exc)
         return done, None
 
-    def _timed_out(self, message: _Transfer) -> CollectiveError:
+    def _timed_out(self, message: _PendingMessage) -> CollectiveError:
         reason = "it was not done in time: the other side did not call its part, or is not there any more"
         return GroupFailure(FailureKind.TIMEOUT, reason).error(message.work.title)
 
-    def _fail(self, message: _Transfer, exc: Exception) -> None:
+    def _fail(self, message: _PendingMessage, exc: Exception) -> None:
         kind = FailureKind.ERROR
         if isinstance(exc, ValueError):
             kind = FailureKind.MISMATCH

@@ -20,7 +20,7 @@ from rpcdist.collectives._mpi.mpi_library import Pause, as_bytes, as_elements, m
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.adjacent import joined
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, Transport, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportTimeout
 
 if TYPE_CHECKING:
     from types import ModuleType

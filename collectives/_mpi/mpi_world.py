@@ -11,7 +11,7 @@ from rpcdist.collectives._mpi.mpi_library import load_mpi
 from rpcdist.collectives._stores.tcp_store import TCPStore
 
 if TYPE_CHECKING:
-    from rpcdist.collectives._stores.base import Store
+    from rpcdist.collectives._stores.store_base import Store
 
 __all__ = ["rendezvous_through_mpi"]
 

@@ -15,8 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.flight_records import FlightRecorder
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
     Closing,

@@ -13,7 +13,7 @@ import torch
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp, dtype_code
 from rpcdist.collectives._operations.reduce_ops import canonical_op
-from rpcdist.collectives._transports.base import TransportMismatch
+from rpcdist.collectives._transports.transport_base import TransportMismatch
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
 

@@ -10,11 +10,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 from rpcdist.backoff import backoff
-from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout
 from rpcdist.collectives._stores.contents import Change, Code, Contents
 from rpcdist.collectives._stores.dropped import DROPPED_STORES
 from rpcdist.collectives._stores.file_log import ChangeLog, OpenLog
-from rpcdist.collectives._stores.operations import Missing, StoreOperation
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
+from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError
 from rpcdist.time_limits import FILE_FIRST_PAUSE_S, FILE_LOCK_LIMIT_S, FILE_LONGEST_PAUSE_S
@@ -44,7 +44,7 @@ class FileStore(Store):
     ) -> None:
         super().__init__(timeout)
         DROPPED_STORES.close_all()
-        self._state = _State(os.path.abspath(os.fspath(file_name)), world_size)
+        self._state = _FileState(os.path.abspath(os.fspath(file_name)), world_size)
         self._closer = weakref.finalize(self, DROPPED_STORES.add, os.getpid(), self._state.close)
 
     @property
@@ -74,7 +74,7 @@ class FileStore(Store):
         return result
 
 
-class _State:
+class _FileState:
     """The file's log and the contents that it amounts to so far; apart from `FileStore`, so that it can outlive it."""
 
     def __init__(self, path: str, world_size: int) -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from rpcdist.collectives._stores.base import DEFAULT_TIMEOUT, Store, Timeout
-from rpcdist.collectives._stores.operations import StoreOperation
 from rpcdist.collectives._stores.shared_table import SharedTable
+from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout
+from rpcdist.collectives._stores.store_operations import StoreOperation
 from rpcdist.deadline import Deadline
 
 __all__ = ["HashStore"]

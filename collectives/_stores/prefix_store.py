@@ -5,8 +5,8 @@ from __future__ import annotations
 from datetime import timedelta
 from typing import cast
 
-from rpcdist.collectives._stores.base import Store, Timeout
-from rpcdist.collectives._stores.operations import ListKeys, StoreOperation
+from rpcdist.collectives._stores.store_base import Store, Timeout
+from rpcdist.collectives._stores.store_operations import ListKeys, StoreOperation
 from rpcdist.deadline import Deadline
 
 __all__ = ["PrefixStore"]

@@ -7,7 +7,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 
-from rpcdist.collectives._stores.operations import Missing, StoreOperation
+from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
 from rpcdist.collectives._stores.table import StoreTable, Woken
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistStoreError

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from rpcdist.collectives._stores.contents import Change, Code, Contents
-from rpcdist.collectives._stores.operations import Missing, QueuePop, StoreOperation
+from rpcdist.collectives._stores.store_operations import Missing, QueuePop, StoreOperation
 
 __all__ = ["StoreTable", "Woken"]
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores.service import StoreService
 from rpcdist.collectives._stores.shared_table import SharedTable
+from rpcdist.collectives._stores.store_service import StoreService
 from rpcdist.errors import DeadlineExceeded, DistNetworkError, RpcdistError, TransportError
 from rpcdist.time_limits import STORE_STOP_LIMIT_S
 from rpcdist.transport import Node, acquire_node

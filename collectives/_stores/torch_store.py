@@ -10,8 +10,17 @@ from typing import Any
 import torch.distributed as torch_distributed
 
 from rpcdist.backoff import backoff
-from rpcdist.collectives._stores.base import Store, Timeout
-from rpcdist.collectives._stores.operations import Check, Get, ListKeys, Missing, QueuePop, Set, StoreOperation, Wait
+from rpcdist.collectives._stores.store_base import Store, Timeout
+from rpcdist.collectives._stores.store_operations import (
+    Check,
+    Get,
+    ListKeys,
+    Missing,
+    QueuePop,
+    Set,
+    StoreOperation,
+    Wait,
+)
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DistError, DistNetworkError, DistStoreError
 from rpcdist.time_limits import TORCH_STORE_FIRST_PAUSE_S, TORCH_STORE_LONGEST_PAUSE_S

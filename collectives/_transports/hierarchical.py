@@ -15,7 +15,7 @@ import torch
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import (
+from rpcdist.collectives._transports.transport_base import (
     Control,
     PartControl,
     Transport,

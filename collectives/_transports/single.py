@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import Control, Transport
+from rpcdist.collectives._transports.transport_base import Control, Transport
 
 __all__ = ["SingleRankTransport"]
 

@@ -17,7 +17,7 @@ from rpcdist.launch._placement import placement_from_environment
 from rpcdist.launch._progress import Died, Failed, Late, Stuck, Succeeded
 from rpcdist.launch._rank_main import is_importing_main
 from rpcdist.launch._reports import Exited, Raised
-from rpcdist.launch._signals import StopSignals
+from rpcdist.launch._stop_signals import StopSignals
 from rpcdist.launch._supervisor import run_job
 from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S
 

@@ -79,26 +79,26 @@ def ask_owners_async(what: str, calls: Sequence[OwnerCall]) -> Future[list[Any]]
 
 
 @dataclass(frozen=True, slots=True)
-class _Failed:
+class _CallFailed:
     error: Exception
 
 
-def _start(call: OwnerCall) -> Future[Any] | _Failed:
+def _start(call: OwnerCall) -> Future[Any] | _CallFailed:
     try:
         return rpc.rpc_async(call.owner, call.function, args=call.args)
     except Exception as exc:
-        return _Failed(exc)
+        return _CallFailed(exc)
 
 
 def _outcome_of(wait: Callable[[], Any]) -> Any:
     try:
         return wait()
     except Exception as exc:
-        return _Failed(exc)
+        return _CallFailed(exc)
 
 
 def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> Exception | None:
-    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _Failed)]
+    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
     if not failed:
         return None
     owner, error = failed[0]
@@ -106,7 +106,7 @@ def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> 
         lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)
         lost.__cause__ = error
         error = lost
-    finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _Failed)]
+    finished = [call.owner.name for call, r in zip(calls, results, strict=True) if not isinstance(r, _CallFailed)]
     error.add_note(f"{what} failed on worker {owner!r}; it was done on: {', '.join(finished) or 'no worker'}")
     for other, other_error in failed[1:]:
         error.add_note(f"it failed on worker {other!r}, too: {type(other_error).__name__}: {other_error}")

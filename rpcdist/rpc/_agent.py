@@ -32,8 +32,8 @@ from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._marshal.marshal import Marshal
@@ -45,11 +45,11 @@ from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory, Member
-from rpcdist.rpc._peers.events import PeerEvents
 from rpcdist.rpc._peers.inbound import Inbound
 from rpcdist.rpc._peers.lease_watch import LeaseWatch
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import Network
+from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import RRefHome
@@ -123,7 +123,7 @@ class Agent:
         self.context = context
         self._lifetime = lifetime = Lifetime()
 
-        self.pool = WorkerPool(
+        self.pool = ThreadPool(
             max_threads=options.max_worker_threads,
             prepare=torch_state.adopt_num_threads,
             cleanup=torch_state.reset,

@@ -39,7 +39,7 @@ class _Starts:
         return number
 
 
-class _Place:
+class _AgentPlace:
     """Where an agent is found until it has ended: contexts, and threads with them, live longer than that."""
 
     __slots__ = ("__weakref__", "agent", "is_forked")
@@ -54,9 +54,9 @@ class _Place:
         self.is_forked = True
 
 
-_of_process = _Place()
+_of_process = _AgentPlace()
 starts = _Starts()
-_place: ContextVar[_Place] = ContextVar("rpcdist_agent", default=_of_process)
+_place: ContextVar[_AgentPlace] = ContextVar("rpcdist_agent", default=_of_process)
 
 
 def current_agent() -> Agent:
@@ -82,7 +82,7 @@ def set_current_agent(agent: Agent | None) -> None:
 def context_of(agent: Agent) -> Context:
     """An empty context in which this agent is the current one; run copies of it."""
     context = Context()
-    context.run(_place.set, _Place(agent))
+    context.run(_place.set, _AgentPlace(agent))
     return context
 
 

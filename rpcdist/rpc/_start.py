@@ -17,7 +17,7 @@ from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
-from rpcdist.rpc._membership.service import MembershipService, members_of
+from rpcdist.rpc._membership.membership_service import MembershipService, members_of
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions

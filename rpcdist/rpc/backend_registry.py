@@ -44,7 +44,7 @@ class BackendValue:
     init_backend_handler: _InitBackend
 
 
-class _Backend(enum.Enum):
+class _BackendTypeBase(enum.Enum):
     """The base of every `BackendType`: an enum without members of its own."""
 
     def __repr__(self) -> str:
@@ -59,8 +59,8 @@ _DOC = """The RPC backends that this process knows.
 """
 
 
-def _enum_of(members: dict[str, BackendValue]) -> type[_Backend]:
-    functional = cast("Callable[..., type[_Backend]]", _Backend)
+def _enum_of(members: dict[str, BackendValue]) -> type[_BackendTypeBase]:
+    functional = cast("Callable[..., type[_BackendTypeBase]]", _BackendTypeBase)
     made = functional("BackendType", members, module=__name__)
     made.__doc__ = _DOC
     return made
@@ -78,7 +78,7 @@ def register_backend(
     backend_name: str,
     construct_rpc_backend_options_handler: Callable[..., RpcBackendOptions],
     init_backend_handler: _InitBackend,
-) -> _Backend:
+) -> _BackendTypeBase:
     """Add a backend.
 
     Args:
@@ -102,7 +102,7 @@ def register_backend(
 
 
 def construct_rpc_backend_options(
-    backend: _Backend,
+    backend: _BackendTypeBase,
     rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC,
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: object,
@@ -113,7 +113,7 @@ def construct_rpc_backend_options(
 
 
 def init_backend(
-    backend: _Backend,
+    backend: _BackendTypeBase,
     store: object,
     name: str,
     rank: int,
@@ -136,7 +136,7 @@ def init_backend(
     )
 
 
-def infer_backend(options: RpcBackendOptions) -> _Backend:
+def infer_backend(options: RpcBackendOptions) -> _BackendTypeBase:
     """Find the backend that options are for, by their class.
 
     Raises:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-__all__ = ["Failure", "Outcome", "Request", "Setup", "pack", "serve", "unpack"]
+__all__ = ["CallFailure", "CallRequest", "Outcome", "Setup", "pack", "serve", "unpack"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class CallRequest:
     """A function to call; `packed` is the pickled (function, args, kwargs)."""
 
     number: int
@@ -42,14 +42,14 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a request ended with; `packed` is the pickled value or `Failure`."""
+    """What a request ended with; `packed` is the pickled value or `CallFailure`."""
 
     number: int
     packed: bytes
 
 
 @dataclass(frozen=True, slots=True)
-class Failure:
+class CallFailure:
     """What a function raised, and where."""
 
     error: BaseException
@@ -118,7 +118,7 @@ def _carry_out_next(connection: Connection[Any, Any]) -> None:
         connection.poll(None)
     except KeyboardInterrupt:
         return  # Ctrl-C in the terminal is meant for the test's process, which ends this one
-    request: Request = unpack(connection.recv_bytes())
+    request: CallRequest = unpack(connection.recv_bytes())
     connection.send_bytes(pack(Outcome(request.number, _outcome_of(request.packed))))
 
 
@@ -126,11 +126,11 @@ def _outcome_of(packed: bytes) -> bytes:
     try:
         value = _call(packed)
     except BaseException as exc:
-        value = Failure(exc, traceback.format_exc())
+        value = CallFailure(exc, traceback.format_exc())
     try:
         return pack(value)
     except Exception as exc:  # it cannot be pickled
-        return pack(Failure(RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
+        return pack(CallFailure(RuntimeError(f"{exc!r} when sending {value!r}"), traceback.format_exc()))
     finally:
         del value  # or the error's traceback would keep this frame, and through it the error, alive
 

@@ -118,7 +118,7 @@ class Worker:
         self._num_begun += 1
         packed = _child.pack((function, args, kwargs))
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # `result` says that the process has ended
-            self._connection.send_bytes(_child.pack(_child.Request(self._num_begun, packed)))
+            self._connection.send_bytes(_child.pack(_child.CallRequest(self._num_begun, packed)))
         return Pending(self, self._num_begun, f"{self.name}: {getattr(function, '__qualname__', function)}{args}")
 
     def run(self, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
@@ -247,7 +247,7 @@ class Worker:
         if not answered:
             raise WorkerTimeout(f"{what} did not return within {limit_s} s\n{self.stacks()}\n{self._tail()}")
         value = _child.unpack(self._outcomes.pop(number))
-        if isinstance(value, _child.Failure):
+        if isinstance(value, _child.CallFailure):
             value.error.add_note(f"In {self!r}:\n{value.trace}")
             raise value.error
         return value

@@ -10,8 +10,8 @@ from contextlib import ExitStack, contextmanager
 from socket_hubs import LIMIT_S, hubs
 
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import Control
 from rpcdist.collectives._transports.sockets.socket_transport import SocketTransport
+from rpcdist.collectives._transports.transport_base import Control
 from rpcdist.deadline import Deadline
 
 __all__ = ["FakeControl", "Ranks", "Running", "socket_ranks"]

@@ -14,12 +14,12 @@ import torch
 
 from rpcdist.collectives import flight_recorder
 from rpcdist.collectives._group.engine import Engine
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.flight_records import FOLDER_VARIABLE, FlightRecorder
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import (
+from rpcdist.collectives._transports.transport_base import (
     Control,
     Transport,
     TransportMismatch,

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rpcdist.collectives._group.failure import FailureKind, GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.watch import Watch
 from rpcdist.transport import Node, acquire_node
 

@@ -13,8 +13,8 @@ from socket_ranks import Ranks, socket_ranks
 from transport_in_memory import reference
 
 from rpcdist.collectives._operations.operation import Kind, Operation
-from rpcdist.collectives._transports.base import TransportPeerLost
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES
+from rpcdist.collectives._transports.transport_base import TransportPeerLost
 from rpcdist.errors import GroupAborted
 
 SIZE, FAULTY = 3, 0  # the root of operations that have one

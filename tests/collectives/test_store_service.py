@@ -7,9 +7,9 @@ import asyncio
 import pytest
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores import operations
-from rpcdist.collectives._stores.messages import operation_of, reply_with, request_for, result_of
-from rpcdist.collectives._stores.operations import (
+from rpcdist.collectives._stores import store_operations
+from rpcdist.collectives._stores.store_messages import operation_of, reply_with, request_for, result_of
+from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
     Check,
@@ -26,7 +26,7 @@ from rpcdist.collectives._stores.operations import (
     StoreOperation,
     Wait,
 )
-from rpcdist.collectives._stores.service import StoreService
+from rpcdist.collectives._stores.store_service import StoreService
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 
@@ -83,7 +83,7 @@ def test_operations_and_results_survive_the_way(operation: StoreOperation[object
 
 def test_every_operation_has_a_message() -> None:
     named = {each.name for each in store_pb2.StoreRequest.DESCRIPTOR.oneofs_by_name["operation"].fields}
-    known = [getattr(operations, name) for name in operations.__all__]
+    known = [getattr(store_operations, name) for name in store_operations.__all__]
     kinds = [each for each in known if isinstance(each, type) and issubclass(each, StoreOperation)]
     assert {each.method for each in kinds if each is not StoreOperation} == named
     assert {type(operation).method for operation, _ in OPERATIONS} == named

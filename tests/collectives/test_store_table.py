@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rpcdist.collectives._stores.operations import (
+from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
     Check,

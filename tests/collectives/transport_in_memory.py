@@ -9,7 +9,7 @@ from typing import TypeVar
 import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, Transport, TransportMismatch, TransportTimeout
+from rpcdist.collectives._transports.transport_base import Control, Transport, TransportMismatch, TransportTimeout
 from rpcdist.deadline import Deadline
 
 T = TypeVar("T")

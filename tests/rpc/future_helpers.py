@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc.future import Future
 
 __all__ = ["LIMIT_S", "REPLY_SINKS", "deliver", "done_future", "failed_future", "pool"]
@@ -16,8 +16,8 @@ LIMIT_S = 30.0
 
 
 @pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with_pool = WorkerPool()
+def pool() -> Iterator[ThreadPool]:
+    with_pool = ThreadPool()
     yield with_pool
     assert with_pool.close(LIMIT_S) == []
 
@@ -34,12 +34,12 @@ def failed_future(error: Exception) -> Future[int]:
     return future
 
 
-def deliver(pool: WorkerPool, future: Future[Any], decode: Callable[[], Any]) -> None:
+def deliver(pool: ThreadPool, future: Future[Any], decode: Callable[[], Any]) -> None:
     if future._deliver(decode):
         pool.submit(future._settle)
 
 
-REPLY_SINKS: list[Callable[[WorkerPool, Future[int], int], object]] = [
+REPLY_SINKS: list[Callable[[ThreadPool, Future[int], int], object]] = [
     lambda pool, future, value: future.set_result(value),
     lambda pool, future, value: pool.submit(future._complete, value),
     lambda pool, future, value: deliver(pool, future, lambda: value),

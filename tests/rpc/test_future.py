@@ -20,7 +20,7 @@ from future_helpers import LIMIT_S, REPLY_SINKS, deliver, done_future, failed_fu
 from future_helpers import pool as pool
 
 from rpcdist.errors import Cancelled, DeadlineExceeded
-from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import collect_all, wait_all
 from rpcdist.rpc.future import Future
 from rpcdist.testing import eventually
@@ -40,7 +40,7 @@ def test_it_is_a_torch_future() -> None:
 
 
 @pytest.mark.parametrize("complete", REPLY_SINKS)
-def test_all_ways_to_wait_see_the_result(pool: WorkerPool, complete: Callable[..., object]) -> None:
+def test_all_ways_to_wait_see_the_result(pool: ThreadPool, complete: Callable[..., object]) -> None:
     for _ in range(50):
         future: Future[int] = Future()
         seen: list[int] = []
@@ -58,7 +58,7 @@ def test_all_ways_to_wait_see_the_result(pool: WorkerPool, complete: Callable[..
         assert seen == [5, 5, 5]
 
 
-def test_a_blocked_thread_decodes_what_is_delivered(pool: WorkerPool) -> None:
+def test_a_blocked_thread_decodes_what_is_delivered(pool: ThreadPool) -> None:
     future: Future[str] = Future()
     owed: list[bool] = []
 
@@ -176,7 +176,7 @@ def press_ctrl_c() -> Iterator[Callable[[], None]]:
     signal.signal(signal.SIGINT, before)
 
 
-def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: WorkerPool, press_ctrl_c: Callable[[], None]) -> None:
+def test_ctrl_c_ends_a_wait_and_nothing_gets_lost(pool: ThreadPool, press_ctrl_c: Callable[[], None]) -> None:
     for _ in range(20):
         future: Future[int] = Future()
 

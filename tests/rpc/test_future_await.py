@@ -11,13 +11,13 @@ from future_helpers import REPLY_SINKS, failed_future
 from future_helpers import pool as pool
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import as_completed, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
 
 @pytest.mark.parametrize("complete", REPLY_SINKS)
-async def test_await(pool: WorkerPool, complete: Callable[..., object]) -> None:
+async def test_await(pool: ThreadPool, complete: Callable[..., object]) -> None:
     future: Future[int] = Future()
     timer = threading.Timer(0.005, complete, (pool, future, 5))
     timer.start()
@@ -26,7 +26,7 @@ async def test_await(pool: WorkerPool, complete: Callable[..., object]) -> None:
     timer.join()
 
 
-async def test_await_an_error_and_gather(pool: WorkerPool) -> None:
+async def test_await_an_error_and_gather(pool: ThreadPool) -> None:
     futures: list[Future[int]] = [Future() for _ in range(100)]
     pool.submit_many([(future._complete, (number,)) for number, future in enumerate(futures)])
     assert await asyncio.gather(*futures) == list(range(100))

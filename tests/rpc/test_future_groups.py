@@ -14,7 +14,7 @@ from future_helpers import LIMIT_S, deliver, done_future, failed_future
 from future_helpers import pool as pool
 
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
 from rpcdist.rpc.future import Future
 
@@ -25,7 +25,7 @@ def plain_done(value: int) -> torch.futures.Future[int]:
     return future
 
 
-def test_wait_all_and_collect_all(pool: WorkerPool) -> None:
+def test_wait_all_and_collect_all(pool: ThreadPool) -> None:
     futures: list[torch.futures.Future[int]] = [Future() for _ in range(20)]
     pool.submit_many([(future.set_result, (number,)) for number, future in enumerate(futures)])
     assert wait_all(futures, LIMIT_S) == torch.futures.wait_all(futures) == list(range(20))
@@ -66,7 +66,7 @@ def test_torch_functions_can_be_replaced() -> None:
     assert (torch.futures.collect_all, torch.futures.wait_all) == before
 
 
-def test_wait_any(pool: WorkerPool) -> None:
+def test_wait_any(pool: ThreadPool) -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     assert wait_any(futures, 0.001) == ([], futures)
     pool.submit(futures[1].set_result, 1)
@@ -77,7 +77,7 @@ def test_wait_any(pool: WorkerPool) -> None:
     assert not any(future._observers for future in futures)
 
 
-def test_as_completed_in_order_of_completion(pool: WorkerPool) -> None:
+def test_as_completed_in_order_of_completion(pool: ThreadPool) -> None:
     futures: list[Future[int]] = [Future() for _ in range(3)]
     completions = as_completed([*futures, futures[0]], LIMIT_S)
     assert len(completions) == 3
@@ -93,7 +93,7 @@ def test_as_completed_in_order_of_completion(pool: WorkerPool) -> None:
             pass
 
 
-async def test_as_completed_async(pool: WorkerPool) -> None:
+async def test_as_completed_async(pool: ThreadPool) -> None:
     futures: list[Future[int]] = [Future() for _ in range(200)]
     pool.submit_many([(future.set_result, (number,)) for number, future in enumerate(futures)])
     seen = [future.value() async for future in as_completed(futures, LIMIT_S)]
@@ -104,7 +104,7 @@ async def test_as_completed_async(pool: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("collect", [wait_all, torch.futures.wait_all, lambda futures: list(as_completed(futures))])
-def test_a_thousand_in_flight(pool: WorkerPool, collect: Callable[[Sequence[Any]], list[Any]]) -> None:
+def test_a_thousand_in_flight(pool: ThreadPool, collect: Callable[[Sequence[Any]], list[Any]]) -> None:
     for _ in range(3):
         futures: list[Future[int]] = [Future() for _ in range(1000)]
         for number, future in enumerate(futures):

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
 from rpcdist.rpc._membership.membership_table import MembershipTable
-from rpcdist.rpc._membership.service import MembershipService, join_request, members_of
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.transport.identities import identity_to_proto
 

@@ -20,15 +20,15 @@ import torch
 from rpcdist.errors import NotInitialized, PoolExhausted
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._executors.pool_load import Load, LoadHistory, PoolSample, threads_to_start
-from rpcdist.rpc._executors.worker_pool import WorkerPool
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.time_limits import POOL_STALL_S
 
 LIMIT_S = 30.0
 
 
 @pytest.fixture
-def pool() -> Iterator[WorkerPool]:
-    with_pool = WorkerPool(num_cores=2)
+def pool() -> Iterator[ThreadPool]:
+    with_pool = ThreadPool(num_cores=2)
     yield with_pool
     assert with_pool.close(LIMIT_S) == []
 
@@ -81,7 +81,7 @@ def test_a_pool_is_exhausted_at_its_cap_when_no_job_has_ended_for_the_limit() ->
     assert history.is_exhausted(PoolSample(30.0, 1, 0.0, 4, 4, has_progress=False))
 
 
-def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: WorkerPool) -> None:
+def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: ThreadPool) -> None:
     seen: list[tuple[int, str]] = []
     for number in range(20):
         done = threading.Event()
@@ -93,7 +93,7 @@ def test_jobs_are_taken_in_order_by_one_named_thread_that_is_used_again(pool: Wo
     assert len({name for _, name in seen}) <= 3  # the same thread, unless the machine was very busy
 
 
-def test_submit_many_runs_all(pool: WorkerPool) -> None:
+def test_submit_many_runs_all(pool: ThreadPool) -> None:
     numbers: list[int] = []
     all_done = threading.Event()
 
@@ -119,7 +119,7 @@ def _wait_event_and_say_so(event: threading.Event) -> None:
 
 @pytest.mark.parametrize("wait", [_wait_event, _wait_event_and_say_so])
 def test_64_jobs_that_wait_for_later_jobs_3_levels_deep(
-    pool: WorkerPool, wait: Callable[[threading.Event], None]
+    pool: ThreadPool, wait: Callable[[threading.Event], None]
 ) -> None:
     def job(level: int, done: threading.Event) -> None:
         if level:
@@ -137,7 +137,7 @@ def test_64_jobs_that_wait_for_later_jobs_3_levels_deep(
     assert time.monotonic() - start < 10
 
 
-def test_jobs_that_wait_in_cpp_for_later_jobs(pool: WorkerPool) -> None:
+def test_jobs_that_wait_in_cpp_for_later_jobs(pool: ThreadPool) -> None:
     def job(level: int, future: torch.futures.Future[int]) -> None:
         if level:
             inner: list[torch.futures.Future[int]] = [torch.futures.Future() for _ in range(2)]
@@ -154,7 +154,7 @@ def test_jobs_that_wait_in_cpp_for_later_jobs(pool: WorkerPool) -> None:
 
 
 def test_submitters_on_many_threads_lose_nothing() -> None:
-    pool = WorkerPool(idle_s=0.0005)  # threads retire all the time, which is where jobs could get lost
+    pool = ThreadPool(idle_s=0.0005)  # threads retire all the time, which is where jobs could get lost
     counts = [0] * 8
     waits = [threading.Semaphore(0) for _ in range(8)]
 
@@ -178,7 +178,7 @@ def test_submitters_on_many_threads_lose_nothing() -> None:
 
 
 def test_idle_threads_end() -> None:
-    pool = WorkerPool(idle_s=0.01)
+    pool = ThreadPool(idle_s=0.01)
     done = threading.Event()
     pool.submit(done.set)
     assert done.wait(LIMIT_S)
@@ -193,7 +193,7 @@ def test_idle_threads_end() -> None:
 @pytest.mark.parametrize("error", [ValueError("x"), SystemExit(3), KeyboardInterrupt()])
 def test_what_a_job_raises_goes_to_the_hook_and_the_thread_goes_on(error: BaseException) -> None:
     errors: list[BaseException] = []
-    pool = WorkerPool(on_error=lambda error, function: errors.append(error))
+    pool = ThreadPool(on_error=lambda error, function: errors.append(error))
     done: list[int] = []
 
     def fail() -> None:
@@ -204,7 +204,7 @@ def test_what_a_job_raises_goes_to_the_hook_and_the_thread_goes_on(error: BaseEx
     assert errors == [error] * 3 and done == [1] * 3
 
 
-def test_by_default_errors_are_logged(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+def test_by_default_errors_are_logged(pool: ThreadPool, caplog: pytest.LogCaptureFixture) -> None:
     pool.submit(int, "no number")
     assert pool.close(LIMIT_S) == []
     (record,) = caplog.records
@@ -212,7 +212,7 @@ def test_by_default_errors_are_logged(pool: WorkerPool, caplog: pytest.LogCaptur
     assert record.exc_info is not None and record.exc_info[0] is ValueError
 
 
-def test_context_variables_do_not_leak_from_job_to_job(pool: WorkerPool) -> None:
+def test_context_variables_do_not_leak_from_job_to_job(pool: ThreadPool) -> None:
     variable = contextvars.ContextVar("variable", default=0)
     seen: list[int] = []
 
@@ -225,7 +225,7 @@ def test_context_variables_do_not_leak_from_job_to_job(pool: WorkerPool) -> None
     assert seen == [0] * 10
 
 
-def test_an_idle_thread_keeps_nothing_alive(pool: WorkerPool) -> None:
+def test_an_idle_thread_keeps_nothing_alive(pool: ThreadPool) -> None:
     class Thing:
         def use(self) -> None:
             pass
@@ -244,7 +244,7 @@ def test_an_idle_thread_keeps_nothing_alive(pool: WorkerPool) -> None:
 
 def test_a_thread_is_prepared_once_and_cleaned_up_after_each_job_even_a_failed_one() -> None:
     calls: list[str] = []
-    pool = WorkerPool(
+    pool = ThreadPool(
         max_threads=1,
         on_error=lambda error, function: calls.append("error"),
         prepare=lambda: calls.append("prepare"),
@@ -263,7 +263,7 @@ def test_at_the_cap_the_error_names_the_option_and_stuck_jobs_get_an_answer(capl
         answers.append((str(error), arguments))
         gate.set()
 
-    pool = WorkerPool(max_threads=3, stall_limit_s=0.1, on_exhausted=exhausted)
+    pool = ThreadPool(max_threads=3, stall_limit_s=0.1, on_exhausted=exhausted)
     pool.submit_many([(gate.wait, (LIMIT_S,))] * 3 + [(print, ("never printed",))])
     assert gate.wait(LIMIT_S)
     assert pool.close(LIMIT_S) == []
@@ -273,7 +273,7 @@ def test_at_the_cap_the_error_names_the_option_and_stuck_jobs_get_an_answer(capl
     assert ["max_worker_threads" in record.getMessage() for record in caplog.records] == [True]
 
 
-def test_the_cap_is_kept(pool: WorkerPool) -> None:
+def test_the_cap_is_kept(pool: ThreadPool) -> None:
     pool.max_threads = 4
     gate = threading.Event()
     started = threading.Semaphore(0)
@@ -291,7 +291,7 @@ def test_the_cap_is_kept(pool: WorkerPool) -> None:
 
 
 def test_close_drains_then_refuses() -> None:
-    pool = WorkerPool()
+    pool = ThreadPool()
     done: list[int] = []
     pool.submit_many((done.append, (number,)) for number in range(100))
     assert pool.close(LIMIT_S) == []
@@ -304,7 +304,7 @@ def test_close_drains_then_refuses() -> None:
 
 
 def test_close_is_bounded_and_names_what_hangs(caplog: pytest.LogCaptureFixture) -> None:
-    pool = WorkerPool(max_threads=1)
+    pool = ThreadPool(max_threads=1)
     gate, started = threading.Event(), threading.Event()
 
     def hanging_job() -> None:
@@ -321,7 +321,7 @@ def test_close_is_bounded_and_names_what_hangs(caplog: pytest.LogCaptureFixture)
 
 
 def test_close_may_be_called_by_a_job() -> None:
-    pool = WorkerPool()
+    pool = ThreadPool()
     results: list[list[str]] = []
     done = threading.Event()
 
@@ -338,10 +338,10 @@ def test_a_forked_child_is_refused_and_an_exit_with_running_threads_is_clean() -
     script = """
         import os, threading
         from rpcdist.errors import ForkedProcess
-        from rpcdist.rpc._executors.worker_pool import WorkerPool
+        from rpcdist.rpc._executors.thread_pool import ThreadPool
         from rpcdist.transport import fork
         fork.mark_running()
-        pool = WorkerPool()
+        pool = ThreadPool()
         done = threading.Event()
         pool.submit(done.set)
         assert done.wait(30)

@@ -139,7 +139,7 @@ class InStream:
         self._first, self._last = 0, staged
 
 
-class _Outgoing:
+class _OutgoingMessage:
     __slots__ = ("body", "head", "num_sent", "payload", "request")
 
     def __init__(self, request: Request) -> None:
@@ -179,7 +179,7 @@ class OutStream:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[_Outgoing] = deque()
+        self._queue: deque[_OutgoingMessage] = deque()
         self.was_cut = False
         self.num_sent = 0
 
@@ -193,7 +193,7 @@ class OutStream:
 
     def put(self, request: Request) -> None:
         """Adds a message. A small payload is copied."""
-        self._queue.append(_Outgoing(request))
+        self._queue.append(_OutgoingMessage(request))
 
     def parts(self) -> list[bytes | memoryview]:
         """Returns the next bytes to send; not empty while there are messages. Stays valid while others are put."""

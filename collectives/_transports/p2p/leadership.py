@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 
 from rpcdist.collectives._transports.p2p.requests import Request
-from rpcdist.collectives._transports.polling import Waker
+from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives.work import Work
 from rpcdist.time_limits import PROGRESS_STOP_LIMIT_S
 

@@ -13,7 +13,7 @@ from rpcdist.collectives._transports.p2p.leadership import Leadership
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import Request
-from rpcdist.collectives._transports.polling import Pollers
+from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.errors import ProtocolViolation
 from rpcdist.time_limits import SELECT_LIMIT_MS
 

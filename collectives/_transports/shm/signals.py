@@ -45,9 +45,9 @@ import threading
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
-from rpcdist.collectives._transports.base import Control, TransportMismatch, TransportTimeout
 from rpcdist.collectives._transports.shm import futex
 from rpcdist.collectives._transports.shm.segment_layout import LINE, Layout
+from rpcdist.collectives._transports.transport_base import Control, TransportMismatch, TransportTimeout
 from rpcdist.time_limits import FUTEX_WAIT_S
 
 __all__ = ["Signals"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Final
 
 from rpcdist.collectives._operations.operation import Operation
-from rpcdist.collectives._transports.base import TransportMismatch
 from rpcdist.collectives._transports.shm import chunk_sizes
 from rpcdist.collectives._transports.shm.segment_layout import Layout
 from rpcdist.collectives._transports.shm.signals import Signals
+from rpcdist.collectives._transports.transport_base import TransportMismatch
 
 __all__ = ["SizeTables"]
 

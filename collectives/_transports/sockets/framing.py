@@ -6,7 +6,7 @@ import struct
 from typing import Final
 
 from rpcdist.collectives._operations.operation import FINGERPRINT_BYTES, describe_fingerprint
-from rpcdist.collectives._transports.base import TransportMismatch
+from rpcdist.collectives._transports.transport_base import TransportMismatch
 
 __all__ = ["HEADER_BYTES", "OperationFrame"]
 

@@ -16,12 +16,12 @@ import torch
 
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import reducer
-from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
-from rpcdist.collectives._transports.polling import Pollers
-from rpcdist.collectives._transports.sockets.connections import Connections
+from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
+from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 __all__ = ["SMALL_BYTES", "PairExchange"]
@@ -60,7 +60,7 @@ class PairExchange:
     """
 
     def __init__(
-        self, rank: int, size: int, connections: Connections, pollers: Pollers, spin_policy: SpinPolicy
+        self, rank: int, size: int, connections: PairConnections, pollers: Pollers, spin_policy: SpinPolicy
     ) -> None:
         self._rank = rank
         self._peer = 1 - rank if size == 2 else -1

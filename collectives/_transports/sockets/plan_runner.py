@@ -12,14 +12,14 @@ import torch
 
 from rpcdist.collectives._algorithms import Plan, ReceiveStep, Region, SendStep
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel
-from rpcdist.collectives._transports.base import Control, TransportTimeout
 from rpcdist.collectives._transports.memory import memory_of
-from rpcdist.collectives._transports.polling import Pollers
-from rpcdist.collectives._transports.sockets.connections import Connections
+from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.framing import OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
 from rpcdist.collectives._transports.sockets.plan_buffers import PlanBuffer, Scratch
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
 from rpcdist.collectives._transports.sockets.transfers import Receiving, Reduction, Sending, Transfer, slice_bytes
+from rpcdist.collectives._transports.transport_base import Control, TransportTimeout
 from rpcdist.time_limits import CHECK_INTERVAL_MS
 
 __all__ = ["PlanRunner"]
@@ -47,7 +47,7 @@ class PlanRunner:
     def __init__(
         self,
         rank: int,
-        connections: Connections,
+        connections: PairConnections,
         control: Control,
         frame: OperationFrame,
         buffers: Sequence[PlanBuffer],

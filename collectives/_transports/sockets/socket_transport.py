@@ -10,15 +10,15 @@ import torch
 from rpcdist.collectives._algorithms import plan_for
 from rpcdist.collectives._operations import reduce_kernels
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
-from rpcdist.collectives._transports.base import Control, Transport
 from rpcdist.collectives._transports.memory import copy_bytes
-from rpcdist.collectives._transports.polling import Pollers
-from rpcdist.collectives._transports.sockets.connections import Connections
+from rpcdist.collectives._transports.pollers import Pollers
 from rpcdist.collectives._transports.sockets.framing import OperationFrame
+from rpcdist.collectives._transports.sockets.pair_connections import PairConnections
 from rpcdist.collectives._transports.sockets.pair_exchange import PairExchange
 from rpcdist.collectives._transports.sockets.plan_buffers import PlanBuffer, Scratch
 from rpcdist.collectives._transports.sockets.plan_runner import PlanRunner
 from rpcdist.collectives._transports.sockets.spin_policy import SpinPolicy
+from rpcdist.collectives._transports.transport_base import Control, Transport
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SocketTransport"]
@@ -52,7 +52,7 @@ class SocketTransport(Transport):
     ) -> None:
         self.rank = rank
         self.size = size
-        self._connections = Connections(rank, hub, group_name, addresses, unix, sockets_per_pair)
+        self._connections = PairConnections(rank, hub, group_name, addresses, unix, sockets_per_pair)
         self._scratch = Scratch()
         self._pollers = Pollers()
         self._spin_policy = SpinPolicy(rank, addresses)

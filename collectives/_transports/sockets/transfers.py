@@ -9,8 +9,8 @@ from typing import Final
 import torch
 
 from rpcdist.collectives._operations.reduce_kernels import Combine
-from rpcdist.collectives._transports.base import TransportPeerLost
 from rpcdist.collectives._transports.sockets.framing import HEADER_BYTES, OperationFrame
+from rpcdist.collectives._transports.transport_base import TransportPeerLost
 
 __all__ = ["Receiving", "Reduction", "Sending", "Transfer", "slice_bytes"]
 

@@ -37,7 +37,7 @@ def reached_leaves(outputs: Iterable[torch.Tensor]) -> set[int]:
     return leaves
 
 
-class _Watch(torch.autograd.Function):
+class _WatchOutputs(torch.autograd.Function):
     """Passes outputs through unchanged. Its backward runs first in the backward pass, whichever outputs are used."""
 
     @staticmethod
@@ -57,6 +57,6 @@ def watch_outputs(value: Any, began: Callable[[], None]) -> Any:
     watched = list({id(tensor): tensor for tensor in find_tensors(value) if tensor.grad_fn is not None}.values())
     if not watched:
         return value
-    passed = _Watch.apply(began, *watched)  # type: ignore[no-untyped-call]
+    passed = _WatchOutputs.apply(began, *watched)  # type: ignore[no-untyped-call]
     replaced = {id(old): new for old, new in zip(watched, passed, strict=True)}
     return map_tensors(value, lambda tensor: replaced.get(id(tensor), tensor))

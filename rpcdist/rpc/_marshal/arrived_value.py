@@ -12,7 +12,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.token import Token
+from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc.future import Future
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rpcdist._proto import membership_pb2
 from rpcdist.errors import TransportError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.service import MembershipService, join_request, members_of
+from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.time_limits import COORDINATOR_CONNECT_LIMIT_S, COORDINATOR_GRACE_S, LEAVE_CONNECT_LIMIT_S

@@ -20,7 +20,7 @@ CONTRIBUTE = "rpcdist.rpc._membership.leader:contribute"
 MISSING = "rpcdist.rpc._membership.leader:missing"
 
 
-class _Round:
+class _GatherRound:
     """One round at the leader. Lives on the user loop."""
 
     def __init__(self, names: frozenset[str]) -> None:
@@ -58,7 +58,7 @@ class Leader:
         self._me = me
         self._directory = directory
         self._watch_worker = watch
-        self._rounds: dict[frozenset[str], list[_Round]] = {}
+        self._rounds: dict[frozenset[str], list[_GatherRound]] = {}
         self._last_missing: dict[frozenset[str], list[str]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -106,24 +106,24 @@ class Leader:
             raise round_.error
         return round_.objects
 
-    def _join(self, names: frozenset[str], name: str, obj: Any) -> _Round:
+    def _join(self, names: frozenset[str], name: str, obj: Any) -> _GatherRound:
         rounds = self._rounds.setdefault(names, [])
         round_ = next((open_ for open_ in rounds if name not in open_.objects and not open_.ended.is_set()), None)
         if round_ is None:
-            round_ = _Round(names)
+            round_ = _GatherRound(names)
             rounds.append(round_)
             self._watch(round_)
         round_.objects[name] = obj
         round_.came.add(name)
         return round_
 
-    def _withdraw(self, round_: _Round, name: str) -> None:
+    def _withdraw(self, round_: _GatherRound, name: str) -> None:
         round_.objects.pop(name, None)
         self._last_missing[round_.names] = round_.missing()  # whoever gave up asks for it next
         if not round_.objects:
             self._end(round_)
 
-    def _end(self, round_: _Round) -> None:
+    def _end(self, round_: _GatherRound) -> None:
         round_.ended.set()
         rounds = self._rounds.get(round_.names, [])
         if round_ in rounds:
@@ -131,7 +131,7 @@ class Leader:
         if not rounds:
             self._rounds.pop(round_.names, None)
 
-    def _watch(self, round_: _Round) -> None:
+    def _watch(self, round_: _GatherRound) -> None:
         """Connects to the participants, so that the death of one that never calls is noticed."""
         for name in round_.names - {self._me.name}:
             lost = self._watch_worker(self._directory.resolve(name), "a gathering of workers")

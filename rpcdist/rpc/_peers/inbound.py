@@ -5,8 +5,8 @@ from __future__ import annotations
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.events import PeerEvents
 from rpcdist.rpc._peers.network import PeerSession
+from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 

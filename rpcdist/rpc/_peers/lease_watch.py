@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
-from rpcdist.rpc._peers.events import PeerEvents
 from rpcdist.rpc._peers.leases import Leases
 from rpcdist.rpc._peers.network import PeerSession
+from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.time_limits import LEASE_IN_PEER_TIMEOUTS
 
 __all__ = ["LeaseWatch"]

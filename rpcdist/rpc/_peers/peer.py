@@ -198,7 +198,7 @@ class Peer:
                     self.address,
                     ROLE,
                     max(limit - time.monotonic(), MIN_ATTEMPT_S),
-                    handler=_Incoming(self, self._owner),
+                    handler=_PeerTaker(self, self._owner),
                     expected=self.identity,
                     retry=False,
                 )
@@ -296,7 +296,7 @@ def _because(broken: str, then: str) -> str:
     return f"{broken}; then {then}" if broken else then
 
 
-class _Incoming:
+class _PeerTaker:
     """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
 
     __slots__ = ("allocate", "borrow", "on_closed", "on_messages", "shares_payloads")

@@ -18,11 +18,11 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
 from rpcdist.rpc._peers.directory import Directory
-from rpcdist.rpc._peers.events import PeerEvents
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.loopback import Loopback
 from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._peers.peer import Peer, PeerState
+from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 

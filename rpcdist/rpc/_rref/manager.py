@@ -25,7 +25,7 @@ from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creati
 from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
-from rpcdist.rpc._rref.token import Token
+from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 

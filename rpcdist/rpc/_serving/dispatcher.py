@@ -26,8 +26,8 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.gil_wait import GilWait
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
@@ -64,7 +64,7 @@ class Dispatcher:
     def __init__(
         self,
         *,
-        pool: WorkerPool,
+        pool: ThreadPool,
         user_loop: UserLoop,
         new_context: Callable[[], Context],
         marshal: Marshal,

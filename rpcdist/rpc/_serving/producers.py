@@ -13,9 +13,9 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.torch_state import StateSlot
 from rpcdist.rpc._executors.user_loop import UserLoop
-from rpcdist.rpc._executors.worker_pool import WorkerPool
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.network import MessageSink
 
@@ -82,7 +82,7 @@ class SyncProducer:
     """
 
     def __init__(
-        self, pool: WorkerPool, sender: StreamSender, generator: Generator[Any, Any, Any], context: Context
+        self, pool: ThreadPool, sender: StreamSender, generator: Generator[Any, Any, Any], context: Context
     ) -> None:
         self._pool = pool
         self._generator = generator

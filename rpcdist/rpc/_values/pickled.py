@@ -138,7 +138,7 @@ def read_pickle(
         ) from exc
 
 
-class _Reduction:
+class _ObjectReducer:
     """How an object of the value is pickled, for both picklers."""
 
     __slots__ = ("parts", "source")
@@ -185,13 +185,13 @@ class _Reduction:
 class _ValuePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
         super().__init__(file, 5, buffer_callback=parts.add_buffer)
-        self.reducer_override = _Reduction(parts, source)  # type: ignore[method-assign]
+        self.reducer_override = _ObjectReducer(parts, source)  # type: ignore[method-assign]
 
 
 class _ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
     def __init__(self, file: io.BytesIO, parts: PickledParts, source: Externals | None) -> None:
         super().__init__(file, 5, buffer_callback=parts.add_buffer)
-        self._reduction = _Reduction(parts, source)
+        self._reduction = _ObjectReducer(parts, source)
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self._reduction(obj)

@@ -14,14 +14,14 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from rpcdist.collectives._transports.base import Control, TransportPeerLost, TransportTimeout
-from rpcdist.collectives._transports.polling import Waker
+from rpcdist.collectives._transports.pollers import Waker
+from rpcdist.collectives._transports.transport_base import Control, TransportPeerLost, TransportTimeout
 from rpcdist.errors import TransportError
 from rpcdist.time_limits import GROUP_CONNECT_LIMIT_S
 from rpcdist.transport.addresses import is_loopback
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["STRIPE_BYTES", "Connections"]
+__all__ = ["STRIPE_BYTES", "PairConnections"]
 
 STRIPE_BYTES: Final = 1 << 20
 """Stripes are at least this long; so shorter messages travel whole."""
@@ -31,7 +31,7 @@ _STRIPE_MULTIPLE: Final = 1 << 10
 _PLACE: Final = re.compile(r"([0-9]{1,9})\.([0-9]{1,3})")
 
 
-class Connections:
+class PairConnections:
     """The sockets of one rank of a group. One thread at a time uses `get`.
 
     Args:
@@ -66,7 +66,7 @@ class Connections:
         hub.announce(self._prefix, self._arrive)
 
     def __repr__(self) -> str:
-        return f"<Connections of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
+        return f"<PairConnections of {self._prefix}, rank {self._rank}: to {sorted(self._open)}>"
 
     def stripes(self, peer: int, size_bytes: int) -> list[tuple[int, int]]:
         """Returns start and stop of the stripe that each channel carries of a message, by channel; one or more."""

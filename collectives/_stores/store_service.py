@@ -14,8 +14,8 @@ from typing import Any
 from google.protobuf.message import Message
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores.messages import operation_of, reply_with
 from rpcdist.collectives._stores.shared_table import SharedTable
+from rpcdist.collectives._stores.store_messages import operation_of, reply_with
 from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import STORE_LINGER_S

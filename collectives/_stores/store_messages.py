@@ -9,8 +9,8 @@ import math
 from typing import Any, Final
 
 from rpcdist._proto import store_pb2
-from rpcdist.collectives._stores import operations as ops
-from rpcdist.collectives._stores.operations import Missing, StoreOperation
+from rpcdist.collectives._stores import store_operations as ops
+from rpcdist.collectives._stores.store_operations import Missing, StoreOperation
 from rpcdist.errors import DistStoreError
 
 __all__ = ["operation_of", "reply_with", "request_for", "result_of"]

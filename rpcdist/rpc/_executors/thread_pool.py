@@ -39,7 +39,7 @@ from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
 from rpcdist.time_limits import LOOP_CLOSE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_IDLE_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
-__all__ = ["PoolStats", "WorkerPool"]
+__all__ = ["PoolStats", "ThreadPool"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +63,7 @@ def _describe(function: Function, arguments: tuple[object, ...]) -> str:
     return repr(function)  # not of the arguments, which may be large
 
 
-class WorkerPool:
+class ThreadPool:
     """Runs synchronous jobs in threads; see the rules above.
 
     Each job runs in a `contextvars.Context` of its own.
@@ -162,7 +162,7 @@ class WorkerPool:
     def __repr__(self) -> str:
         stats = self.stats()
         counts = f"{stats.running} running, {stats.blocked} blocked, {stats.idle} idle, {stats.queued} queued"
-        return f"<WorkerPool [{counts}]>"
+        return f"<ThreadPool [{counts}]>"
 
     def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> list[str]:
         """Takes no more jobs, lets those accepted end, and joins the threads; idempotent.

@@ -9,7 +9,7 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Final, Self, TypeVar, cast
 
-from rpcdist.collectives._stores.operations import (
+from rpcdist.collectives._stores.store_operations import (
     Add,
     Append,
     Check,

@@ -1,0 +1,82 @@
+"""The structure of the code: no circles of imports, and names that mean one thing."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+
+import grimp
+import networkx  # type: ignore[import-untyped]
+import pytest
+from docs_programs import ROOT
+
+PRODUCT = {
+    "rpcdist": ROOT / "rpcdist",
+    "rpcdist.autograd": ROOT / "autograd",
+    "rpcdist.collectives": ROOT / "collectives",
+}
+
+# How many entries of these folders may be files: what is more belongs into a subfolder.
+MAX_FILES = {ROOT / "collectives": 20, ROOT / "rpcdist" / "rpc": 16}
+
+# Basenames that sibling packages may share, since they mean the same thing in each.
+SHARED_BASENAMES = {"__init__.py", "options.py", "constants.py", "functional.py"}
+
+
+def sources() -> Iterator[Path]:
+    """The product's files, without generated ones and without the links that repeat two folders."""
+    for path in sorted((ROOT / "rpcdist").rglob("*.py")):
+        below = path.relative_to(ROOT / "rpcdist").parts[0]
+        if below not in ("_proto", "autograd", "collectives"):
+            yield path
+    yield from sorted((ROOT / "autograd").rglob("*.py"))
+    yield from sorted((ROOT / "collectives").rglob("*.py"))
+
+
+@pytest.fixture(scope="module")
+def imports() -> networkx.DiGraph:
+    """Who imports whom, imports for type checkers and imports inside of functions included."""
+    found = grimp.build_graph("rpcdist", exclude_type_checking_imports=False, cache_dir=None)
+    graph = networkx.DiGraph()
+    for module in found.modules - {"rpcdist"}:
+        graph.add_edges_from((module, imported) for imported in found.find_modules_directly_imported_by(module))
+    return graph
+
+
+def test_the_graph_counts_imports_for_type_checkers(imports: networkx.DiGraph) -> None:
+    """Else the next test would not see the circles that are easiest to make."""
+    assert imports.number_of_edges() > 1000
+    assert any("TYPE_CHECKING" in path.read_text() for path in sources())
+    path = networkx.shortest_path(imports, "rpcdist.parallel.distributed", "rpcdist.errors")
+    assert len(path) >= 2
+
+
+def test_no_module_imports_itself_by_way_of_others(imports: networkx.DiGraph) -> None:
+    circles = [sorted(circle) for circle in networkx.strongly_connected_components(imports) if len(circle) > 1]
+    assert circles == []
+
+
+@pytest.mark.parametrize("folder", MAX_FILES, ids=lambda folder: folder.name)
+def test_a_folder_is_its_own_table_of_contents(folder: Path) -> None:
+    files = [path.name for path in folder.iterdir() if path.is_file()]
+    assert len(files) <= MAX_FILES[folder], sorted(files)
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """In one file a class and its private base may share a name, as torch's `RemoteModule` and `_RemoteModule` do."""
+    where = defaultdict(set)
+    for path in sources():
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ClassDef):
+                where[node.name.lstrip("_")].add(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
+
+
+def test_a_basename_means_one_thing() -> None:
+    where = defaultdict(list)
+    for path in sources():
+        if path.name not in SHARED_BASENAMES:
+            where[path.name.lstrip("_")].append(str(path.relative_to(ROOT)))
+    assert {name: paths for name, paths in where.items() if len(paths) > 1} == {}
