@@ -110,7 +110,7 @@ class Chunk(_message.Message):
     def __init__(self, transfer: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Call(_message.Message):
-    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "counts_as_idle")
+    __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")
     ID_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_FIELD_NUMBER: _ClassVar[int]
     FUNCTION_PICKLE_FIELD_NUMBER: _ClassVar[int]
@@ -119,6 +119,7 @@ class Call(_message.Message):
     TIMEOUT_US_FIELD_NUMBER: _ClassVar[int]
     RESULT_FIELD_NUMBER: _ClassVar[int]
     AUTOGRAD_CONTEXT_FIELD_NUMBER: _ClassVar[int]
+    ON_FIELD_NUMBER: _ClassVar[int]
     COUNTS_AS_IDLE_FIELD_NUMBER: _ClassVar[int]
     id: int
     function: str
@@ -128,8 +129,9 @@ class Call(_message.Message):
     timeout_us: int
     result: _value_pb2.RRefFork
     autograd_context: int
+    on: RRefFetch
     counts_as_idle: bool
-    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., counts_as_idle: bool = ...) -> None: ...
+    def __init__(self, id: _Optional[int] = ..., function: _Optional[str] = ..., function_pickle: _Optional[bytes] = ..., fetch: _Optional[_Union[RRefFetch, _Mapping]] = ..., arguments: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., timeout_us: _Optional[int] = ..., result: _Optional[_Union[_value_pb2.RRefFork, _Mapping]] = ..., autograd_context: _Optional[int] = ..., on: _Optional[_Union[RRefFetch, _Mapping]] = ..., counts_as_idle: bool = ...) -> None: ...
 
 class RRefFetch(_message.Message):
     __slots__ = ("rref", "fork")

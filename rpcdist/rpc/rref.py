@@ -179,7 +179,7 @@ class PyRRef(Generic[T]):
             future.set_result(type(self.local_value()))
             return future
         self._handle.state.check(USE_AFTER_DELETION)
-        asked: Future[type] = self._home.rpc_async(self.owner(), proxied._rref_typeof_on_owner, (self,), timeout)
+        asked: Future[type] = self._home.rpc_async(self, proxied._rref_typeof_on_owner, (), timeout)
         asked.is_quiet = True
         return asked
 
@@ -206,7 +206,7 @@ class PyRRef(Generic[T]):
             if dist_autograd_ctx_id == -1:
                 raise RRefError("User RRefs require 'dist_autograd_ctx_id' to be specified")
             arguments = (self, dist_autograd_ctx_id, retain_graph)
-            self._home.rpc_sync(self.owner(), proxied._backward, arguments, UNSET_RPC_TIMEOUT)
+            self._home.call(self.owner(), proxied._backward, arguments, UNSET_RPC_TIMEOUT)
             return
         value = self.local_value()
         if not isinstance(value, torch.Tensor):

@@ -18,6 +18,7 @@ from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._rref.handles import HandleState
 
 __all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
 
@@ -86,6 +87,7 @@ class PendingCall:
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
         autograd: the autograd context in which it was made, or None.
+        on: the reference whose method is called, held until the reply; None for other calls.
     """
 
     __slots__ = (
@@ -96,6 +98,7 @@ class PendingCall:
         "forks",
         "id",
         "inherited_s",
+        "on",
         "peer",
         "repeat",
         "reply_sink",
@@ -131,6 +134,7 @@ class PendingCall:
         self.repeat: rpc_pb2.Message | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
         self.autograd: CallContext | None = None
+        self.on: HandleState | None = None
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"

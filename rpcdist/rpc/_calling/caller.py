@@ -33,6 +33,7 @@ from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import IoThread, MessageSink
 from rpcdist.rpc._peers.router import Router
+from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import UniqueId
 from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
@@ -95,36 +96,57 @@ class Caller:
 
     # ------------------------------------------------------------ making calls
 
-    def sync(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Any:
-        """Calls a function, and waits for its result."""
+    def sync(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        on: HandleState | None = None,
+    ) -> Any:
+        """Calls a function, and waits for its result. `on`: see `_call`."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, reply_sink)
+        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, reply_sink, on=on)
         return reply_sink.wait(call, self)
 
-    def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
-        """Calls a function; cancelling the future cancels the call."""
+    def start(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        on: HandleState | None = None,
+    ) -> Future[Any]:
+        """Calls a function; cancelling the future cancels the call. `on`: see `_call`."""
         future: Future[Any] = Future()
-        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, self._sink(future))
+        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, self._sink(future), on=on)
         future._on_cancel = lambda: self.cancel(call, None)
         return future
 
     def remote(
-        self, to: int, fork: value_pb2.RRefFork, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
+        self,
+        to: int,
+        fork: value_pb2.RRefFork,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        on: HandleState | None = None,
     ) -> Future[Any]:
-        """Asks a worker to run a function and keep its result under the ids in `fork`."""
+        """Asks a worker to run a function and keep its result under the ids in `fork`. `on`: see `_call`."""
         future: Future[Any] = Future()
-        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=fork)
+        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=fork, on=on)
         return future
 
     def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
         """The value of a remote reference, from its owner. Asking twice does no harm."""
         future: Future[Any] = Future()
         message = rpc_pb2.Message()
-        target = message.call.fetch
-        target.rref.CopyFrom(id_to_pb(rref))
-        target.fork.CopyFrom(id_to_pb(fork))
+        _name_value(message.call.fetch, rref, fork)
         context = self._join_autograd(message.call, owner)
         call = self._pending(
             owner, lambda: f"to_here() of {rref}", self._deadline(timeout_s), timeout_s, self._sink(future), REPEATABLE
@@ -156,7 +178,15 @@ class Caller:
         timeout_s: float,
         reply_sink: ReplySink,
         result: value_pb2.RRefFork | None = None,
+        on: HandleState | None = None,
     ) -> PendingCall:
+        """Makes a call.
+
+        Args:
+            result: of `remote()`: the ids under which the callee keeps the result.
+            on: a reference to a value of the callee, which becomes the function's first argument there. It is only
+                named, so the owner has nothing to count; the call holds the reference until it ends.
+        """
         if not callable(func):
             raise TypeError("function should be callable.")
         deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
@@ -173,9 +203,12 @@ class Caller:
         large, forks = self._marshal.encode(call.arguments, (args, kwargs), to, context)
         if result is not None:
             call.result.CopyFrom(result)
+        if on is not None:
+            _name_value(call.on, on.rref, on.id)
         pending = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, USER_CALL)
         pending.forks = forks or None
         pending.autograd = context
+        pending.on = on
         self._send(pending, message, large)
         return pending
 
@@ -335,6 +368,11 @@ class Caller:
 
 def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
     return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)
+
+
+def _name_value(target: rpc_pb2.RRefFetch, rref: UniqueId, fork: UniqueId) -> None:
+    target.rref.CopyFrom(id_to_pb(rref))
+    target.fork.CopyFrom(id_to_pb(fork))
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

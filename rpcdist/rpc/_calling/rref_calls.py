@@ -68,20 +68,44 @@ class RRefCalls:
         future.is_quiet = True
         return future
 
-    def rpc_sync(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float) -> Any:
+    def call(self, to: Destination, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         return self._caller.sync(to, func, args, None, timeout_s)
 
-    def rpc_async(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float) -> Future[Any]:
-        future = self._caller.start(to, func, args, None, timeout_s)
+    def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        owner, args, on = self._on_value(rref, args)
+        return self._caller.sync(owner, func, args, None, timeout_s, on)
+
+    def rpc_async(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+        owner, args, on = self._on_value(rref, args)
+        future = self._caller.start(owner, func, args, None, timeout_s, on)
         note_started(future)
         return future
 
-    def remote(self, to: Destination, func: Callable[..., Any], args: Any, timeout_s: float, kwargs: Any = None) -> Any:
+    def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        owner, args, on = self._on_value(rref, args)
+        return self.remote(owner, func, args, timeout_s, None, on)
+
+    def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], HandleState | None]:
+        """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
+        state = self._rrefs.check_sharable(rref)
+        if state.value is not None:
+            return state.owner.worker, (rref, *args), None
+        return self._rrefs.owner_of(state), args, state
+
+    def remote(
+        self,
+        to: Destination,
+        func: Callable[..., Any],
+        args: Any,
+        timeout_s: float,
+        kwargs: Any = None,
+        on: HandleState | None = None,
+    ) -> Any:
         """Calls a function whose result stays there; returns a reference to it at once."""
         owner = self._directory.resolve(to)
         rref, fork = self._rrefs.create_remote(owner)
         try:
-            created = self._caller.remote(owner, fork, func, args, kwargs, timeout_s)
+            created = self._caller.remote(owner, fork, func, args, kwargs, timeout_s, on)
         except BaseException as exc:
             self._rrefs.on_creation_failed(fork, exc)
             raise

@@ -55,16 +55,17 @@ class RRefHome(Protocol):
     def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
         """What to raise when the fetch failed with a lost worker."""
 
-    def rpc_sync(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+    def call(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         """Calls a function, and waits for its result."""
 
-    def rpc_async(
-        self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float
-    ) -> Future[Any]:
-        """Calls a function."""
+    def rpc_sync(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        """Calls a function at the owner, with an `OwnedRRef` before its arguments, and waits for its result."""
 
-    def remote(self, to: WorkerInfo, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
-        """Calls a function whose result stays there; returns a reference to it."""
+    def rpc_async(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+        """The same without waiting."""
+
+    def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
+        """The same for a result that stays there; returns a reference to it."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Runs a distributed backward pass that begins here; blocks."""

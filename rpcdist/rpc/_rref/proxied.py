@@ -2,26 +2,47 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from typing import Any, Protocol
 
 from rpcdist.rpc import functions
 
-__all__: list[str] = []
+__all__ = ["ValueAtOwner"]
 
 
 class OwnedRRef(Protocol):
-    """A reference at its owner."""
+    """A reference at its owner, or what stands for it: a `ValueAtOwner`."""
 
     def local_value(self) -> Any: ...
 
+    def __await__(self) -> Generator[Any, None, Any]: ...
+
+
+class BackwardRRef(Protocol):
+    """A reference that a backward pass begins at."""
+
     def backward(self, dist_autograd_ctx_id: int, retain_graph: bool) -> None: ...
+
+
+class ValueAtOwner:
+    """The value of a reference that a call only named. It is there when the call runs."""
+
+    def __init__(self, value: object) -> None:
+        self._value = value
+
+    def local_value(self) -> Any:
+        return self._value
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return self._value
+        yield  # makes this a generator, as awaiting demands
 
 
 def _rref_typeof_on_owner(rref: OwnedRRef) -> type:
     return type(rref.local_value())
 
 
-def _backward(rref: OwnedRRef, context_id: int, retain_graph: bool) -> None:
+def _backward(rref: BackwardRRef, context_id: int, retain_graph: bool) -> None:
     rref.backward(context_id, retain_graph)
 
 
@@ -34,5 +55,5 @@ def _local_invoke_async_execution(rref: OwnedRRef, method: str, args: tuple[Any,
     return getattr(rref.local_value(), method)(*args, **kwargs)
 
 
-async def _local_invoke_coroutine(rref: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+async def _local_invoke_coroutine(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return await getattr(await rref, method)(*args, **kwargs)

@@ -13,7 +13,6 @@ from rpcdist.rpc._rref.handles import copy_outcome
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
-from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = ["Mode", "RRefProxy"]
 
@@ -25,8 +24,6 @@ class ProxiedRRef(Protocol):
 
     @property
     def _home(self) -> RRefHome: ...
-
-    def owner(self) -> WorkerInfo: ...
 
     def _get_type(self, timeout: float, blocking: bool) -> Any: ...
 
@@ -68,8 +65,9 @@ def _call_now(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    call = getattr(rref._home, mode)
-    return call(rref.owner(), _invoker(kind, method), (rref, method, args, kwargs), timeout)
+    home = rref._home
+    call = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
+    return call(rref, _invoker(kind, method), (method, args, kwargs), timeout)
 
 
 def _call_when_known(

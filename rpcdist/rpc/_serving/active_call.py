@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
@@ -10,6 +12,7 @@ from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._serving.producers import Producer
+from rpcdist.rpc.future import Future
 
 __all__ = ["ActiveCall"]
 
@@ -27,6 +30,7 @@ class ActiveCall:
         producer: of the stream that is its result.
         entry: for `remote()`: where the result is kept.
         autograd: the caller's context, in which the function runs.
+        target: of a method: the value that it is called on, which may not be there yet.
         is_chained: the function has returned a future, and that is waited for.
     """
 
@@ -41,6 +45,7 @@ class ActiveCall:
         "is_chained",
         "producer",
         "session",
+        "target",
     )
 
     def __init__(
@@ -55,6 +60,7 @@ class ActiveCall:
         self.producer: Producer | None = None
         self.entry: OwnerValue | None = None
         self.autograd: CallContext | None = None
+        self.target: Future[Any] | None = None
         self.is_chained = False
 
     def __repr__(self) -> str:

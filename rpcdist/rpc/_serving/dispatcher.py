@@ -33,6 +33,7 @@ from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
@@ -128,6 +129,8 @@ class Dispatcher:
             except RpcdistError as exc:
                 self.fail(active, exc)
                 return
+        if call.HasField("on") and not self._find_target(active):
+            return
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
@@ -136,6 +139,21 @@ class Dispatcher:
             self._start_coroutine(active, None)
         else:
             jobs.append((self.run, (active,)))
+
+    def _find_target(self, active: ActiveCall) -> bool:
+        """Looks up the value that a method is called on; False if the call runs later, when the value is there."""
+        named, peer = active.call.on, active.session.peer
+        active.target = target = self._rrefs.get_value_future(named.rref, named.fork, peer.id, peer.incarnation)
+        if target.done():
+            return True
+        active.is_chained = True
+
+        def there(_: object) -> None:
+            active.is_chained = False
+            self._pool.submit(self.run, active)
+
+        target.add_done_callback(there)
+        return False
 
     def on_cancel(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
@@ -383,9 +401,13 @@ def describe_job(function: Callable[..., object], arguments: tuple[object, ...])
 
 
 def _arguments(active: ActiveCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if active.arguments is None:
-        return (), {}
-    pair = active.arguments.decode()
-    if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict)):
-        raise RpcdistError("the arguments of the call are not a pair of a tuple and a dict")
-    return tuple(pair[0]), pair[1]
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = {}
+    if active.arguments is not None:
+        pair = active.arguments.decode()
+        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict)):
+            raise RpcdistError("the arguments of the call are not a pair of a tuple and a dict")
+        args, kwargs = tuple(pair[0]), pair[1]
+    if active.target is not None:
+        args = (ValueAtOwner(active.target.value()), *args)
+    return args, kwargs
