@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -17,6 +18,8 @@ from rpcdist.errors import AlreadyInitialized, NotInitialized, RRefError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import agent_or_none, forget_agent, use_agent
 from rpcdist.rpc._start import node_options, start_agent
+from rpcdist.rpc.future import Future
+from rpcdist.testing import eventually
 from rpcdist.transport import Node
 
 LIMIT_S = 30.0
@@ -203,3 +206,73 @@ def test_one_ends_and_the_others_go_on(agents: tuple[Agent, ...]) -> None:
 def test_init_rpc_inside_of_use_agent_says_that_there_is_one(agents: tuple[Agent, ...]) -> None:
     with use_agent(agents[0]), pytest.raises(AlreadyInitialized):
         rpc.init_rpc("another", rank=0, world_size=1)
+
+
+# ---------------------------------------------------------------- methods called through references
+
+
+def slow_counter(key: str) -> Counter:
+    assert GATES[key].wait(LIMIT_S)
+    return Counter()
+
+
+GATES = {name: threading.Event() for name in ("late", "dropped")}
+
+
+class Holder(Counter):
+    def hold(self, key: str) -> int:
+        assert GATES[key].wait(LIMIT_S)
+        return self.count
+
+
+def test_a_method_names_its_reference_and_shares_nothing(
+    agents: tuple[Agent, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object) -> None:
+        raise AssertionError(f"shared: {args}")
+
+    monkeypatch.setattr(agents[0].rrefs, "share", refuse)
+    with use_agent(agents[0]):
+        counter = rpc.remote(NAMES[1], Counter)
+        assert counter.rpc_sync().add() == (NAMES[1], 1)
+        assert counter.rpc_async().add().wait() == (NAMES[1], 2)
+        assert counter.remote().add().to_here() == (NAMES[1], 3)
+        assert counter.rpc_sync().add_async() == (NAMES[1], 4)
+        assert counter.remote().add_async().to_here() == (NAMES[1], 5)
+        assert counter.to_here().count == 5
+        monkeypatch.undo()
+        mine = rpc.RRef(Counter())
+        assert mine.rpc_sync().add() == (NAMES[0], 1) and mine.local_value().count == 1
+
+
+def test_a_method_waits_for_the_value_and_no_thread_waits_with_it(agents: tuple[Agent, ...]) -> None:
+    with use_agent(agents[0]):
+        counter = rpc.remote(NAMES[1], slow_counter, ("late",))
+        counter._type_future = Future()
+        counter._type_future.set_result(Counter)  # else the question for the type would wait instead
+        calls = [counter.rpc_async().add() for _ in range(50)]
+        assert rpc.rpc_sync(NAMES[1], who) == NAMES[1]
+        assert agents[1].pool.stats().threads < 20
+        GATES["late"].set()
+        assert sorted(call.wait()[1] for call in calls) == list(range(1, 51))
+
+
+def test_a_call_holds_the_reference_until_its_reply(agents: tuple[Agent, ...]) -> None:
+    with use_agent(agents[0]):
+        holder = rpc.remote(NAMES[1], Holder)
+        assert holder.rpc_sync().add()[1] == 1
+        held = holder.rpc_async().hold("dropped")
+        del holder
+        agents[0].rrefs.drain()
+        assert rpc.rpc_sync(NAMES[1], who) == NAMES[1]  # whatever was sent before this has arrived
+        GATES["dropped"].set()
+        assert held.wait() == 1
+        del held
+    eventually(lambda: agents[1].rrefs.debug_info()["num_owner_rrefs"] == "0", "the end of the value")
+
+
+def test_a_method_of_a_value_that_was_never_made_raises_what_its_function_raised(agents: tuple[Agent, ...]) -> None:
+    with use_agent(agents[0]):
+        broken = rpc.remote(NAMES[1], int, ("no number",))
+        with pytest.raises(Exception, match="no number"):
+            broken.rpc_sync().bit_length()
