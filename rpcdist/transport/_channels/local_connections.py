@@ -83,10 +83,9 @@ async def accept_local(listener: socket.socket) -> LocalChannel:
 
     Cancelled, it leaves the listener open.
     """
-    loop = asyncio.get_running_loop()
     while True:
         try:
-            connection, _ = await loop.sock_accept(listener)
+            connection = await _accept(listener)
         except OSError as exc:  # no descriptors or no memory left: sessions that end give some back
             logger.warning("a local connection could not be accepted (%s); trying again", exc)
             await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
@@ -99,6 +98,26 @@ async def accept_local(listener: socket.socket) -> LocalChannel:
             logger.debug("a local connection ended before it was looked at")
         connection.close()
         await asyncio.sleep(0)  # whoever does this in a loop must not keep others from their turn
+
+
+async def _accept(listener: socket.socket) -> socket.socket:
+    """As `loop.sock_accept`, which drops a connection unclosed if it is cancelled when one has just been accepted."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return listener.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            readable = loop.create_future()
+            loop.add_reader(listener, _set, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(listener)
+
+
+def _set(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 def connect_local(address: str) -> LocalChannel | None:

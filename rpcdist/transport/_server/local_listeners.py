@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any
 
 from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
@@ -68,9 +69,14 @@ class LocalListeners:
                 task = self._io.spawn(self._serve(channel, self._slots.release), "rpcdist local session")
                 sessions.add(task)
                 task.add_done_callback(sessions.discard)
+                task.add_done_callback(partial(_abort, channel))  # cancelled before its first step, it closes nothing
         finally:
             listener.close()
             for task in sessions:
                 task.cancel()
             if sessions:
                 await asyncio.wait(sessions, timeout=LISTENER_STOP_LIMIT_S)
+
+
+def _abort(channel: LocalChannel, task: asyncio.Task[Any]) -> None:
+    channel.abort("the server stopped")
