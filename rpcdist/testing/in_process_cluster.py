@@ -14,7 +14,7 @@ these needs a `WorkerPool`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, TypeVar
@@ -29,6 +29,8 @@ from rpcdist.testing.memory_network import MemoryNetwork
 from rpcdist.testing.memory_node import MemoryNode
 
 __all__ = ["InProcessCluster"]
+
+MAX_CALLS = 64  # at the same time; threads start on demand
 
 T = TypeVar("T")
 
@@ -53,6 +55,7 @@ class InProcessCluster:
         self._store = HashStore()
         self._ranks = {name: rank for rank, name in enumerate(names)}
         self._agents: dict[str, Agent] = {}
+        self._threads = ThreadPoolExecutor(MAX_CALLS, thread_name_prefix="rpcdist-testing")
         self._nodes: dict[str, MemoryNode] = {}
         try:
             self._in_threads(self._start, names)
@@ -85,10 +88,14 @@ class InProcessCluster:
         with self.use(name):
             return function(*args, **kwargs)
 
+    def begin(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> Future[T]:
+        """Calls a function as this worker, on a thread of its own, and does not wait."""
+        return self._threads.submit(self.run, name, function, *args, **kwargs)
+
     def join(self, name: str, rank: int) -> None:
         """One more worker joins, or one in the place of another that died."""
         self._ranks[name] = rank
-        self._start(name)
+        self._in_threads(self._start, (name,))  # an agent that starts on the main thread would take Ctrl-C for itself
 
     def restart(self, name: str) -> None:
         """A new worker takes the place of one that was killed."""
@@ -114,6 +121,7 @@ class InProcessCluster:
         for agent in list(self._agents.values()):
             _end(agent)
         self._agents.clear()
+        self._threads.shutdown()
         self.network.close()
 
     def _start(self, name: str) -> None:
@@ -130,9 +138,8 @@ class InProcessCluster:
 
     def _in_threads(self, function: Callable[[str], None], names: Iterable[str]) -> None:
         """Calls it for all names at once: joining and leaving wait for the others. Raises the first error."""
-        names = list(names)
-        with ThreadPoolExecutor(max(1, len(names)), thread_name_prefix="rpcdist-testing") as threads:
-            calls = [threads.submit(function, name) for name in names]
+        calls = [self._threads.submit(function, name) for name in names]
+        wait(calls)
         for call in calls:
             call.result()
 

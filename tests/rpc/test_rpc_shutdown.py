@@ -11,7 +11,7 @@ import rpc_victim_references as references
 from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
-from rpcdist.errors import AlreadyInitialized, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.errors import AlreadyInitialized, NotInitialized, WorkerLost
 from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 from rpcdist.testing.rpc_world import join, leave
 
@@ -61,26 +61,6 @@ def test_init_and_shutdown_again_and_again_in_the_same_processes(worker_pool: Wo
         assert process.run(functions.left_behind) == []
 
 
-def test_shutdown_waits_for_a_slow_worker(worker_pool: WorkerPool) -> None:
-    world = worker_pool.world("a", "b", "c", peer_timeout=CALM_S)
-    leaving = [world[name].begin(rpc.shutdown) for name in ("a", "b")]
-    for name in ("a", "b"):
-        wait_until_asleep(world[name].pid)
-    # Those who wait still serve.
-    assert world["c"].run(rpc.rpc_sync, "a", functions.add, (1, 2)) == 3
-    assert world["c"].run(rpc.rpc_sync, "b", functions.add, (1, 2)) == 3
-    world["c"].run(rpc.shutdown)
-    for pending in leaving:
-        pending.result()
-
-
-def test_shutdown_waits_for_outstanding_calls(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
-    world["a"].run(functions.start_slow_chain, "b", "a", 2 * UNIT_S, str(tmp_path / "done"))
-    world.shutdown()
-    assert (tmp_path / "done").exists()
-
-
 @pytest.mark.parametrize("victim", ["a", "c"], ids=["the first, who leads", "the last"])
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_shutdown_names_the_worker_that_died_before_it_came(worker_pool: WorkerPool, victim: str, how: str) -> None:
@@ -101,33 +81,6 @@ def test_shutdown_names_the_worker_that_died_before_it_came(worker_pool: WorkerP
     for name in others:  # it is closed all the same
         world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)
         assert world[name].run(functions.left_behind) == []
-
-
-def test_shutdown_with_a_timeout_names_who_is_missing(worker_pool: WorkerPool) -> None:
-    world = worker_pool.world("a", "b", "c", "d", peer_timeout=CALM_S)
-    started = time.monotonic()
-    leaving = [world[name].begin(leave, timeout=1.0) for name in ("a", "b")]
-    for pending, kind in zip(leaving, (DeadlineExceeded, RpcdistError), strict=True):
-        error = pending.error(kind)  # the limits end at the same time, and b may hear first that a has left
-        assert "['c', 'd']" in str(error)
-    assert time.monotonic() - started < 10.0
-    for name in ("a", "b"):
-        world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)
-
-
-def test_shutdown_timeout_of_the_options(worker_pool: WorkerPool) -> None:
-    world = worker_pool.world("a", "b", peer_timeout=CALM_S, shutdown_timeout=1.0)
-    error = world["a"].begin(rpc.shutdown).error(DeadlineExceeded)
-    assert "['b']" in str(error)
-
-
-def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(worker_pool: WorkerPool, tmp_path: Path) -> None:
-    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
-    world["a"].run(functions.start_coroutine_call, "b", str(tmp_path / "running"))
-    eventually((tmp_path / "running").exists, "the call runs")
-    leaving = [worker.begin(leave, timeout=1.0) for worker in world]
-    errors = [pending.error(RpcdistError) for pending in leaving]
-    assert any("announce_and_wait_async" in str(error) for error in errors), errors
 
 
 def test_a_shutdown_that_does_not_wait_ends_at_once(worker_pool: WorkerPool, tmp_path: Path) -> None:

@@ -1,0 +1,107 @@
+"""What a graceful shutdown waits for, and whom it names when the time is over; the workers live in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
+from rpc_functions import add
+
+from rpcdist import rpc
+from rpcdist.errors import DeadlineExceeded, NotInitialized, RpcdistError
+from rpcdist.testing import InProcessCluster
+
+SHORT_S = UNIT_S
+entered = threading.Event()
+released = threading.Event()
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def everything_is_released() -> Iterator[None]:
+    entered.clear()
+    released.clear()
+    yield
+    released.set()
+
+
+def enter_and_wait() -> None:
+    entered.set()
+    released.wait(LIMIT_S)
+
+
+def pass_on(to: str) -> None:
+    """Starts a call for which nobody waits."""
+    rpc.rpc_async(to, enter_and_wait)
+
+
+def test_shutdown_waits_for_a_slow_worker() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        leaving = [cluster.begin(name, rpc.shutdown) for name in ("a", "b")]
+        with cluster.use("c"):  # those who wait still serve
+            for name in ("a", "b"):
+                assert rpc.rpc_sync(name, add, (1, 2)) == 3
+            assert not any(future.done() for future in leaving)
+            rpc.shutdown()
+        for future in leaving:
+            future.result(LIMIT_S)
+        cluster.close()
+
+
+def test_shutdown_waits_for_outstanding_calls(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        rpc.rpc_async("b", pass_on, ("a",))
+    assert entered.wait(LIMIT_S)
+    leaving = [cluster.begin(name, rpc.shutdown) for name in cluster.names]
+    with pytest.raises(TimeoutError):
+        leaving[0].result(SHORT_S)
+    released.set()
+    for future in leaving:
+        future.result(LIMIT_S)
+    cluster.close()
+
+
+def test_shutdown_with_a_timeout_names_who_is_missing() -> None:
+    with InProcessCluster("a", "b", "c", "d", peer_timeout=CALM_S) as cluster:
+        started = time.monotonic()
+        leaving = [cluster.begin(name, rpc.shutdown, timeout=SHORT_S) for name in ("a", "b")]
+        for future, kind in zip(leaving, (DeadlineExceeded, RpcdistError), strict=True):
+            error = future.exception(LIMIT_S)  # the limits end at the same time, and b may hear first that a has left
+            assert isinstance(error, kind) and "['c', 'd']" in str(error)
+        assert time.monotonic() - started < 10.0
+        for name in ("a", "b"):
+            with pytest.raises(NotInitialized):
+                cluster.run(name, rpc.rpc_sync, "b", add, (1, 2))
+        cluster.close()
+
+
+def test_shutdown_timeout_of_the_options() -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S, shutdown_timeout=SHORT_S) as cluster:
+        with pytest.raises(DeadlineExceeded, match=r"\['b'\]"):
+            cluster.run("a", rpc.shutdown)
+        cluster.close()
+
+
+async def enter_and_wait_async() -> None:
+    entered.set()
+    await asyncio.Event().wait()
+
+
+def test_shutdown_with_a_timeout_names_the_call_that_does_not_end(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        held = rpc.rpc_async("b", enter_and_wait_async)
+    assert entered.wait(LIMIT_S)
+    leaving = [cluster.begin(name, rpc.shutdown, timeout=SHORT_S) for name in cluster.names]
+    errors = [future.exception(LIMIT_S) for future in leaving]
+    assert any("enter_and_wait" in str(error) for error in errors), errors
+    assert isinstance(held.exception(LIMIT_S), RpcdistError)
+    cluster.close()
