@@ -7,6 +7,9 @@ import signal
 import threading
 from typing import Any
 
+from rpcdist import rpc
+from rpcdist.errors import RpcdistError
+
 kept: list[object] = []
 released = threading.Event()
 
@@ -39,6 +42,14 @@ def write(text: str) -> None:
 
 def wait_for_release() -> None:
     released.wait(60)
+
+
+def pid_of(worker: str) -> int | None:
+    """The process id of an RPC worker, if it can be reached."""
+    try:
+        return rpc.rpc_sync(worker, os.getpid)
+    except RpcdistError:
+        return None
 
 
 def hang() -> None:
