@@ -14,7 +14,7 @@ import torch
 
 from rpcdist.collectives._api import operations
 from rpcdist.collectives._api.point_to_point import P2POp, batch_isend_irecv, irecv, isend, recv, send
-from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError
 
@@ -54,7 +54,7 @@ def gather_object(
     pg = member_group(group, "gather_object")
     if pg is None:
         return
-    root = _root(pg, dst, group_dst)
+    root = resolve_root(pg, dst, group_dst)
     is_root = pg.rank() == root
     if is_root and not object_gather_list:
         raise ConfigError("Argument ``gather_list`` must be specified on destination rank.")
@@ -89,7 +89,7 @@ def broadcast_object_list(
     pg = member_group(group, "broadcast_object_list")
     if pg is None:
         return
-    root = _root(pg, src, group_src)
+    root = resolve_root(pg, src, group_src)
     if not object_list:
         raise ConfigError("object_list is empty; it needs at least one place, and as many on all ranks")
     where = pg.object_device if device is None else device
@@ -116,7 +116,7 @@ def scatter_object_list(
     pg = member_group(group, "scatter_object_list")
     if pg is None:
         return
-    root = _root(pg, src, group_src)
+    root = resolve_root(pg, src, group_src)
     if not isinstance(scatter_object_output_list, list) or not scatter_object_output_list:
         raise ConfigError("Expected argument scatter_object_output_list to be a list of size at least 1.")
     where = pg.object_device
@@ -252,12 +252,6 @@ def _gather_sizes(data: torch.Tensor, pg: ProcessGroup) -> list[int]:
     sizes = torch.empty(pg.size(), dtype=torch.int64, device=data.device)
     operations.all_gather_single(sizes, sizes.new_tensor([data.numel()]), group=pg)
     return [int(size) for size in sizes.tolist()]
-
-
-def _root(pg: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
-    if world_rank is None and group_rank is None:
-        world_rank = 0
-    return resolve_group_rank(group_or_default(pg), world_rank, group_rank)
 
 
 def _check_length(objects: list[object], pg: ProcessGroup, name: str) -> None:

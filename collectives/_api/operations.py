@@ -19,7 +19,7 @@ from datetime import timedelta
 import torch
 
 from rpcdist.collectives._group.backend_binding import BackendBinding
-from rpcdist.collectives._group.world import Group, group_or_default, member_group, resolve_group_rank
+from rpcdist.collectives._group.world import Group, member_group, resolve_group_rank, resolve_root
 from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.checks import check_same_dtype, check_tensor, check_tensor_list, check_timeout
 from rpcdist.collectives._operations.operation import ReduceOp
@@ -149,7 +149,7 @@ def gather(
     pg = member_group(group, "gather")
     if pg is None:
         return None
-    root = _root(pg, dst, group_dst)
+    root = resolve_root(pg, dst, group_dst)
     _check_list_at(pg.rank() == root, outputs, "gather_list", "destination")
     binding = _binding(pg, tensor, *outputs)
     return binding.run(lowering.gather(binding.place, outputs, tensor, root), async_op)
@@ -171,7 +171,7 @@ def scatter(
     pg = member_group(group, "scatter")
     if pg is None:
         return None
-    root = _root(pg, src, group_src)
+    root = resolve_root(pg, src, group_src)
     _check_list_at(pg.rank() == root, inputs, "scatter_list", "source")
     binding = _binding(pg, tensor, *inputs)
     return binding.run(lowering.scatter(binding.place, tensor, inputs, root), async_op)
@@ -326,13 +326,6 @@ def _binding(pg: ProcessGroup, first: torch.Tensor, *rest: torch.Tensor) -> Back
         if tensor.device != device:
             raise ConfigError(f"all tensors have to be on one device; found {device} and {tensor.device}")
     return pg.binding(device.type)
-
-
-def _root(pg: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
-    """As in torch: rank 0 of the world unless the caller says otherwise."""
-    if world_rank is None and group_rank is None:
-        world_rank = 0
-    return resolve_group_rank(group_or_default(pg), world_rank, group_rank)
 
 
 def _check_list_at(is_root: bool, tensors: list[torch.Tensor], name: str, root: str) -> None:

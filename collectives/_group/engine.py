@@ -14,7 +14,6 @@ Rules:
 from __future__ import annotations
 
 import logging
-import os
 import threading
 import time
 from collections import deque
@@ -41,6 +40,7 @@ from rpcdist.collectives._group.state import (
     WakeRunning,
 )
 from rpcdist.collectives._operations.operation import Operation
+from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives._transports.transport_base import (
     PartControl,
     Transport,
@@ -106,8 +106,8 @@ class Engine:
         self._closing = False
         self._worker: threading.Thread | None = None
         self._dumped = False
-        self.wakeup_fd, self._wakeup_write_fd = os.pipe()
-        os.set_blocking(self._wakeup_write_fd, False)
+        self._waker = Waker()
+        self.wakeup_fd = self._waker.fileno()
 
     def __repr__(self) -> str:
         phase = "failed" if self.state.failure is not None else "busy" if self._busy else "idle"
@@ -242,11 +242,11 @@ class Engine:
         elif isinstance(exc, TransportPeerLost):
             # A socket says only that the peer is gone. The watch knows whether it died, left, or gave up over another
             # rank, and its word comes over another connection: it may be a little late.
-            if self._reporter.report_lost(exc.rank, exc.reason):
+            if self._reporter.explains_losses():
                 self._await_verdict(exc.rank)
             failure = self.state.lost_connection(exc.rank, exc.reason, job.sequence)
         else:
-            if self._reporter.report_timeout(job.title, job.sequence, exc.waiting_for):
+            if self._reporter.report_timeout(job.title, job.sequence):
                 self._await_verdict(None)
             failure = self.state.timed_out(exc.waiting_for)
         return self.fail_everywhere(failure).error(job.title)
@@ -295,21 +295,14 @@ class Engine:
     def _act(self, action: Action) -> None:
         match action:
             case FailOperations(failure):
-                self._wake_poller()  # those that wait are failed when their turn comes
+                self._waker.wake()  # jobs that wait in the queue fail when their turn comes
                 self._on_failure(failure)
             case TellRanks(failure):
                 self._reporter.report(failure)
             case WakeRunning():
-                self._wake_poller()
+                self._waker.wake()
             case NoteDeparture(rank, reason):
                 self._on_departure(rank, reason)
-
-    def _wake_poller(self) -> None:
-        """Ends the `poll` of a transport, which may sleep in it until its deadline."""
-        try:
-            os.write(self._wakeup_write_fd, b"x")
-        except (BlockingIOError, OSError):  # full: readable already; closed: nobody polls any more
-            pass
 
     def _dump(self) -> None:
         if self._dumped:
@@ -339,7 +332,5 @@ class Engine:
 
     def free(self) -> None:
         """Closes the descriptors, once nothing can poll them."""
-        for descriptor in (self.wakeup_fd, self._wakeup_write_fd):
-            if descriptor >= 0:
-                os.close(descriptor)
-        self.wakeup_fd = self._wakeup_write_fd = -1  # the numbers may soon belong to somebody else
+        self._waker.close()
+        self.wakeup_fd = -1  # the number may soon belong to somebody else

@@ -15,12 +15,12 @@ class Reporter:
     def report(self, failure: GroupFailure) -> None:
         """The group failed here. Any thread; does not wait."""
 
-    def report_timeout(self, title: str, sequence: int, waiting_for: frozenset[int]) -> bool:
+    def report_timeout(self, title: str, sequence: int) -> bool:
         """An operation ran out of time here; returns whether a verdict on who is missing will come."""
         return False
 
-    def report_lost(self, rank: int, reason: str) -> bool:
-        """A connection with a rank broke; returns whether a verdict on its state will come."""
+    def explains_losses(self) -> bool:
+        """Whether a verdict will come on the state of a rank whose connection broke."""
         return False
 
 

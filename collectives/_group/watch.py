@@ -87,11 +87,11 @@ class Watch(Reporter):
     def report(self, failure: GroupFailure) -> None:
         self._post({"say": "failure", **failure.to_json()})
 
-    def report_timeout(self, title: str, sequence: int, waiting_for: frozenset[int]) -> bool:
+    def report_timeout(self, title: str, sequence: int) -> bool:
         self._post({"say": "timeout", "title": title, "sequence": sequence})
         return bool(self._connections)
 
-    def report_lost(self, rank: int, reason: str) -> bool:
+    def explains_losses(self) -> bool:
         return bool(self._connections)  # rank 0 sees the end of its own connection with that rank, and tells why
 
     def _post(self, message: Message) -> None:

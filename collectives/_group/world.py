@@ -28,6 +28,7 @@ __all__ = [
     "group_or_default",
     "member_group",
     "resolve_group_rank",
+    "resolve_root",
     "use_world",
     "warn_not_in_group",
 ]
@@ -152,6 +153,13 @@ def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: 
     if world_rank is None:
         raise ConfigError("Must specify global_rank or group_rank")
     return group.group_rank(_whole(world_rank))
+
+
+def resolve_root(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:
+    """The root's rank in the group. As in torch: rank 0 of the world unless the caller names another."""
+    if world_rank is None and group_rank is None:
+        world_rank = 0
+    return resolve_group_rank(group, world_rank, group_rank)
 
 
 def _whole(rank: int) -> int:

@@ -86,12 +86,12 @@ class MpiTransport(Transport):
         view = fingerprint + self._sizes(operation)
         views = bytearray(self._view_bytes * self.size)
         self._wait(self._agreement.Iallgather(view, views), view, views)
-        pieces = [bytes(views[at : at + self._view_bytes]) for at in range(0, len(views), self._view_bytes)]
-        if any(piece[:FINGERPRINT_BYTES] != fingerprint for piece in pieces):
-            fingerprints = [piece[:FINGERPRINT_BYTES] for piece in pieces]
+        views_by_rank = [bytes(views[at : at + self._view_bytes]) for at in range(0, len(views), self._view_bytes)]
+        if any(each[:FINGERPRINT_BYTES] != fingerprint for each in views_by_rank):
+            fingerprints = [each[:FINGERPRINT_BYTES] for each in views_by_rank]
             raise TransportMismatch({rank: describe_fingerprint(view) for rank, view in enumerate(fingerprints)})
         if operation.kind is Kind.ALL_TO_ALL:
-            self._compare_sizes([self._splits.unpack_from(piece, FINGERPRINT_BYTES) for piece in pieces])
+            self._compare_sizes([self._splits.unpack_from(each, FINGERPRINT_BYTES) for each in views_by_rank])
 
     def _sizes(self, operation: Operation) -> bytes:
         if operation.kind is not Kind.ALL_TO_ALL:

@@ -190,7 +190,7 @@ class NcclWatchdog:
 
     def _timed_out(self, work: NcclWork) -> None:
         """Asks the watch who is missing; without an answer, says what is known here."""
-        if self._reporter.report_timeout(work.title, work.sequence, frozenset()):
+        if self._reporter.report_timeout(work.title, work.sequence):
             with self._changed:
                 self._changed.wait_for(lambda: self.state.explains(None), GROUP_VERDICT_LIMIT_S)
         reason = f"{work.title} timed out on rank {self._name(self.state.rank)}: the device is not done with it"

@@ -13,7 +13,6 @@ import torch
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp, dtype_code
 from rpcdist.collectives._operations.reduce_ops import canonical_op
-from rpcdist.collectives._transports.transport_base import TransportMismatch
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveMismatch, ConfigError
 
@@ -60,10 +59,7 @@ def all_reduce_sparse(
         submit(Lowered(operation, None, []), False)
 
     run(facts)
-    try:
-        exchange.go_on(run)
-    except TransportMismatch as exc:
-        raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {exc.views}") from exc
+    exchange.go_on(run)
     return Work.finished("all_reduce of a sparse tensor", [tensor])
 
 
@@ -104,7 +100,8 @@ class _Exchange:
     def _compare(self, everybody: list[list[int]]) -> None:
         """Every rank sees the same difference, so all of them raise."""
         if any(facts[1:] != everybody[0][1:] for facts in everybody):
-            raise TransportMismatch({rank: _view(facts) for rank, facts in enumerate(everybody)})
+            views = {rank: _view(facts) for rank, facts in enumerate(everybody)}
+            raise CollectiveMismatch("all_reduce", f"the ranks called different operations: {views}")
 
     def _gather(self, mine: torch.Tensor, counts: list[int], run: Run) -> torch.Tensor:
         """Concatenates the rows of all ranks; for the exchange, each rank's are padded to the longest."""

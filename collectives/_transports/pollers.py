@@ -27,7 +27,7 @@ class Waker:
         """Wakes the sleeper; any thread may call it, and it never blocks."""
         try:
             self._write_end.send(b"!")
-        except BlockingIOError:  # it is readable already
+        except OSError:  # full: readable already; closed: nobody polls any more
             pass
 
     def drain(self) -> None:

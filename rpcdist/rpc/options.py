@@ -135,8 +135,8 @@ class RpcOptions(RpcBackendOptions):
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
-        allow_pickle: whether peers may send values that need pickle. Without it only plain values get through: None,
-            bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+        allow_pickle: whether values that need pickle may be received, and sent. Without it only plain values get
+            through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.

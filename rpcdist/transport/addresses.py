@@ -88,9 +88,9 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
     )
 
 
-def warn_if_plaintext(host: str, encrypted: bool = False) -> None:
+def warn_if_plaintext(host: str) -> None:
     """Warns that data travels unencrypted, if `host` is beyond loopback; Python shows it once in a process."""
-    if not encrypted and not is_loopback(host):
+    if not is_loopback(host):
         # The text is the same for every host, and so is the place: the warnings module shows such a pair once.
         warnings.warn(
             "rpcdist talks to other machines without TLS: peers are authenticated, but data is not encrypted and "

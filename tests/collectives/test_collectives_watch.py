@@ -109,7 +109,7 @@ def test_a_rank_that_leaves_is_not_lost(star: Star, leaver: int) -> None:
 @pytest.mark.parametrize("reporter", [0, 1])
 def test_a_timeout_names_who_did_not_arrive(star: Star, reporter: int) -> None:
     star.listeners[3].place = (4, "finished all_reduce #4 2.0 s ago and has called nothing since")
-    assert star.watches[reporter].report_timeout("all_reduce #5 of group 'g'", 5, frozenset({2}))
+    assert star.watches[reporter].report_timeout("all_reduce #5 of group 'g'", 5)
     for rank in range(SIZE):
         failure = star.failure(rank)
         assert (failure.kind, failure.ranks) == (FailureKind.TIMEOUT, (3,))
@@ -119,7 +119,7 @@ def test_a_timeout_names_who_did_not_arrive(star: Star, reporter: int) -> None:
 def test_several_ranks_that_time_out_ask_once(star: Star) -> None:
     star.listeners[2].place = (0, "has called nothing")
     for rank in (0, 1, 3):
-        star.watches[rank].report_timeout("barrier #1 of group 'g'", 1, frozenset())
+        star.watches[rank].report_timeout("barrier #1 of group 'g'", 1)
     for rank in range(SIZE):
         assert star.failure(rank).ranks == (2,)
         assert star.listeners[rank].failures.empty()

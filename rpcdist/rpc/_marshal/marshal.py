@@ -32,7 +32,7 @@ class Marshal:
         device_map: where tensors of other devices go at a worker.
         worker_name: this worker's, for failures.
         by_value: send the code of functions and classes that the receiver cannot import.
-        allow_pickle: take pickles from others.
+        allow_pickle: send and take pickles; without it, only plain values.
     """
 
     def __init__(
@@ -73,7 +73,13 @@ class Marshal:
         record = None if autograd is None else partial(_record, autograd, value, to)
         try:
             large = encode_into(
-                value, obj, externals, by_value=self.by_value, map_device=self._device_map(to), on_tensors=record
+                value,
+                obj,
+                externals,
+                by_value=self.by_value,
+                plain_only=not self.allow_pickle,
+                map_device=self._device_map(to),
+                on_tensors=record,
             )
         except BaseException:
             self.give_back(externals.forks, to)

@@ -227,9 +227,9 @@ class RRefManager:
             remaining[0] = sum(token.state.when_settled(settled) for token in tokens)
             return done if remaining[0] else None
 
-    def share_failed(self, fork: value_pb2.RRefFork, to: int, incarnation: int | None = None) -> None:
+    def share_failed(self, fork: value_pb2.RRefFork, to: int) -> None:
         """The message with this fork is lost, or may be."""
-        self._feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork), self._node(to, incarnation)))
+        self._feed(events.ShareFailed(id_from_pb(fork.rref), id_from_pb(fork.fork), self._node(to, None)))
 
     def connection_broken(self, worker_id: int, on_the_way: Iterable[value_pb2.RRefFork] = ()) -> None:
         """Messages to a worker may be lost; the forks in `on_the_way` travel in messages that are still being sent."""

@@ -1,6 +1,6 @@
 """The control messages of the reference counting, as the pure protocol sees them.
 
-`proto/rref.proto` has the same messages on the wire; `wire.py` translates.
+`proto/rref.proto` has the same messages on the wire; `protobuf.py` translates.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ __all__ = [
     "CreationProbe",
     "CreationQuery",
     "ForkConfirmed",
+    "ForkMessage",
     "ForkRefused",
     "ForkRequest",
     "Message",
@@ -44,60 +45,52 @@ class Message:
 
 
 @dataclass(frozen=True, slots=True)
-class ForkRequest(Message):
+class ForkMessage(Message):
+    """Base of those about one fork of the reference."""
+
+    fork: ForkId
+
+
+@dataclass(frozen=True, slots=True)
+class ForkRequest(ForkMessage):
     """User -> owner: I hold this fork now; count it."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class ForkConfirmed(Message):
+class ForkConfirmed(ForkMessage):
     """Owner -> user: counted."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class ForkRefused(Message):
+class ForkRefused(ForkMessage):
     """Owner -> user: not counted, and why."""
 
-    fork: ForkId
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True)
-class ChildConfirmed(Message):
+class ChildConfirmed(ForkMessage):
     """Child -> parent user: the fork that you gave me is counted, or given up; yours may go."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class UserDeleted(Message):
+class UserDeleted(ForkMessage):
     """User -> owner: this fork is gone."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class ShareQuery(Message):
+class ShareQuery(ForkMessage):
     """Sharer -> receiver: the message with this fork may be lost; refuse it from now on if you do not know it."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class ShareLost(Message):
+class ShareLost(ForkMessage):
     """Receiver -> sharer: I do not hold that fork, and never will."""
 
-    fork: ForkId
-
 
 @dataclass(frozen=True, slots=True)
-class CreationQuery(Message):
+class CreationQuery(ForkMessage):
     """Creator -> owner: my remote() failed here; confirm the fork, or refuse the call from now on."""
-
-    fork: ForkId
 
 
 @dataclass(frozen=True, slots=True)

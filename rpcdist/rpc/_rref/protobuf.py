@@ -9,7 +9,7 @@ from rpcdist.rpc._rref.identifiers import UniqueId
 
 __all__ = ["decode_message", "encode_message", "id_from_pb", "id_to_pb"]
 
-_WITH_FORK: dict[str, type[messages.Message]] = {
+_WITH_FORK: dict[str, type[messages.ForkMessage]] = {
     "fork_request": messages.ForkRequest,
     "fork_confirmed": messages.ForkConfirmed,
     "child_confirmed": messages.ChildConfirmed,
@@ -38,9 +38,8 @@ def encode_message(message: messages.Message) -> rref_pb2.RRefMessage:
     encoded = rref_pb2.RRefMessage()
     body = getattr(encoded, _NAMES[type(message)])
     body.rref.CopyFrom(id_to_pb(message.rref))
-    fork: UniqueId | None = getattr(message, "fork", None)
-    if fork is not None:
-        body.fork.CopyFrom(id_to_pb(fork))
+    if isinstance(message, messages.ForkMessage):
+        body.fork.CopyFrom(id_to_pb(message.fork))
     else:
         body.SetInParent()
     if isinstance(message, messages.ForkRefused):
@@ -57,7 +56,7 @@ def decode_message(encoded: rref_pb2.RRefMessage) -> messages.Message:
         return messages.ForkRefused(id_from_pb(refused.rref), id_from_pb(refused.fork), reason)
     if name in _WITH_FORK:
         body = getattr(encoded, name)
-        return _WITH_FORK[name](id_from_pb(body.rref), id_from_pb(body.fork))  # type: ignore[call-arg]
+        return _WITH_FORK[name](id_from_pb(body.rref), id_from_pb(body.fork))
     if name in _WITHOUT_FORK:
         return _WITHOUT_FORK[name](id_from_pb(getattr(encoded, name).rref))
     raise ProtocolViolation(f"a reference-counting message of an unknown kind arrived: {encoded!r}")
