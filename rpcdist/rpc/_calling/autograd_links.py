@@ -10,11 +10,12 @@ from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import IoThread, MessageSink, SendObserver
+from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._values import LargeBuffer

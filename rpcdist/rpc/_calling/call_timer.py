@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from rpcdist.rpc._peers.network import IoThread
+from rpcdist.rpc._executors.io_thread import IoThread
 
 __all__ = ["CallTimer"]
 

@@ -26,12 +26,13 @@ from rpcdist.rpc._calling.call_table import (
 from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import IoThread, MessageSink
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import UniqueId

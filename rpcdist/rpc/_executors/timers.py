@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from rpcdist.rpc._peers.network import IoThread
+from rpcdist.rpc._executors.io_thread import IoThread
 
 __all__ = ["Timer", "Timers"]
 

@@ -23,7 +23,7 @@ import time
 from _thread import LockType, get_ident
 from collections.abc import Callable
 
-from rpcdist.rpc._peers.network import IoThread
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.time_limits import SIGNAL_CHECK_INTERVAL_S
 
 __all__ = ["InterruptWatch", "acquire", "longest_sleep_s"]

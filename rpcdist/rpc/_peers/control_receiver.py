@@ -10,10 +10,11 @@ from google.protobuf.message import Message
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._peers.control import ControlInbox
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
-from rpcdist.rpc._peers.network import IoThread, MessageSink
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.time_limits import ACKNOWLEDGE_DELAY_S
 

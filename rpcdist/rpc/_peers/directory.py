@@ -13,7 +13,7 @@ import torch
 
 from rpcdist.errors import ConfigError, RpcdistError, UnknownWorker
 from rpcdist.ids import Identity
-from rpcdist.rpc._peers.network import IoThread
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values import MapDevice
 from rpcdist.rpc.worker_info import WorkerInfo
 

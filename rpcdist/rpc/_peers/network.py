@@ -6,7 +6,6 @@ which is how several workers can live in one process without a network.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -15,10 +14,11 @@ from google.protobuf.message import Message
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
+from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
 
-__all__ = ["Connection", "IoThread", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
+__all__ = ["Connection", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
 
 T = TypeVar("T")
 ReplyT = TypeVar("ReplyT", bound=Message)
@@ -100,20 +100,6 @@ class Connection(Protocol):
 
     async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
-
-
-class IoThread(Protocol):
-    """The event loop on which everything of the network runs, and its thread."""
-
-    @property
-    def loop(self) -> asyncio.AbstractEventLoop:
-        """The loop; to be used on its thread only."""
-
-    def call_soon(self, function: Callable[..., object], *args: object) -> None:
-        """Has a function called on the loop soon; any thread."""
-
-    def spawn(self, coroutine: Coroutine[Any, Any, object], name: str) -> asyncio.Task[Any]:
-        """Starts a task on the loop; on its thread only."""
 
 
 class Network(Protocol):
