@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from rpcdist.errors import CollectiveTimeout
+from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Work"]
 
@@ -179,20 +180,8 @@ class Work:
     def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
         """Waits without blocking the loop; cancelling leaves the operation running."""
         if not self._done:
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-
-            def wake() -> None:
-                if not waiter.done():
-                    waiter.set_result(None)
-
-            def settle(_: Work) -> None:
-                try:
-                    loop.call_soon_threadsafe(wake)
-                except RuntimeError:  # the loop was closed: nobody awaits any more
-                    pass
-
-            self.when_done(settle)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self.when_done(lambda _: wake_threadsafe(waiter))
             yield from waiter
         if self._error is not None:
             raise self._error

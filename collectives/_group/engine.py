@@ -30,15 +30,12 @@ from rpcdist.collectives._group.state import (
     Closing,
     Event,
     FailOperations,
-    FailureFound,
-    FailureHeard,
     GroupState,
     NoteDeparture,
-    Opened,
-    RankLeft,
     TellRanks,
     WakeRunning,
 )
+from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._operations.operation import Operation
 from rpcdist.collectives._transports.pollers import Waker
 from rpcdist.collectives._transports.transport_base import (
@@ -63,7 +60,7 @@ def _nothing(*_: object) -> None:
     """For groups without messages."""
 
 
-class Engine:
+class Engine(StateKeeper):
     """Runs the operations of one group.
 
     Args:
@@ -76,7 +73,6 @@ class Engine:
         on_departure: told of a rank that left, and of that in words; likewise.
 
     Attributes:
-        state: read by others, changed by the engine only.
         wakeup_fd: readable once the running operation cannot be finished.
     """
 
@@ -91,7 +87,7 @@ class Engine:
         on_failure: Callable[[GroupFailure], object] = _nothing,
         on_departure: Callable[[int, str], object] = _nothing,
     ) -> None:
-        self.state = state
+        super().__init__(state)
         self._transport = transport
         self._timeout_s = timeout_s
         self._recorder = recorder
@@ -262,27 +258,6 @@ class Engine:
         self._transport.run(operation, PartControl(job, job.sequence, operation.fingerprint(job.sequence)))
 
     # ------------------------------------------------------------ events (any thread)
-
-    def opened(self) -> None:
-        """All ranks are connected: acts on what was heard while the group was made."""
-        self._handle(Opened())
-
-    def fail(self, failure: GroupFailure) -> bool:
-        """Ends the group, because another rank said so; returns False when it had failed before."""
-        return bool(self._handle(FailureHeard(failure)))
-
-    def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
-        """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
-        self._handle(FailureFound(failure))
-        return self.state.failure or failure
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-        self._handle(RankLeft(rank, last_sequence))
-
-    def where(self) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
-        return self.state.where(time.monotonic())
 
     def _handle(self, event: Event) -> list[Action]:
         with self._lock:

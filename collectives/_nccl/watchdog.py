@@ -19,16 +19,14 @@ from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.reporting import Reporter
 from rpcdist.collectives._group.state import (
+    Action,
     Closing,
     Event,
     FailOperations,
-    FailureFound,
-    FailureHeard,
     GroupState,
-    Opened,
-    RankLeft,
     TellRanks,
 )
+from rpcdist.collectives._group.state_keeper import StateKeeper
 from rpcdist.collectives._nccl.nccl_library import Communicator, Runtime
 from rpcdist.collectives._nccl.nccl_work import NcclWork
 from rpcdist.deadline import Deadline
@@ -46,7 +44,7 @@ __all__ = ["NcclWatchdog"]
 logger = logging.getLogger(__name__)
 
 
-class NcclWatchdog:
+class NcclWatchdog(StateKeeper):
     """Watches over the operations of one group on the device, and ends them when the group fails.
 
     Args:
@@ -55,9 +53,6 @@ class NcclWatchdog:
         communicator: the group's NCCL communicator; the watchdog ends it.
         recorder: the flight recorder of this process.
         reporter: tells the other ranks what this one found.
-
-    Attributes:
-        state: read by others, changed by the watchdog only.
     """
 
     def __init__(
@@ -68,7 +63,7 @@ class NcclWatchdog:
         recorder: FlightRecorder,
         reporter: Reporter,
     ) -> None:
-        self.state = state
+        super().__init__(state)
         self._runtime = runtime
         self._communicator = communicator
         self._recorder = recorder
@@ -118,28 +113,7 @@ class NcclWatchdog:
 
     # ------------------------------------------------------------ events (any thread)
 
-    def opened(self) -> None:
-        """All ranks are connected: acts on what was heard while the group was made."""
-        self._handle(Opened())
-
-    def fail(self, failure: GroupFailure) -> None:
-        """Ends the group on this rank, because another rank said so, or nobody else needs to know."""
-        self._handle(FailureHeard(failure))
-
-    def fail_everywhere(self, failure: GroupFailure) -> GroupFailure:
-        """Makes it the group's failure, unless there is one, tells the other ranks, and returns the one that counts."""
-        self._handle(FailureFound(failure))
-        return self.state.failure or failure
-
-    def rank_left(self, rank: int, last_sequence: int) -> None:
-        """A rank left the group in order, after taking part in all operations up to `last_sequence`."""
-        self._handle(RankLeft(rank, last_sequence))
-
-    def where(self) -> tuple[int, str]:
-        """The newest operation that this rank has called, and what it does now, in words."""
-        return self.state.where(time.monotonic())
-
-    def _handle(self, event: Event) -> None:
+    def _handle(self, event: Event) -> list[Action]:
         with self._changed:
             actions = self.state.handle(event)
             works = list(self._pending)
@@ -154,6 +128,7 @@ class NcclWatchdog:
                     path = self._recorder.write_dump(self._name(self.state.rank))
                     group = self.state.group
                     logger.error("group %r failed (%s); its last operations are in %s", group, failure, path)
+        return actions
 
     # ------------------------------------------------------------ the thread
 

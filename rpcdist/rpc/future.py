@@ -41,6 +41,7 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Future"]
 
@@ -151,9 +152,8 @@ class Future(torch.futures.Future[T]):
     def __await__(self) -> Generator[Any, None, T]:
         """Waits on the running asyncio loop. Cancelling the awaiting task cancels the call."""
         if not self._finished:
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            wake = partial(_wake_loop, loop, waiter)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            wake = partial(wake_threadsafe, waiter)
             self._observe(wake)
             try:
                 yield from waiter
@@ -438,15 +438,3 @@ def _as_runtime_error(error: BaseException) -> BaseException:
     wrapped.__cause__ = error
     wrapped.__traceback__ = error.__traceback__  # the log of an unread error shows where it came from
     return wrapped
-
-
-def _wake_loop(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    try:
-        loop.call_soon_threadsafe(_set_waiter, waiter)
-    except RuntimeError:
-        logger.debug("a loop was closed while one of its tasks waited for a call")
-
-
-def _set_waiter(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

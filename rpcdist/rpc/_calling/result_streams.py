@@ -27,6 +27,7 @@ from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.failures import exception_of
+from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["DEFAULT_WINDOW", "Stream", "StreamState", "StreamTable"]
 
@@ -67,7 +68,7 @@ class StreamState:
         self._failure: BaseException | rpc_pb2.Failure | None = None
         self._may_unpickle = may_unpickle
         self._condition = threading.Condition()
-        self._async_waiters: list[tuple[asyncio.AbstractEventLoop, asyncio.Future[None]]] = []
+        self._async_waiters: list[asyncio.Future[None]] = []
 
     def __repr__(self) -> str:
         return f"<stream {self.id} of {self.what} [{len(self._items)} waiting{', ended' if self._ended else ''}]>"
@@ -93,11 +94,8 @@ class StreamState:
     def _notify(self) -> None:
         self._condition.notify_all()
         waiters, self._async_waiters = self._async_waiters, []
-        for loop, future in waiters:
-            try:
-                loop.call_soon_threadsafe(_set_done, future)
-            except RuntimeError:
-                continue  # that loop was closed, and its waiter with it
+        for waiter in waiters:
+            wake_threadsafe(waiter)
 
     # On the consumer's thread or loop.
 
@@ -121,7 +119,7 @@ class StreamState:
                 if self._items or self._ended:
                     return self._next_locked()
                 future: asyncio.Future[None] = loop.create_future()
-                self._async_waiters.append((loop, future))
+                self._async_waiters.append(future)
             try:
                 async with asyncio.timeout_at(limit):
                     await future
@@ -162,11 +160,6 @@ class StreamState:
             self._items.clear()
         for item in items:
             item.discard()
-
-
-def _set_done(future: asyncio.Future[None]) -> None:
-    if not future.done():
-        future.set_result(None)
 
 
 class Stream(Generic[T]):

@@ -21,6 +21,7 @@ from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc.future import Future
+from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["AnyDone", "Completions", "as_completed", "collect_all", "replace_torch_functions", "wait_all", "wait_any"]
 
@@ -149,9 +150,8 @@ class Completions(Generic[T]):
         if self._num_left == 0:
             raise StopAsyncIteration
         while not self._arrived:
-            loop = asyncio.get_running_loop()
-            waiter: asyncio.Future[None] = loop.create_future()
-            sleeper = partial(_wake_on_loop, loop, waiter)
+            waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            sleeper = partial(wake_threadsafe, waiter)
             self._sleepers.append(sleeper)
             try:
                 if not self._arrived:
@@ -275,15 +275,3 @@ def _cancel_all(futures: Sequence[torch.futures.Future[T]]) -> None:
     for future in futures:
         if isinstance(future, Future):
             future.cancel()
-
-
-def _wake_on_loop(loop: asyncio.AbstractEventLoop, waiter: asyncio.Future[None]) -> None:
-    try:
-        loop.call_soon_threadsafe(_set_waiter, waiter)
-    except RuntimeError:
-        return  # the loop was closed, so nobody waits
-
-
-def _set_waiter(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

@@ -42,6 +42,7 @@ from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
+from rpcdist.waiters import wake
 
 __all__ = ["LocalChannel"]
 
@@ -132,7 +133,7 @@ class LocalChannel:
 
     async def _until_readable(self) -> None:
         readable = self._readable = self._loop.create_future()
-        self._loop.add_reader(self._socket, _wake, readable)
+        self._loop.add_reader(self._socket, wake, readable)
         try:
             await readable
         finally:
@@ -361,7 +362,7 @@ class LocalChannel:
         if self._ended is not None:
             raise TransportError(str(self._ended))
         writable = self._writable = self._loop.create_future()
-        self._loop.add_writer(self._socket, _wake, writable)
+        self._loop.add_writer(self._socket, wake, writable)
         try:
             await writable
         finally:
@@ -400,7 +401,7 @@ class LocalChannel:
         self._stop_listening()
         for waiter in (self._done, self._readable, self._writable):
             if waiter is not None:
-                _wake(waiter)
+                wake(waiter)
 
     def _stop_listening(self) -> None:
         if self._receiver is not None:
@@ -411,8 +412,3 @@ class LocalChannel:
 
 def _rights(segment: Segment) -> list[tuple[int, int, bytes]]:
     return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [segment.fileno()]).tobytes())]
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
