@@ -6,9 +6,9 @@
 import asyncio
 
 import torch
-import torch.multiprocessing as mp
 
 from rpcdist import rpc
+from rpcdist.launch import launch
 
 
 async def ask() -> None:
@@ -18,12 +18,11 @@ async def ask() -> None:
 
 
 def run(rank: int) -> None:
-    options = rpc.RpcOptions(init_method="tcp://127.0.0.1:29500")
-    rpc.init_rpc(f"worker{rank}", rank=rank, world_size=2, rpc_backend_options=options)
+    rpc.init_rpc(f"worker{rank}")
     if rank == 0:
         asyncio.run(ask())
     rpc.shutdown()  # waits until everybody is done
 
 
 if __name__ == "__main__":
-    mp.spawn(run, nprocs=2)
+    launch(run, num_workers=2)

@@ -298,7 +298,7 @@ class Session:
             if kind in _OWN_KINDS:
                 self._handle(kind, message)
                 continue
-            delivery = self._incoming.announce(message)
+            delivery = self._incoming.announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope at once: calls go to the pool with one wake-up

@@ -14,7 +14,7 @@ from pathlib import Path
 from socket import socket
 
 import pytest
-from example_runs import EXAMPLES, ROOT, free_port, last_line, torchrun
+from example_runs import EXAMPLES, ROOT, last_line, torchrun
 from example_runs import explanation_of as explanation_of
 from program_sessions import LIMIT_S, STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
@@ -30,12 +30,10 @@ def last_accuracy(result: subprocess.CompletedProcess[str]) -> float:
 
 
 @pytest.mark.multiproc
-def test_hello_prints_what_its_docstring_says(tmp_path: Path) -> None:
-    source = (EXAMPLES / "hello_rpc.py").read_text()
-    expected = source.split('"""')[1].partition("\n")[2]
-    copy = tmp_path / "hello_rpc.py"
-    copy.write_text(source.replace("29500", str(free_port())))
-    result = run(sys.executable, copy)
+def test_hello_prints_what_its_docstring_says() -> None:
+    program = EXAMPLES / "hello_rpc.py"
+    expected = program.read_text().split('"""')[1].partition("\n")[2]
+    result = run(sys.executable, program)
     assert (result.stdout, result.stderr, result.returncode) == (expected, "", 0)
 
 

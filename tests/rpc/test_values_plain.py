@@ -17,7 +17,7 @@ from values_helpers import Box, Boxes, encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, ReceiveBuffer, decode, encode_into, large_sizes
-from rpcdist.rpc._values.plain import EMPTY_CALL, MAX_DEPTH, MAX_ITEMS, read_plain
+from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS, read_plain
 
 PLAIN = value_pb2.Value.PLAIN
 PICKLE = value_pb2.Value.PICKLE
@@ -116,13 +116,6 @@ def test_containers_go_round(obj: object) -> None:
 
 def test_dicts_keep_their_order() -> None:
     assert list(round_trip({"b": 1, "a": 2}, plain_only=True)[1]) == ["b", "a"]
-
-
-def test_an_empty_call_is_constant() -> None:
-    assert encode(((), {})).value.body == EMPTY_CALL
-    result = decode(encode(((), {})).value)
-    assert result == ((), {})
-    assert decode(encode(((), {})).value)[1] is not result[1]  # type: ignore[index]
 
 
 def test_identity_and_cycles_are_kept() -> None:

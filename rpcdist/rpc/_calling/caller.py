@@ -201,7 +201,10 @@ class Caller:
             call.function_pickle = name
             name = getattr(func, "__qualname__", repr(func))
         context = self._join_autograd(call, to)
-        large, forks = self._marshal.encode(call.arguments, (args, kwargs), to, context)
+        large: Sequence[LargeBuffer] = ()
+        forks: list[value_pb2.RRefFork] = []
+        if args or kwargs:  # else the field stays unset, and neither side has anything to encode or to decode
+            large, forks = self._marshal.encode(call.arguments, (args, kwargs), to, context)
         if result is not None:
             call.result.CopyFrom(result)
         if on is not None:

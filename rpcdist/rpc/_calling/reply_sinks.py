@@ -11,7 +11,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import PendingCall
-from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._marshal.arrived_value import ArrivedValue
 from rpcdist.rpc._peers.demultiplexer import PoolJob
@@ -41,7 +41,7 @@ def result_of(reply: rpc_pb2.Reply, payload: object, may_unpickle: bool) -> obje
         return payload.decode()
     if reply.HasField("failure"):
         raise exception_of(reply.failure, may_unpickle=may_unpickle)
-    return payload  # a stream, or nothing
+    return payload  # a stream, or None
 
 
 def _settle_inside(context: CallContext, future: Future[Any]) -> None:
@@ -79,8 +79,11 @@ class SyncReplySink:
         """The result; raises the call's failure, or `DeadlineExceeded`."""
         left_s = call.deadline.wait_s()
         try:
-            with blocking():
+            if hooks.enter is None:  # a thread of the user's
                 ended = acquire(self._lock, left_s)
+            else:
+                with blocking():
+                    ended = acquire(self._lock, left_s)
         except BaseException:  # Ctrl-C in the main thread
             canceller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise

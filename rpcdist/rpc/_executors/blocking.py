@@ -6,7 +6,7 @@ import contextlib
 import threading
 from collections.abc import Callable, Iterator
 
-__all__ = ["blocking", "forget_hooks", "set_hooks"]
+__all__ = ["blocking", "forget_hooks", "hooks", "set_hooks"]
 
 Hook = Callable[[], object]
 
@@ -18,23 +18,23 @@ class _ThreadHooks(threading.local):
     leave: Hook | None = None
 
 
-_hooks = _ThreadHooks()
+hooks = _ThreadHooks()
 
 
 def set_hooks(enter: Hook, leave: Hook) -> None:
     """Has `enter` and `leave` called around each `blocking` block of this thread, nested ones included."""
-    _hooks.enter, _hooks.leave = enter, leave
+    hooks.enter, hooks.leave = enter, leave
 
 
 def forget_hooks() -> None:
     """Undoes `set_hooks` for this thread."""
-    _hooks.enter = _hooks.leave = None
+    hooks.enter = hooks.leave = None
 
 
 @contextlib.contextmanager
 def blocking() -> Iterator[None]:
     """While it lasts, this thread does not count as running, so that another may take its place at once."""
-    enter, leave = _hooks.enter, _hooks.leave
+    enter, leave = hooks.enter, hooks.leave
     if enter is None or leave is None:
         yield
         return

@@ -297,6 +297,9 @@ class Dispatcher:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)
+            elif result is None:  # as most functions return: a reply without an outcome
+                active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id)))
+                self._forget(active)
             else:
                 message = rpc_pb2.Message()
                 message.reply.id = active.call.id

@@ -12,7 +12,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, add_buffer, received_buffers
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import PickledParts, read_pickle, write_pickle
-from rpcdist.rpc._values.plain import EMPTY_CALL, MAX_ITEMS, NOTHING, NotPlain, PlainWriter, read_plain
+from rpcdist.rpc._values.plain import MAX_ITEMS, NotPlain, PlainWriter, read_plain
 from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
@@ -52,14 +52,6 @@ def encode_into(
         SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
         AttributeError, TypeError, pickle.PicklingError: from pickle, with a note. `value` is left empty in all cases.
     """
-    if obj is None:
-        value.body = NOTHING
-        return []
-    if type(obj) is tuple and len(obj) == 2:
-        args, kwargs = obj
-        if type(args) is tuple and not args and type(kwargs) is dict and not kwargs:
-            value.body = EMPTY_CALL
-            return []
     large: list[LargeBuffer] = []
     try:
         writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
@@ -138,11 +130,6 @@ def decode(
     """
     body = value.body
     encoding = value.encoding
-    if not encoding:  # half of all calls have no arguments, or no result
-        if body == EMPTY_CALL:
-            return (), {}
-        if body == NOTHING:
-            return None
     if encoding and plain_only:
         raise SerializationError(
             "a pickled value arrived from a peer that may send plain values only: None, bool, numbers, str, bytes, "

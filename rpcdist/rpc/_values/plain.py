@@ -25,7 +25,7 @@ from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
 from rpcdist.rpc._values.externals import Externals
 
-__all__ = ["EMPTY_CALL", "MAX_DEPTH", "MAX_ITEMS", "NOTHING", "NotPlain", "PlainWriter", "read_plain"]
+__all__ = ["MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "read_plain"]
 
 MAX_DEPTH: Final = 64
 """Containers within containers; deeper values are pickled."""
@@ -42,11 +42,6 @@ _STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER = range(0x95, 0x98)
 _TUPLE0: Final = 0xA0  # 0xA0 to 0xAF: a tuple of 0 to 15 items
 _DICT0: Final = 0xB0  # a dict of 0 to 15
 _TENSOR0: Final = 0xC0  # 0xC0 to 0xDF: tensor 0 to 31
-
-EMPTY_CALL: Final = bytes((_TUPLE0 + 2, _TUPLE0, _DICT0))
-"""`((), {})`: the arguments of a call without arguments."""
-NOTHING: Final = bytes((_NONE,))
-"""`None`: the result of a function that returns nothing."""
 
 _INT64_FORM: Final = Struct("<Bq")
 _FLOAT_FORM: Final = Struct("<Bd")
