@@ -44,8 +44,6 @@ class Kind(IntEnum):
     REDUCE_SCATTER = 7
     ALL_TO_ALL = 8
     BARRIER = 9
-    SEND = 10
-    RECV = 11
 
     @property
     def title(self) -> str:

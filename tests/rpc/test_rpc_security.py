@@ -16,6 +16,7 @@ import grpc
 import grpc.aio
 import pytest
 import rpc_victim_functions as functions
+from chunk_envelopes import chunk_envelope
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from peer_timeouts import CALM_S
@@ -36,7 +37,6 @@ from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_p
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
 from rpcdist.testing import RpcWorld, WorkerPool, eventually
 from rpcdist.testing.rpc_world import join, leave
-from rpcdist.transport._framing.frames import chunk_envelope
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 

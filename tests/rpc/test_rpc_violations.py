@@ -11,6 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 import rpc_victim_functions as functions
+from chunk_envelopes import chunk_envelope
 from peer_timeouts import CALM_S, UNIT_S
 from rpc_raw_peer import (
     RawClient,
@@ -25,7 +26,7 @@ from rpc_raw_peer import (
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
-from rpcdist.transport._framing.frames import chunk_envelope, frame
+from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 

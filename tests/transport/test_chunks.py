@@ -6,6 +6,7 @@ import random
 from typing import Any
 
 import pytest
+from chunk_envelopes import chunk_envelope
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from session_pairs import Bytes, announced, call
@@ -18,7 +19,6 @@ from rpcdist.transport._framing.frames import (
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
     Chunk,
-    chunk_envelope,
     frame,
     parse,
     varint,

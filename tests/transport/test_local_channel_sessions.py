@@ -10,12 +10,13 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from chunk_envelopes import chunk_envelope
 from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.transport import session as session_module
-from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, chunk_envelope, frame
+from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, frame
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 

@@ -12,12 +12,13 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from chunk_envelopes import chunk_envelope
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.testing import eventually_async
 from rpcdist.transport._channels import local_channel
 from rpcdist.transport._channels.local_channel import LocalChannel
-from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_envelope, chunk_head, parse_chunk_head
+from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 
 LIMIT_S = 20.0

@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
+from chunk_envelopes import chunk_envelope
 from session_pairs import LIMIT_S, Bytes, ChannelPair, MemoryPair, Pair, announced, call
 
-from rpcdist.transport._framing.frames import CHUNK_BYTES, chunk_envelope, frame
+from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
 
 
 @pytest.fixture(params=[MemoryPair, ChannelPair], ids=["memory", "channel"])

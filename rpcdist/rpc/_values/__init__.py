@@ -1,6 +1,6 @@
 """Python values on the wire; docs/values.md describes the format and its promises."""
 
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, large_sizes
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.codec import OnTensors, decode, encode_into
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
@@ -17,6 +17,5 @@ __all__ = [
     "Reducer",
     "decode",
     "encode_into",
-    "large_sizes",
     "register_reducer",
 ]

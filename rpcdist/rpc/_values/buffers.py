@@ -22,7 +22,6 @@ __all__ = [
     "LargeBuffer",
     "ReceiveBuffer",
     "add_buffer",
-    "large_sizes",
     "memory_view",
     "received_buffers",
 ]
@@ -139,11 +138,6 @@ def add_buffer(value: value_pb2.Value, view: memoryview, large: list[LargeBuffer
         buffer.size = view.nbytes
         large.append(LargeBuffer(view))
     return len(value.buffers) - 1
-
-
-def large_sizes(value: value_pb2.Value) -> list[int]:
-    """The sizes in bytes of the buffers that follow as chunks, in their order."""
-    return [buffer.size for buffer in value.buffers if buffer.size]
 
 
 def received_buffers(value: value_pb2.Value, large: Sequence[ReceiveBuffer]) -> list[bytes | ReceiveBuffer]:

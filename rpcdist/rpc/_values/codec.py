@@ -120,7 +120,7 @@ def decode(
     threads.
 
     Args:
-        large: the buffers that followed the message, complete, in the order of `large_sizes`.
+        large: the buffers that followed the message, complete, in the order of `value.buffers`.
         externals: receives remote references; without it they are refused.
         plain_only: refuse pickles and other devices than cpu and meta.
         on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.

@@ -22,7 +22,6 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "Chunk",
     "ChunkHead",
-    "chunk_envelope",
     "chunk_head",
     "frame",
     "parse",
@@ -91,11 +90,6 @@ def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
     return b"".join((b"\x7a", varint(len(head) + size), head))
 
 
-def chunk_envelope(transfer: int, buffer: int, offset: int, data: memoryview) -> bytes:
-    """An envelope that carries one chunk, in one run of bytes: this copies the payload, once."""
-    return b"".join((chunk_head(transfer, buffer, offset, len(data)), data))
-
-
 def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Chunk:
     """Reads an envelope.
 
@@ -154,7 +148,7 @@ def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHe
 
 
 def _parse_chunk(data: bytes | bytearray) -> Chunk | None:
-    """The chunk in the layout that `chunk_envelope` writes, without a copy; None if the layout is another."""
+    """The chunk in the layout that `chunk_head` begins, without a copy; None if the layout is another."""
     head = parse_chunk_head(data, len(data))
     if head is None:
         return None
