@@ -124,7 +124,7 @@ class Peer:
         Raises:
             TransportError: the worker is lost, or this process shuts down.
         """
-        session = self.session
+        session = self.session  # without the lock: a session that ends meanwhile drops what it is given, and says so
         if session is None:
             with self._lock:
                 session = self.session
@@ -147,6 +147,7 @@ class Peer:
         with self._lock:
             if self.is_gone or self.state is PeerState.CLOSED:
                 return
+            # Numbered under the lock under which `_up` sends again what is unacknowledged: numbers leave in order.
             message = self._control.add(body)
             if self.session is not None:
                 self.session.send(message)
@@ -189,6 +190,7 @@ class Peer:
             last_seen: when the worker was last heard of, if that counts: silence and reconnecting share one timeout.
         """
         started = time.monotonic()
+        # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
         limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT_SHARE * self._timeout_s)
         attempt = 0
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
@@ -202,7 +204,7 @@ class Peer:
                     expected=self.identity,
                     retry=False,
                 )
-            except AuthenticationFailed as exc:
+            except AuthenticationFailed as exc:  # somebody else listens there now: trying again would not help
                 self._lose(_because(broken, str(exc)), gone=True)
                 return
             except TransportError as exc:
@@ -210,6 +212,7 @@ class Peer:
                 if now > limit + LAST_ATTEMPT_SHARE * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
                     limit = now + LAST_ATTEMPT_SHARE * self._timeout_s  # this process was held up: it judges nobody
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+                # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
                 if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, now - started)
@@ -230,7 +233,7 @@ class Peer:
             self.state = PeerState.UP
             self.lost_reason = None
             session = connection.session
-            for message in self._control.to_resend():
+            for message in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(message)
             waiting, self._waiting = self._waiting, []
             for message, buffers, sent in waiting:
@@ -239,8 +242,8 @@ class Peer:
                 number = session.send(message, buffers)
                 if sent is not None:
                     sent.on_sent(session, number)
-            self.session = session
-        if session.closed_reason is not None:
+            self.session = session  # last: a thread that sees it may send at once, past what waited
+        if session.closed_reason is not None:  # it ended before this peer listened to it
             self.on_session_closed(session, session.closed_reason)
 
     def on_session_closed(self, session: PeerSession, reason: str) -> None:
@@ -266,6 +269,7 @@ class Peer:
             if self.session is not None:
                 self.last_up = self.session.last_received
             self.is_gone = gone
+            # Told outside of the lock: their calls end, and whoever waits for one may call this worker again.
             unsent = [sent for _, _, sent in self._waiting if sent is not None]
             self._waiting.clear()
         self._owner.on_peer_lost(self, reason, unsent)

@@ -160,12 +160,13 @@ class Router:
         if peer is not None and peer.identity == member.identity and peer.state is not PeerState.LOST:
             return peer
         with self._lock:
-            peer = self._peers.get(worker_id)
+            peer = self._peers.get(worker_id)  # another thread may have made it meanwhile
             if peer is not None and peer.identity == member.identity:
+                # Not at every call: to a dead worker each attempt would hold up its caller for a while.
                 if time.monotonic() - peer.lost_at > self._peer_timeout_s:
                     peer.revive()
                 return peer
-            if peer is not None:
+            if peer is not None:  # on the loop: its listeners must not run under our lock
                 self._network.io.call_soon(peer.declare_lost, REPLACED)
             peer = Peer(self._network, member, self, self._peer_timeout_s)
             self._peers[worker_id] = peer
@@ -215,6 +216,7 @@ class Router:
 
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
         silence_s = time.monotonic() - peer.last_up
+        # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
         for observer in unsent:
             observer.on_not_sent(silence_s, reason)
@@ -224,7 +226,7 @@ class Router:
     ) -> None:
         """A worker has applied our control messages up to a number."""
         peer = self._peers.get(session.peer.id)
-        if peer is not None and peer.identity == session.peer:
+        if peer is not None and peer.identity == session.peer:  # its predecessor's numbers mean nothing to this one
             peer.acknowledged(message.ack.control_seq)
 
     def _on_opened(self, session: PeerSession) -> None:
