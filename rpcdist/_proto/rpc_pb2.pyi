@@ -90,12 +90,14 @@ class SegmentAnswer(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., accepted: bool = ...) -> None: ...
 
 class SegmentNews(_message.Message):
-    __slots__ = ("returned", "withdrawn")
+    __slots__ = ("returned", "withdrawn", "kept")
     RETURNED_FIELD_NUMBER: _ClassVar[int]
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
     returned: _containers.RepeatedScalarFieldContainer[int]
     withdrawn: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, returned: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[int]] = ...) -> None: ...
+    kept: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, returned: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("transfer", "buffer", "offset", "data")

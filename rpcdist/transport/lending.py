@@ -14,6 +14,10 @@ types travel in the socket, and the size of a segment is sealed and checked befo
 memory that it has lent spoils values, and never this process's memory safety. What is parsed (text, pickles, bodies of
 values) is copied out first, so it cannot change while it is read.
 
+[Note: forked children] A child that is forked while it can read a received tensor has the same memory mapped, and keeps
+it when its parent frees the tensor. Such a segment must never be written to again: when its lease ends in the parent,
+the lender is told so, forgets the segment, and makes another one when it needs one.
+
 [Note: who frees] Segments have no name in the file system. When a session ends, both sides let go of its segments;
 tensors that lie in one keep its memory alive through their lease. The kernel frees the memory with the last map,
 however the processes end.
@@ -34,7 +38,7 @@ from typing import Any, Final, NamedTuple
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
-__all__ = ["LEND_FROM_BYTES", "MAX_LENT_BYTES", "MAX_SEGMENTS", "Borrower", "Lender", "Offer", "size_class"]
+__all__ = ["LEND_FROM_BYTES", "MAX_LENT_BYTES", "MAX_SEGMENTS", "Borrower", "Ended", "Lender", "Offer", "size_class"]
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +80,18 @@ def size_class(num_bytes: int) -> int:
     """The size in bytes of the segment for a buffer: four classes per power of two, so at most a quarter is unused."""
     step = max(LEND_FROM_BYTES, 1 << (num_bytes - 1).bit_length()) // 8
     return -(-num_bytes // step) * step
+
+
+class Ended(NamedTuple):
+    """The segments whose leases have ended.
+
+    Attributes:
+        returned: the lender may use them again.
+        kept: a forked child may still read them. [Note: forked children]
+    """
+
+    returned: list[int]
+    kept: list[int]
 
 
 class Offer(NamedTuple):
@@ -243,6 +259,16 @@ class Lender:
                 if mapped is not None:
                     self._free.setdefault(mapped.size_bytes, []).append(mapped)
 
+    def kept(self, numbers: Iterable[int]) -> None:
+        """Leases of the borrower have ended, but others may read the memory: it is used no more."""
+        with self._lock:
+            for number in numbers:
+                mapped = self._lent.pop(number, None)
+                if mapped is None and not self._closed:
+                    raise ProtocolViolation(f"segment {number} was kept, but not lent")
+                if mapped is not None:
+                    self._num_bytes -= mapped.size_bytes
+
     def close(self) -> None:
         """The session has ended; idempotent."""
         with self._lock:
@@ -262,17 +288,37 @@ def _copy(mapped: _Mapped, view: memoryview) -> None:
         _memmove(mapped.address, source, view.nbytes)
 
 
+class _Forks:
+    """Counts how often this process has forked, or is about to."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def count_one(self) -> None:
+        self.count += 1
+
+
+_forks: Final = _Forks()
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(before=_forks.count_one)
+
+
 class _Lease:
-    """Keeps a borrowed segment mapped, and reports when nobody uses it any more."""
+    """Keeps a borrowed segment mapped, and reports when nobody in this process uses it any more."""
 
-    __slots__ = ("_ended", "_mapped")
+    __slots__ = ("_ended", "_forks", "_mapped", "_num_forks")
 
-    def __init__(self, mapped: _Mapped, ended: deque[int]) -> None:
+    def __init__(self, mapped: _Mapped, ended: deque[tuple[int, bool]]) -> None:
         self._mapped = mapped
         self._ended = ended
+        self._forks = _forks  # when the interpreter ends, globals go first
+        self._num_forks = _forks.count
 
     def __del__(self) -> None:
-        self._ended.append(self._mapped.number)  # finalizers run anywhere: nothing but this is safe there
+        # Finalizers run anywhere: nothing but this is safe there.
+        self._ended.append((self._mapped.number, self._forks.count != self._num_forks))
 
 
 class Borrower:
@@ -286,7 +332,7 @@ class Borrower:
         self._max_bytes = max_bytes
         self._known: dict[int, _Mapped] = {}
         self._in_use: set[int] = set()
-        self._ended: deque[int] = deque()
+        self._ended: deque[tuple[int, bool]] = deque()  # and whether a forked child may read it
 
     def __repr__(self) -> str:
         return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"
@@ -298,7 +344,7 @@ class Borrower:
 
     def offered(self, number: int, size_bytes: int, descriptor: int) -> bool:
         """The peer offers a segment; whether it was accepted. The descriptor is closed here in any case."""
-        num_bytes = sum(mapped.size_bytes for mapped in self._known.values())
+        num_bytes = sum(mapped.size_bytes for mapped in list(self._known.values()))  # a copy: `take_ended` removes
         if number in self._known or num_bytes + size_bytes > self._max_bytes or len(self._known) >= MAX_SEGMENTS:
             Segment(descriptor, size_bytes).close()
             return False
@@ -332,14 +378,16 @@ class Borrower:
         """Whether `take_ended` has something to report."""
         return bool(self._ended)
 
-    def take_ended(self) -> list[int]:
+    def take_ended(self) -> Ended:
         """The segments whose leases have ended; tell the lender."""
-        ended = []
+        ended = Ended([], [])
         try:
             while True:  # any thread may do this at the same time, so looking before would not help
-                number = self._ended.popleft()
+                number, may_be_read = self._ended.popleft()
+                if may_be_read:
+                    self._known.pop(number, None)
                 self._in_use.discard(number)
-                ended.append(number)
+                (ended.kept if may_be_read else ended.returned).append(number)
         except IndexError:
             return ended
 

@@ -98,28 +98,35 @@ class LentBuffers:
 
     def news(self) -> rpc_pb2.Message:
         """What the peer should be told, as a message; it is told once."""
-        news = rpc_pb2.SegmentNews(returned=self._borrower.take_ended(), withdrawn=self._lender.take_withdrawn())
+        ended = self._borrower.take_ended()
+        news = rpc_pb2.SegmentNews(returned=ended.returned, kept=ended.kept, withdrawn=self._lender.take_withdrawn())
         return rpc_pb2.Message(segment_news=news)
 
     def take_news(self, news: rpc_pb2.SegmentNews) -> None:
         """The peer tells us."""
         self._lender.returned(news.returned)
+        self._lender.kept(news.kept)
         self._borrower.withdrawn(news.withdrawn)
 
     def answer_to(self, offer: rpc_pb2.SegmentOffer, descriptor: int | None) -> rpc_pb2.Message:
         """Maps memory that the peer offers; returns the answer.
 
-        Raises:
-            ProtocolViolation: no descriptor came with the offer.
+        Args:
+            offer: from the peer.
+            descriptor: came with the offer; None if this process has no room for another one.
         """
         if descriptor is None:
-            raise ProtocolViolation("memory was offered without a descriptor")
-        if self._allowed:
+            accepted = False
+        elif self._allowed:
             accepted = self._borrower.offered(offer.segment, offer.size, descriptor)
         else:
             accepted = False
             os.close(descriptor)
         return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
+
+    def unread(self, numbers: Sequence[int]) -> None:
+        """Takes back what was lent for a message that the peer will not receive."""
+        self._lender.returned(numbers)
 
     def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:
         """The peer has mapped memory that was offered, or does not want it."""

@@ -207,7 +207,10 @@ class Session:
             self._wake.set_result(None)
 
     def _abort_transfer(self, number: int, reason: str) -> None:
-        if self._outgoing.abort(number):
+        unread = self._outgoing.abort(number)
+        if unread is not None:
+            if self._shared is not None:
+                self._shared.lent.unread(unread)
             aborted = rpc_pb2.TransferAborted(transfer=number, reason=reason)
             self.send(rpc_pb2.Message(transfer_aborted=aborted))
 

@@ -73,6 +73,27 @@ def aliases(to: str) -> bool:
     return bool(second[0] == 7.0)
 
 
+def sum_in_child(to: str) -> float:
+    """The sum of a received tensor in a child that outlives the tensor in its parent."""
+    for _ in range(3):
+        tensor = rpc.rpc_sync(to, echo, (torch.ones(MIB),))
+    begin, sums = os.pipe(), os.pipe()
+    child = os.fork()
+    if not child:
+        os.read(begin[0], 1)
+        os.write(sums[1], str(float(tensor.sum())).encode())
+        os._exit(0)
+    del tensor
+    for _ in range(3):
+        rpc.rpc_sync(to, echo, (torch.zeros(MIB),))
+    os.write(begin[1], b"x")
+    os.waitpid(child, 0)
+    result = float(os.read(sums[0], 100))
+    for descriptor in (*begin, *sums):
+        os.close(descriptor)
+    return result
+
+
 def call_many(to: str, count: int) -> int:
     """Returns how many segments this process has mapped then."""
     tensor = torch.ones(MIB // 4)
@@ -125,6 +146,12 @@ def test_what_a_received_tensor_is(worker_pool: WorkerPool) -> None:
     assert world["a"].run(write_to_it, "b") == [0.0, float(MIB), 0.0]
     assert world["a"].run(aliases, "b")
     assert world["a"].run(sum_in_a_child, "b") == (float(MIB), 0.0)  # as after `share_memory_()`
+    world.shutdown()
+
+
+def test_a_forked_child_keeps_what_its_parent_has_freed(worker_pool: WorkerPool) -> None:
+    world = worker_pool.world("a", "b")
+    assert world["a"].run(sum_in_child, "b") == MIB
     world.shutdown()
 
 

@@ -273,7 +273,7 @@ def test_an_abort_stops_a_transfer_wherever_it_is() -> None:
         number = outgoing.add(call(1), [Bytes(b"a" * 3 * CHUNK_BYTES)])
         outgoing.add(call(2), [Bytes(b"b" * 10)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
-        assert outgoing.abort(number)
+        assert outgoing.abort(number) is not None
         outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
         assert receive([*filter(None, sent), *written(outgoing)], incoming) == [(2, [b"b" * 10])]
         assert not outgoing.abort(number)
@@ -284,16 +284,29 @@ def test_an_abort_stops_what_is_wrapped_and_what_follows_it() -> None:
         outgoing = Outgoing()
         number = outgoing.add(call(1, b"x" * 2 * MIB), [Bytes(b"a" * 2 * CHUNK_BYTES)])
         sent = [outgoing.next_envelope() for _ in range(envelopes_before)]
-        assert outgoing.abort(number)
+        assert outgoing.abort(number) is not None
         outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
         assert receive([*filter(None, sent), *written(outgoing)]) == []
+
+
+@pytest.mark.parametrize("envelopes_before", [0, 1, 2, 3])
+def test_an_abort_says_which_segments_the_peer_will_not_read_of(envelopes_before: int) -> None:
+    outgoing = Outgoing()
+    message = call(1, b"x" * 2 * MIB)
+    message.loans.add(buffer=1, segment=7)
+    message.large.extend([2 * CHUNK_BYTES, MIB])
+    number = outgoing.add(message, [Bytes(b"a" * 2 * CHUNK_BYTES), Bytes(b"")])
+    for _ in range(envelopes_before):
+        outgoing.next_envelope()
+    assert outgoing.abort(number) == [7]
+    assert not outgoing.abort(number)
 
 
 def test_a_message_that_is_wrapped_can_be_aborted_too() -> None:
     outgoing = Outgoing()
     assert outgoing.add(call(1)) == 0
     number = outgoing.add(call(2, b"x" * 2 * MIB))
-    assert number and outgoing.abort(number)
+    assert number and outgoing.abort(number) is not None
     outgoing.add(rpc_pb2.Message(transfer_aborted=rpc_pb2.TransferAborted(transfer=number)))
     assert receive(written(outgoing)) == [(1, [])]
 
@@ -302,7 +315,7 @@ def test_an_abort_after_the_last_chunk_changes_nothing() -> None:
     outgoing = Outgoing()
     number = outgoing.add(call(1), [Bytes(b"abc")])
     envelopes = written(outgoing)
-    assert not outgoing.abort(number) and not outgoing.abort(77)
+    assert outgoing.abort(number) is None and outgoing.abort(77) is None
     assert receive(envelopes) == [(1, [b"abc"])]
 
 
@@ -346,7 +359,7 @@ def test_a_held_stream_goes_on_when_the_transfer_before_it_is_aborted() -> None:
     number = outgoing.add(*item(9, 0, 3 * CHUNK_BYTES))
     outgoing.add(*item(9, 1))
     sent = [outgoing.next_envelope(), outgoing.next_envelope()]
-    assert outgoing.abort(number)
+    assert outgoing.abort(number) is not None
     assert stream_parts([*filter(None, sent), *written(outgoing)]) == {9: ["1"]}
 
 

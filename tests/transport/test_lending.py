@@ -36,7 +36,9 @@ class Pair:
         return made.number
 
     def pass_back(self) -> None:
-        self.lender.returned(self.borrower.take_ended())
+        ended = self.borrower.take_ended()
+        self.lender.returned(ended.returned)
+        self.lender.kept(ended.kept)
         self.borrower.withdrawn(self.lender.take_withdrawn())
 
 
@@ -63,7 +65,7 @@ def test_the_bytes_are_there_without_a_copy_and_the_segment_comes_back(pair: Pai
     assert view == data and not view.readonly
     part = view[10:20]
     del view
-    assert pair.borrower.take_ended() == []  # a slice keeps it
+    assert pair.borrower.take_ended() == ([], [])  # a slice keeps it
     assert pair.lender.lend(memoryview(data)) is None
     assert part == data[10:20]
     del part
@@ -179,6 +181,30 @@ def test_memory_in_use_outlives_the_session_and_nothing_else_does() -> None:
     del view
     assert _num_maps() == maps
     assert len(os.listdir("/proc/self/fd")) == descriptors
+
+
+def test_memory_that_a_forked_child_may_read_is_not_used_again(pair: Pair) -> None:
+    pair.offer()
+    pair.offer()
+    assert {pair.lender.lend(memoryview(b"\1" * SIZE)) for _ in range(2)} == {1, 2}
+    view = pair.borrower.borrow(1, SIZE)
+    fork_and_end()
+    later = pair.borrower.borrow(2, SIZE)
+    del view, later
+    pair.pass_back()
+    assert pair.lender.lend(memoryview(b"\2" * SIZE)) == 2
+    assert pair.lender.lend(memoryview(b"\3" * SIZE)) is None
+    assert repr(pair.lender) == f"<Lender 1 lent, 0 free, {SIZE} B>"
+    assert repr(pair.borrower) == "<Borrower 0 in use of 1>"
+    with pytest.raises(ProtocolViolation, match="was kept, but not lent"):
+        pair.lender.kept([1])
+
+
+def fork_and_end() -> None:
+    child = os.fork()
+    if not child:
+        os._exit(0)
+    os.waitpid(child, 0)
 
 
 def _num_maps() -> int:

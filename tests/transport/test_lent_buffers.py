@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import gc
 import os
+import resource
 import socket
 import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import pytest
@@ -15,7 +17,7 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._channels import local_channel
-from rpcdist.transport._framing.frames import frame
+from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
 from rpcdist.transport.lending import LEND_FROM_BYTES
 from rpcdist.transport.shared_memory import Segment, unavailable
 
@@ -184,6 +186,36 @@ async def test_descriptors_that_nobody_announced_end_the_session(pair: ChannelPa
         assert "passes descriptors" in await closed_reason(pair)
         await pair.end()
         assert len(os.listdir("/proc/self/fd")) == descriptors - 2
+
+
+async def test_an_offer_for_whose_descriptor_there_is_no_room_is_refused(pair: ChannelPair) -> None:
+    offer = rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE})
+    with Segment.create(LARGE) as segment, no_more_descriptors():
+        socket.send_fds(pair.sockets[1], [raw(offer)], [segment.fileno()])
+        assert "was answered, but not offered" in await closed_reason(pair, side=1)  # the refusal
+
+
+@contextmanager
+def no_more_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest = os.open(os.devnull, os.O_RDONLY)
+    os.close(lowest)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_message_that_is_aborted_gives_back_what_was_lent_for_it(pair: ChannelPair) -> None:
+    await exchange(pair, bytes(LARGE))
+    await until_free(pair)
+    session = pair.sessions[0]
+    number = session.send(call(1, bytes(2 * CHUNK_BYTES)), [Bytes(bytes(LARGE))])  # too long for one envelope
+    assert len(lender(pair)._lent) == 1
+    session.abort_transfer(number, "for the test")
+    await until_returned(pair)
+    assert await exchange(pair, b"x" * LARGE) == b"x" * LARGE
 
 
 async def test_a_descriptor_of_something_else_is_refused_and_closed(pair: ChannelPair) -> None:

@@ -63,4 +63,8 @@ class DirectChannel(Channel, Protocol):
         """As `write_parts`, of an envelope that takes the descriptor of shared memory along."""
 
     def take_descriptor(self) -> int | None:
-        """The next descriptor that came; None if none did. The caller closes it."""
+        """The next descriptor that came, which the caller closes; None if this process had no room for it.
+
+        Raises:
+            ProtocolViolation: none came.
+        """

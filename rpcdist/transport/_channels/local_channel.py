@@ -88,7 +88,7 @@ class LocalChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
-        self._descriptors: deque[int] = deque()  # that came, and nobody has taken yet
+        self._descriptors: deque[int | None] = deque()  # nobody has taken them yet; None: this process may have no more
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
@@ -230,12 +230,18 @@ class LocalChannel:
         for level, kind, data in ancillary:
             if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
                 self._descriptors.extend(array("i", data[: len(data) // _INT_BYTES * _INT_BYTES]))
-        if len(self._descriptors) > _MAX_DESCRIPTORS or flags & socket.MSG_CTRUNC:
+        if not ancillary:  # cut off: the kernel could not give the descriptor a number here
+            self._descriptors.append(None)
+        elif flags & socket.MSG_CTRUNC:
+            raise ProtocolViolation(f"{self._address} passes more descriptors than it may")
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise ProtocolViolation(f"{self._address} passes descriptors that it does not announce")
 
     def take_descriptor(self) -> int | None:
         """See `DirectChannel`."""
-        return self._descriptors.popleft() if self._descriptors else None
+        if not self._descriptors:
+            raise ProtocolViolation(f"{self._address} offers memory without a descriptor")
+        return self._descriptors.popleft()
 
     def _split(self) -> None:
         """Takes the frames out of the scratch, and moves what is left to its beginning."""
@@ -388,7 +394,8 @@ class LocalChannel:
             self._socket.close()
         self._rest = []
         while self._descriptors:
-            os.close(self._descriptors.popleft())
+            if (descriptor := self._descriptors.popleft()) is not None:
+                os.close(descriptor)
 
     async def end(self) -> None:
         """The session is over."""

@@ -42,13 +42,22 @@ class OutgoingBuffer(Protocol):
 
 
 class _OutgoingTransfer:
-    """The buffers of one message of a stream, or of none (0). `then` starts when all of this is written."""
+    """The buffers of one message of a stream, or of none (0). `then` starts when all of this is written.
 
-    __slots__ = ("at", "buffers", "index", "number", "stream", "then")
+    `loans` are the segments that a wrapped message names; the peer reads of them when all of this has arrived.
+    """
+
+    __slots__ = ("at", "buffers", "index", "loans", "number", "stream", "then")
 
     def __init__(
-        self, number: int, stream: int, buffers: list[memoryview], then: _OutgoingTransfer | None = None
+        self,
+        number: int,
+        stream: int,
+        buffers: list[memoryview],
+        then: _OutgoingTransfer | None = None,
+        loans: Sequence[int] = (),
     ) -> None:
+        self.loans = loans
         self.number = number
         self.stream = stream
         self.buffers = buffers
@@ -151,24 +160,34 @@ class Outgoing:
         body = memoryview(message.SerializeToString())
         announcement = frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True))
         # The same number is free again when the inner message is announced.
-        return announcement, _OutgoingTransfer(number, stream, [body], inner)
+        loans = [loan.segment for loan in message.loans]
+        return announcement, _OutgoingTransfer(number, stream, [body], inner, loans)
 
-    def abort(self, number: int) -> bool:
-        """Stops a transfer; returns whether the peer must be told (its announcement may be on the way)."""
+    def abort(self, number: int) -> Sequence[int] | None:
+        """Stops a transfer.
+
+        Returns:
+            None if there is nothing to stop. Otherwise the peer must be told, since the announcement may be on the way,
+            and these are the lent segments of which the peer will never read: each is reported once.
+        """
         with self._lock:
-            return self._abort(number)
+            transfer = self._abort(number)
+            if transfer is None:
+                return None
+            loans, transfer.loans = transfer.loans, ()
+            return loans
 
-    def _abort(self, number: int) -> bool:
+    def _abort(self, number: int) -> _OutgoingTransfer | None:
         for transfer in self._transfers:
             if transfer.number == number:
                 self._transfers.remove(transfer)
                 self._release(transfer.stream)
-                return True
+                return transfer
         for _, queued, _ in itertools.chain(list(self._frames), *self._held.values()):  # a copy: others append
             if queued is not None and queued.number == number:
                 self._aborted.add(number)
-                return True
-        return False
+                return queued
+        return None
 
     def next_envelope(self) -> bytes | None:
         """The bytes to write next; None when nothing waits. The one copy that the sender makes of a payload is here."""
