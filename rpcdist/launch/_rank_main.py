@@ -15,9 +15,9 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing import spawn
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
-from rpcdist.launch._reports import Report, Returned, frame, report_of_exception
+from rpcdist.launch._reports import Exited, Raised, Report, Returned, frame, report_of_exception
 
 __all__ = ["BOOTSTRAP", "Task", "is_importing_main", "main"]
 
@@ -47,10 +47,13 @@ def main() -> None:
     _end_with_parent(task.parent_pid)
     _close_standard_input()
     _close_in_forked_children(task.report_fd)
+    rank_pid = os.getpid()
     report = _run(task)
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError, AttributeError):  # whatever the function made of them
             stream.flush()  # before the report: a failure makes the parent end this process
+    if os.getpid() != rank_pid:
+        _end_forked_child(report)
     _write(task.report_fd, frame(report))  # and not closed: it ends with the process
     if not isinstance(report, Returned):
         sys.exit(1)
@@ -105,6 +108,13 @@ def _close_in_forked_children(report_fd: int) -> None:
             os.close(still_open.pop())
 
     os.register_at_fork(after_in_child=close)
+
+
+def _end_forked_child(report: Report) -> NoReturn:
+    """Ends a child that has left the function which forked it. It is no rank: it ends like any program, unreported."""
+    if isinstance(report, Raised):
+        print(report.traceback, file=sys.stderr, end="")
+    sys.exit(report.code if isinstance(report, Exited) else isinstance(report, Raised))
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -15,6 +15,7 @@ __all__ = [
     "exit_at_once",
     "exit_with",
     "fail_after_its_peer",
+    "fork_and_leave",
     "fork_twice",
     "grandchild_then_exit",
     "hang_deaf",
@@ -130,6 +131,17 @@ def fork_twice(rank: int) -> int:
     except OSError:
         os._exit(1)
     os._exit(0)
+
+
+def fork_and_leave(rank: int, how: str) -> int:
+    """Returns the exit code of a forked child that leaves this function by itself."""
+    if pid := os.fork():
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if how == "raise":
+        raise ValueError("said by the child")
+    if how == "exit":
+        sys.exit(7)
+    return 100
 
 
 def return_unpicklable(rank: int) -> object:

@@ -117,6 +117,17 @@ def test_files_of_forked_children_stay_open(no_launcher: None) -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("how", "code", "last_line"), [("return", 0, ""), ("exit", 7, ""), ("raise", 1, "ValueError: said by the child")]
+)
+def test_forked_children_that_leave_the_function_end_like_any_program(
+    how: str, code: int, last_line: str, no_launcher: None, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert launch(functions.fork_and_leave, (how,), num_workers=1) == [code]
+    assert capfd.readouterr().err.strip().rpartition("\n")[2] == last_line
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize(("code", "expected"), [("too low", "too low"), (7, 7)])
 def test_sys_exit_of_a_rank_is_the_exit_of_the_program(code: object, expected: object, no_launcher: None) -> None:
     with pytest.raises(SystemExit) as caught:
