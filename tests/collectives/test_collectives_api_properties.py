@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-
 import api_cases
 import pytest
 from api_cases import DTYPES, FUNCTIONS, LAYOUTS, SHAPES, Case, possible
+from full_sets import FULL_ONLY
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
@@ -15,7 +14,6 @@ from rpcdist.testing import RankPool
 
 pytestmark = pytest.mark.multiproc
 
-FULL = os.environ.get("RPCDIST_TEST_FULL") == "1"  # `make stress`
 FEW, MANY = 40, 1500
 WORLDS = [(1, True), (2, True), (2, False), (3, True), (4, True), (4, False)]
 NAMES = ["1 rank", "2 ranks", "2 ranks, sockets", "3 ranks", "4 ranks", "4 ranks, sockets"]
@@ -68,7 +66,7 @@ def test_calls_equal_plain_torch(rank_pool: RankPool, size: int, shared_memory: 
     run(rank_pool, size, shared_memory, FEW)
 
 
-@pytest.mark.skipif(not FULL, reason="runs with RPCDIST_TEST_FULL=1")
+@FULL_ONLY
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(("size", "shared_memory"), WORLDS, ids=NAMES)
 def test_many_calls_equal_plain_torch(rank_pool: RankPool, size: int, shared_memory: bool) -> None:

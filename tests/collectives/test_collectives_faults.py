@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
 
 import group_faults
 import pytest
+from full_sets import FULL
 from group_faults import FUNCTIONS
 
 from rpcdist.testing import RankPool
@@ -16,7 +16,6 @@ from rpcdist.testing import RankPool
 pytestmark = pytest.mark.multiproc
 
 SIZE, VICTIM = 3, 1
-FULL = os.environ.get("RPCDIST_TEST_FULL") == "1"  # `make stress`
 EVERY = [(name, number % 2 == 0) for number, name in enumerate(sorted(FUNCTIONS))]  # each on one medium
 if FULL:
     EVERY = [(name, shared) for name in sorted(FUNCTIONS) for shared in (True, False)]

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from full_sets import FULL_ONLY
 
 pytestmark = pytest.mark.multiproc
 
@@ -95,7 +96,7 @@ def check(found: list[dict[str, object]], transport: str) -> None:
     [
         pytest.param([0, 1], "Socket", id="one rank on each host"),
         pytest.param([0, 0, 1, 1], "Hierarchical", id="two ranks on each host"),
-        pytest.param([0, 1, 0], "Hierarchical", id="two ranks on one host, interleaved"),
+        pytest.param([0, 1, 0], "Hierarchical", id="two ranks on one host, interleaved", marks=FULL_ONLY),
     ],
 )
 def test_ranks_on_two_hosts(hosts: list[Host], places: list[int], transport: str) -> None:

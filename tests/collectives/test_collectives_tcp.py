@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections.abc import Iterator
@@ -10,6 +9,7 @@ from typing import Any
 
 import group_functions as ranks
 import pytest
+from full_sets import FULL
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.testing import RankPool
@@ -18,7 +18,6 @@ pytestmark = pytest.mark.multiproc
 
 SHARED, SOCKETS = True, False
 MEDIA = [pytest.param(SHARED, id="shared memory"), pytest.param(SOCKETS, id="sockets")]
-FULL = os.environ.get("RPCDIST_TEST_FULL") == "1"  # `make stress`
 OPERATIONS = 600 if FULL else 60
 
 

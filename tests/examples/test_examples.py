@@ -16,6 +16,7 @@ from socket import socket
 import pytest
 from example_runs import EXAMPLES, ROOT, last_line, torchrun
 from example_runs import explanation_of as explanation_of
+from full_sets import FULL_ONLY
 from program_sessions import LIMIT_S, STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
 from rpcdist.testing import eventually
@@ -42,8 +43,12 @@ def test_hello_prints_what_its_docstring_says() -> None:
     ("arguments", "said"),
     [
         ("--mode async --trainers 2", "async, 2 trainers"),
-        ("--mode sync --trainers 3", "sync, 3 trainers"),
-        ("--mode optimizer --servers 2 --staleness 1", "optimizer, 2 servers, staleness 1, 2 trainers"),
+        pytest.param("--mode sync --trainers 3", "sync, 3 trainers", marks=FULL_ONLY),
+        pytest.param(
+            "--mode optimizer --servers 2 --staleness 1",
+            "optimizer, 2 servers, staleness 1, 2 trainers",
+            marks=FULL_ONLY,
+        ),
     ],
     ids=["async", "sync", "optimizer"],
 )
@@ -78,6 +83,7 @@ def test_bounded_staleness(staleness: int | None, free: list[str], monkeypatch: 
         assert clocks.tick(1).done()  # the slowest one never waits
 
 
+@FULL_ONLY
 @pytest.mark.multiproc
 def test_parameter_server_runs_under_torchrun(tmp_path: Path) -> None:
     result = run(*torchrun(3), PARAMETER_SERVER, "--mode", "sync", *SHORT, cwd=tmp_path)
@@ -95,7 +101,11 @@ def test_parameter_server_fails_below_min_accuracy(tmp_path: Path) -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("mode", "whole_group"), [("async", True), ("sync", False)], ids=["terminal", "parent-only"])
+@pytest.mark.parametrize(
+    ("mode", "whole_group"),
+    [("async", True), pytest.param("sync", False, marks=FULL_ONLY)],
+    ids=["terminal", "parent-only"],
+)
 def test_ctrl_c_ends_everything(mode: str, whole_group: bool, tmp_path: Path) -> None:
     with start(sys.executable, PARAMETER_SERVER, "--mode", mode, "--epochs", "100000", cwd=tmp_path) as process:
         assert process.stdout is not None

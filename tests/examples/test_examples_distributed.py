@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, last_line, torchrun
 from example_runs import explanation_of as explanation_of
+from full_sets import FULL_ONLY
 from program_sessions import STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 
 PNG = b"\x89PNG"
@@ -81,6 +82,7 @@ def test_ddp_and_rpc_learn_together(tmp_path: Path) -> None:
     assert (tmp_path / "out" / "ddp_rpc.png").read_bytes().startswith(PNG)
 
 
+@FULL_ONLY  # what Ctrl-C does is a matter of `rpcdist.launch`, whose tests run always
 @pytest.mark.multiproc
 def test_ctrl_c_ends_everything(tmp_path: Path) -> None:
     with start(sys.executable, EXAMPLES / "recurrent_net.py", "--steps", "600", cwd=tmp_path) as process:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from example_runs import EXAMPLES, ROOT, torchrun
 from example_runs import explanation_of as explanation_of
+from full_sets import FULL_ONLY
 from program_sessions import run
 
 PIPELINE = EXAMPLES / "pipeline_parallel.py"
@@ -29,6 +30,7 @@ def test_it_learns(tmp_path: Path) -> None:
     assert picture.stat().st_size > 10_000
 
 
+@FULL_ONLY
 @pytest.mark.multiproc
 def test_it_runs_under_torchrun_and_fails_above_max_loss(tmp_path: Path) -> None:
     result = run(*torchrun(2), PIPELINE, "--schedule", "interleaved", "--max-loss", "1", *SHORT, cwd=tmp_path)

@@ -11,6 +11,7 @@ import pytest
 import rpc_victim_forks as forks
 import rpc_victim_functions as functions
 import rpc_victim_references as references
+from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
@@ -21,7 +22,6 @@ pytestmark = pytest.mark.multiproc
 
 LEASE_S = 3 * UNIT_S
 PROMPT_S = 3 * UNIT_S
-FULL_ONLY = pytest.mark.skipif(os.environ.get("RPCDIST_TEST_FULL") != "1", reason="runs in `make stress`")
 
 
 def everything_is_empty(world: RpcWorld, *names: str) -> None:
