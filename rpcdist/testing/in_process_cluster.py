@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from rpcdist import rpc
 from rpcdist.collectives import HashStore
+from rpcdist.errors import ConfigError
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
 from rpcdist.rpc._start import start_agent
@@ -43,12 +44,18 @@ class InProcessCluster:
         elastic: workers may come and go (`world_size=None`).
         options: of `RpcOptions`, for all workers.
 
+    Raises:
+        ConfigError: two workers have one name; later, also where a method is given a name that no living worker has.
+
     Attributes:
         names: of the workers that live.
         network: connects them; faults are made there.
     """
 
     def __init__(self, *names: str, elastic: bool = False, **options: Any) -> None:
+        if not names or len(set(names)) < len(names):
+            raise ConfigError(f"a cluster needs workers with different names, not {list(names)}")
+        self._coordinator = names[0]
         self.network = MemoryNetwork()
         self._world_size = None if elastic else len(names)
         self._options = {"rpc_timeout": LIMIT_S, **options}
@@ -81,7 +88,7 @@ class InProcessCluster:
 
     def use(self, name: str) -> AbstractContextManager[Agent]:
         """The functions of `rpcdist.rpc` are those of this worker while the `with` block lasts, on this thread."""
-        return use_agent(self._agents[name])
+        return use_agent(self._agent(name))
 
     def run(self, name: str, function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Calls a function as this worker, on this thread."""
@@ -103,7 +110,10 @@ class InProcessCluster:
 
     def kill(self, name: str) -> None:
         """A worker dies without a word: to the others its connections break, and nobody listens at its address."""
-        agent = self._agents.pop(name)
+        agent = self._agent(name)
+        if name == self._coordinator:
+            raise ConfigError(f"{name!r} coordinates the others, and must not be killed; kill one of the others")
+        del self._agents[name]
         self.network.kill(self._nodes.pop(name))
         _end(agent)
 
@@ -123,6 +133,13 @@ class InProcessCluster:
         self._agents.clear()
         self._threads.shutdown()
         self.network.close()
+
+    def _agent(self, name: str) -> Agent:
+        if name not in self._agents:
+            raise ConfigError(
+                f"no worker {name!r} lives in this cluster; these do: {', '.join(self._agents) or 'none'}"
+            )
+        return self._agents[name]
 
     def _start(self, name: str) -> None:
         options = rpc.RpcOptions(**self._options)

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from rpcdist import rpc
-from rpcdist.errors import DeadlineExceeded, DuplicateName, WorkerLost
+from rpcdist.errors import ConfigError, DeadlineExceeded, DuplicateName, WorkerLost
 from rpcdist.testing import InProcessCluster, eventually
 
 PEER_TIMEOUT_S = 0.4
@@ -115,3 +115,13 @@ def test_two_jobs_beside_each_other() -> None:
     with InProcessCluster("a", "b") as one, InProcessCluster("a", "b") as other:
         for cluster in (one, other):
             assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+
+
+def test_names_that_cannot_be_are_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match="different names"):
+        InProcessCluster("a", "a")
+    with InProcessCluster("a", "b") as cluster:
+        with pytest.raises(ConfigError, match="no worker 'z' lives in this cluster; these do: a, b"):
+            cluster.use("z")
+        with pytest.raises(ConfigError, match="'a' coordinates the others"):
+            cluster.kill("a")
