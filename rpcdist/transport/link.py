@@ -11,7 +11,7 @@ from google.protobuf.message import DecodeError, Message
 
 from rpcdist.errors import ConnectFailed, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
+from rpcdist.time_limits import LINK_CLOSE_LIMIT_S, UNARY_DRAIN_LIMIT_S
 from rpcdist.transport._channels.grpc_channel import mapped_errors
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import Session
@@ -51,6 +51,7 @@ class Link:
         self._connection = connection
         self._prover = prover
         self._on_ended = on_ended
+        self._closes = False  # at this end
         self._task = io.spawn(self._run(), f"rpcdist link to {session.peer.name}")
 
     def __repr__(self) -> str:
@@ -66,7 +67,9 @@ class Link:
             await self.session.run()
         finally:
             self._on_ended(self)
-            await self._connection.close()
+            # A server that stops has answered its calls before it ends its sessions, but the two may arrive the other
+            # way round: what is on its way gets the time to come.
+            await self._connection.close(None if self._closes else UNARY_DRAIN_LIMIT_S)
 
     async def unary(
         self, service: str, method: str, request: Message, reply_type: type[Reply], timeout_s: float | None
@@ -108,5 +111,6 @@ class Link:
 
     async def close(self, timeout_s: float = LINK_CLOSE_LIMIT_S) -> None:
         """Ends the session and the connection; idempotent; bounded."""
+        self._closes = True
         self.session.close("closed at this end")
         await asyncio.wait({self._task}, timeout=timeout_s)
