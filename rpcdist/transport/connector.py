@@ -16,9 +16,9 @@ from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, 
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channel
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GrpcClientChannel
-from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._channels.local_connections import connect_local
 from rpcdist.transport._channels.proving import prove_client
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
@@ -108,7 +108,7 @@ class Connector:
                     raise ConnectFailed(address, exc.reason, timeout_s) from exc
                 await asyncio.sleep(pause_s)
 
-    async def _connect_locally(self, channel: LocalChannel, wanted: _Wanted, limit_s: float) -> Link | None:
+    async def _connect_locally(self, channel: SocketChannel, wanted: _Wanted, limit_s: float) -> Link | None:
         """The link over the local channel; None if the handshake fails there, and the channel is closed then.
 
         Whatever is wrong with the channel, gRPC has the last word: there it is the address itself that is asked.

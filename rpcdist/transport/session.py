@@ -140,7 +140,7 @@ class Session:
 
     def _new_shared_payloads(self) -> SharedPayloads | None:
         """None for channels that cannot pass segments of memory."""
-        if self._direct is None:
+        if self._direct is None or not self._direct.passes_descriptors:
             return None
         handler, loop = self._handler, self._io.loop
         return SharedPayloads(handler.shares_payloads, loop, self._direct, self._outgoing, self.send, handler.borrow)

@@ -10,7 +10,7 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
-from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.session import HeapPayloads, Session
 
 __all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
@@ -176,5 +176,5 @@ class ChannelPair(Pair):
     def __init__(self, silence_limit_s: float = 60.0, shares: tuple[bool, bool] = (False, False)) -> None:
         self.sockets = socket.socketpair()
         names = ("the server", "the client")
-        ends = [LocalChannel(*end) for end in zip(self.sockets, names, strict=True)]
+        ends = [SocketChannel(*end) for end in zip(self.sockets, names, strict=True)]
         super().__init__(ends, silence_limit_s, shares)

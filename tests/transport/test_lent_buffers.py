@@ -16,7 +16,7 @@ import pytest
 from session_pairs import LIMIT_S, Bytes, ChannelPair, call
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.transport._channels import local_channel
+from rpcdist.transport._channels import socket_channel
 from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
 from rpcdist.transport.lending import LEND_FROM_BYTES
 from rpcdist.transport.shared_memory import Segment, unavailable
@@ -180,7 +180,7 @@ async def test_a_lie_ends_the_session(pair: ChannelPair, message: rpc_pb2.Messag
 async def test_descriptors_that_nobody_announced_end_the_session(pair: ChannelPair) -> None:
     with Segment.create(LARGE) as segment:
         descriptors = len(os.listdir("/proc/self/fd"))
-        for _ in range(local_channel._MAX_DESCRIPTORS + 1):
+        for _ in range(socket_channel._MAX_DESCRIPTORS + 1):
             message = rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat())
             socket.send_fds(pair.sockets[1], [raw(message)], [segment.fileno()])
         assert "passes descriptors" in await closed_reason(pair)

@@ -16,8 +16,8 @@ from chunk_envelopes import chunk_envelope
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.testing import eventually_async
-from rpcdist.transport._channels import local_channel
-from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._channels import socket_channel
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.frames import CHUNK_BYTES, ChunkHead, chunk_head, parse_chunk_head
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 
@@ -94,7 +94,7 @@ async def send_all(theirs: socket.socket, data: bytes, steps: Iterator[int] | No
 
 
 async def test_frames_of_all_sizes_arrive_as_they_were(ends: Any) -> None:
-    here, there = LocalChannel(ends[0], "b"), LocalChannel(ends[1], "a")
+    here, there = SocketChannel(ends[0], "b"), SocketChannel(ends[1], "a")
     receiver = Receiver()
     delivering = asyncio.ensure_future(there.deliver(receiver))
     sent = [os.urandom(size) for size in SIZES]
@@ -121,7 +121,7 @@ async def test_frames_arrive_however_they_are_cut(ends: Any, seed: int) -> None:
         chunk_envelope(1, 0, 150_000, memoryview(chunk[:10])),  # a small one
         chance.randbytes(70_000),
     ]
-    stream, receiver = LocalChannel(ends[0], "b"), Receiver(150_000)
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver(150_000)
     delivering = asyncio.ensure_future(stream.deliver(receiver))
     await send_all(ends[1], b"".join(map(framed, envelopes)), steps)
     await receiver.until(frames=len(envelopes) - 1, placed=1)
@@ -141,7 +141,7 @@ def test_the_head_of_a_chunk_is_read_alone() -> None:
 
 
 async def test_what_comes_with_the_last_handshake_message_is_not_lost(ends: Any) -> None:
-    stream, receiver = LocalChannel(ends[0], "b"), Receiver()
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver()
     ends[1].sendall(framed(b"hello") + framed(b"first") + framed(b"second")[:5])
     assert await stream.read() == b"hello"
     delivering = asyncio.ensure_future(stream.deliver(receiver))
@@ -158,7 +158,7 @@ async def test_what_comes_with_the_last_handshake_message_is_not_lost(ends: Any)
 
 @pytest.mark.parametrize("size", [MAX_HANDSHAKE_BYTES + 1, (1 << 31) - 1])
 async def test_a_stranger_may_not_announce_much(ends: Any, size: int) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     ends[1].sendall(LENGTH.pack(size))
     with pytest.raises(ProtocolViolation, match=f"b announced a frame of {size} bytes"):
         await asyncio.wait_for(stream.read(), LIMIT_S)
@@ -166,21 +166,21 @@ async def test_a_stranger_may_not_announce_much(ends: Any, size: int) -> None:
 
 
 async def test_what_a_stranger_sends_unasked_stays_in_its_socket(ends: Any) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     ends[1].sendall(framed(b"x"))
     assert await stream.read() == b"x"
     with pytest.raises(BlockingIOError):
         for _ in range(1000):
             ends[1].send(framed(b"y" * MAX_HANDSHAKE_BYTES) * 30)
             await asyncio.sleep(0)
-    assert stream._num_scratch <= local_channel._SCRATCH_BYTES
+    assert stream._num_scratch <= socket_channel._SCRATCH_BYTES
     assert await stream.read() == b"y" * MAX_HANDSHAKE_BYTES
-    assert stream._num_scratch <= local_channel._SCRATCH_BYTES
+    assert stream._num_scratch <= socket_channel._SCRATCH_BYTES
     stream.abort("done")
 
 
 async def test_cancelled_and_timed_out_reads_leave_the_stream_usable(ends: Any) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     with pytest.raises(TimeoutError):
         await asyncio.wait_for(stream.read(), 0.01)
     ends[1].sendall(framed(b"late"))
@@ -197,7 +197,7 @@ async def test_cancelled_and_timed_out_reads_leave_the_stream_usable(ends: Any) 
 
 async def test_the_reason_is_told_even_if_something_was_left_unread(ends: Any) -> None:
     """The kernel reports an error beside the data then, and uvloop calls the reader once for the two."""
-    here, there = LocalChannel(ends[0], "b"), LocalChannel(ends[1], "a")
+    here, there = SocketChannel(ends[0], "b"), SocketChannel(ends[1], "a")
     delivering = asyncio.ensure_future(there.deliver(Receiver()))
     await asyncio.sleep(0)
     there.put(b"never read")
@@ -211,7 +211,7 @@ async def test_the_reason_is_told_even_if_something_was_left_unread(ends: Any) -
     "last", [b"", framed(b"x" * 100)[:50], framed(b"x" * 70_000)[:5000]], ids=["", "small", "large"]
 )
 async def test_a_peer_that_is_gone_is_noticed_at_once(ends: Any, unread: bytes, last: bytes) -> None:
-    stream, receiver = LocalChannel(ends[0], "b"), Receiver()
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver()
     delivering = asyncio.ensure_future(stream.deliver(receiver))
     await asyncio.sleep(0)
     if unread:
@@ -226,7 +226,7 @@ async def test_a_peer_that_is_gone_is_noticed_at_once(ends: Any, unread: bytes, 
 
 
 async def test_a_peer_that_goes_while_we_wait_to_write(ends: Any) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     delivering = asyncio.ensure_future(stream.deliver(Receiver()))
     writing = asyncio.ensure_future(stream.write(b"x" * (32 << 20)))
     await eventually_async(lambda: not stream.is_free, "the sockets are full")
@@ -237,7 +237,7 @@ async def test_a_peer_that_goes_while_we_wait_to_write(ends: Any) -> None:
 
 
 async def test_a_peer_that_only_ends_its_own_direction_is_gone(ends: Any) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     delivering = asyncio.ensure_future(stream.deliver(Receiver()))
     ends[1].shutdown(socket.SHUT_WR)
     assert "the process there is gone" in await reason_of(delivering)
@@ -245,7 +245,7 @@ async def test_a_peer_that_only_ends_its_own_direction_is_gone(ends: Any) -> Non
 
 
 async def test_an_abort_in_the_middle_of_a_frame_does_not_complete_it(ends: Any) -> None:
-    here, there, receiver = LocalChannel(ends[0], "b"), LocalChannel(ends[1], "a"), Receiver()
+    here, there, receiver = SocketChannel(ends[0], "b"), SocketChannel(ends[1], "a"), Receiver()
     data = b"x" * (32 << 20)
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
     here.put(data[:100_000])
@@ -260,7 +260,7 @@ async def test_an_abort_in_the_middle_of_a_frame_does_not_complete_it(ends: Any)
 
 @pytest.mark.parametrize("data", [LENGTH.pack(64 << 20), LENGTH.pack(5000 | LAST)], ids=["frame", "reason"])
 async def test_a_proven_peer_has_limits_too(ends: Any, data: bytes) -> None:
-    stream = LocalChannel(ends[0], "b")
+    stream = SocketChannel(ends[0], "b")
     ends[1].sendall(data)
     with pytest.raises(ProtocolViolation, match="announced"):
         await asyncio.wait_for(stream.deliver(Receiver()), LIMIT_S)
@@ -269,7 +269,7 @@ async def test_a_proven_peer_has_limits_too(ends: Any, data: bytes) -> None:
 
 @pytest.mark.parametrize("error", [KeyError("on purpose"), BlockingIOError("on purpose"), OSError("on purpose")])
 async def test_what_the_receiver_raises_ends_the_stream(ends: Any, error: Exception) -> None:
-    stream, receiver = LocalChannel(ends[0], "b"), Receiver()
+    stream, receiver = SocketChannel(ends[0], "b"), Receiver()
     receiver.failing = error
     ends[1].sendall(framed(b"x") * 3)
     with pytest.raises(type(error), match="on purpose"):
@@ -283,7 +283,7 @@ async def test_what_the_receiver_raises_ends_the_stream(ends: Any, error: Except
 
 
 async def test_a_slow_reader_holds_the_writer_back(ends: Any) -> None:
-    here, there = LocalChannel(ends[0], "b"), LocalChannel(ends[1], "a")
+    here, there = SocketChannel(ends[0], "b"), SocketChannel(ends[1], "a")
     written = 0
 
     async def write() -> None:
@@ -305,7 +305,7 @@ async def test_a_slow_reader_holds_the_writer_back(ends: Any) -> None:
 
 
 async def test_a_cancelled_write_is_completed_by_the_next_flush(ends: Any) -> None:
-    here, there, receiver = LocalChannel(ends[0], "b"), LocalChannel(ends[1], "a"), Receiver()
+    here, there, receiver = SocketChannel(ends[0], "b"), SocketChannel(ends[1], "a"), Receiver()
     payload = bytearray(os.urandom(2 << 20))
     ends[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 100_000)
     with pytest.raises(TimeoutError):
@@ -326,11 +326,11 @@ async def test_closing_beside_a_thread_that_writes_never_touches_another_file(en
     loop = asyncio.get_running_loop()
     for _ in range(30):
         ours, theirs = socket.socketpair()
-        stream = LocalChannel(ours, "b")
+        stream = SocketChannel(ours, "b")
         started = threading.Event()
         errors: list[TransportError] = []
 
-        def write(stream: LocalChannel = stream, started: threading.Event = started, errors: Any = errors) -> None:
+        def write(stream: SocketChannel = stream, started: threading.Event = started, errors: Any = errors) -> None:
             try:
                 while stream.is_free:
                     stream.put(b"x")
@@ -356,7 +356,7 @@ async def test_closing_beside_a_thread_that_writes_never_touches_another_file(en
 async def test_a_stream_is_done_with_its_descriptor(ends: Any) -> None:
     before = set(os.listdir("/proc/self/fd"))
     for _ in range(20):
-        streams = [LocalChannel(end, "b") for end in socket.socketpair()]
+        streams = [SocketChannel(end, "b") for end in socket.socketpair()]
         tasks = [asyncio.ensure_future(stream.deliver(Receiver())) for stream in streams]
         await asyncio.sleep(0)
         streams[0].abort("enough")

@@ -8,7 +8,7 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
-from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.session import HeapPayloads
 
@@ -98,4 +98,4 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
 
 def is_local(link: Link) -> bool:
     """Whether the session runs over the local channel."""
-    return isinstance(link.session._channel, LocalChannel)
+    return isinstance(link.session._channel, SocketChannel)

@@ -38,7 +38,13 @@ class FrameReceiver(Protocol):
 
 @runtime_checkable
 class DirectChannel(Channel, Protocol):
-    """A channel that any thread may write to, and that calls a receiver instead of being read."""
+    """A channel that any thread may write to, and that calls a receiver instead of being read.
+
+    Attributes:
+        passes_descriptors: whether `pass_segment` and `take_descriptor` may be called.
+    """
+
+    passes_descriptors: bool
 
     async def deliver(self, receiver: FrameReceiver) -> None:
         """Runs until the channel ends, and raises why."""

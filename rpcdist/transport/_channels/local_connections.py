@@ -19,7 +19,7 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.time_limits import DESCRIPTOR_SHORTAGE_PAUSE_S
 from rpcdist.transport import fork
-from rpcdist.transport._channels.local_channel import LocalChannel
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.unix_sockets import has_abstract_sockets, same_user
 
 __all__ = [
@@ -78,7 +78,7 @@ def listen_local(address: str) -> socket.socket | None:
     return listener
 
 
-async def accept_local(listener: socket.socket) -> LocalChannel:
+async def accept_local(listener: socket.socket) -> SocketChannel:
     """The next connection from a process of this user; others are closed unread.
 
     Cancelled, it leaves the listener open.
@@ -93,7 +93,7 @@ async def accept_local(listener: socket.socket) -> LocalChannel:
         fork.note_socket(connection)
         try:
             if same_user(connection):
-                return LocalChannel(connection, "the peer")
+                return SocketChannel(connection, "the peer")
         except OSError:
             logger.debug("a local connection ended before it was looked at")
         connection.close()
@@ -120,7 +120,7 @@ def _set(waiter: asyncio.Future[None]) -> None:
         waiter.set_result(None)
 
 
-def connect_local(address: str) -> LocalChannel | None:
+def connect_local(address: str) -> SocketChannel | None:
     """Connects to the channel of the worker at `address`; None if there is none on this host. On the I/O loop."""
     if not local_channels_allowed():
         return None
@@ -130,7 +130,7 @@ def connect_local(address: str) -> LocalChannel | None:
     try:
         connection.connect(_name(address))
         if same_user(connection):
-            return LocalChannel(connection, address)
+            return SocketChannel(connection, address)
         logger.warning("another user's process listens under the name of the local channel to %s; using gRPC", address)
     except OSError as exc:  # nobody there, or a full backlog
         logger.debug("no local channel to %s: %s", address, exc)

@@ -9,8 +9,8 @@ from functools import partial
 from typing import Any
 
 from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
-from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._channels.local_connections import accept_local, listen_local
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.io_loop import IoLoop
 
@@ -20,7 +20,7 @@ MAX_UNPROVEN_LOCAL = (
     64  # connections in the middle of a handshake; others wait in the kernel until one of these is done
 )
 
-ServeLocal = Callable[[LocalChannel, Callable[[], None]], Coroutine[Any, Any, None]]
+ServeLocal = Callable[[SocketChannel, Callable[[], None]], Coroutine[Any, Any, None]]
 """Serves one connection to its end. Calls its second argument once the handshake is over, however that ended."""
 
 
@@ -78,5 +78,5 @@ class LocalListeners:
                 await asyncio.wait(sessions, timeout=LISTENER_STOP_LIMIT_S)
 
 
-def _abort(channel: LocalChannel, task: asyncio.Task[Any]) -> None:
+def _abort(channel: SocketChannel, task: asyncio.Task[Any]) -> None:
     channel.abort("the server stopped")

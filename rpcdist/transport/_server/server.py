@@ -14,8 +14,8 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist.errors import TransportError
 from rpcdist.transport._channels.grpc_channel import SERVER_OPTIONS, GrpcServerChannel, refuse
-from rpcdist.transport._channels.local_channel import LocalChannel
 from rpcdist.transport._channels.local_connections import local_channels_allowed
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission
 from rpcdist.transport._server.introspection import Introspection
 from rpcdist.transport._server.local_listeners import LocalListeners
@@ -140,7 +140,7 @@ class Server(grpc.GenericRpcHandler):
         if handshake is not None:
             await self._serve(channel, handshake)
 
-    async def _serve_local(self, channel: LocalChannel, admitted: Callable[[], None]) -> None:
+    async def _serve_local(self, channel: SocketChannel, admitted: Callable[[], None]) -> None:
         """A session on the local channel; ends when it does."""
 
         async def turn_away(reason: str) -> None:
@@ -156,7 +156,7 @@ class Server(grpc.GenericRpcHandler):
         finally:
             channel.abort("the connection was closed")
 
-    async def _serve(self, channel: GrpcServerChannel | LocalChannel, handshake: ServerHandshake) -> None:
+    async def _serve(self, channel: GrpcServerChannel | SocketChannel, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
         session = Session(
             self._io,

@@ -1,4 +1,4 @@
-"""The channel between two processes of one host: a Unix socket that carries frames without copies of large payloads.
+"""The channel over a connected stream socket, Unix or TCP, which carries frames without copies of large payloads.
 
 A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
 why the sender closes.
@@ -44,7 +44,7 @@ from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.waiters import wake
 
-__all__ = ["LocalChannel"]
+__all__ = ["SocketChannel"]
 
 _LARGEST_BYTES: Final = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 _LENGTH: Final = struct.Struct("<I")
@@ -62,8 +62,11 @@ _SOCKET_BYTES: Final = 1 << 20
 a no-op takes 6 and 3 ms, and its 90th percentile is 20 and 9 ms; the echoes are as fast with either."""
 
 
-class LocalChannel:
+class SocketChannel:
     """A connected channel. All of it runs on the I/O loop, except `put`.
+
+    Attributes:
+        passes_descriptors: whether segments of memory can be passed; over Unix sockets only.
 
     Args:
         connection: connected; the stream owns it from now on.
@@ -73,6 +76,7 @@ class LocalChannel:
     def __init__(self, connection: socket.socket, address: str) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
         connection.setblocking(False)
+        self.passes_descriptors = connection.family == socket.AF_UNIX
         self._socket = connection
         self._address = address
         self._loop = asyncio.get_running_loop()
@@ -98,7 +102,7 @@ class LocalChannel:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
-        return f"<LocalChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
+        return f"<SocketChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
 
     # ------------------------------------------------------------ reading, before the proof
 
@@ -213,7 +217,8 @@ class LocalChannel:
     def _receive_into(self, place: memoryview) -> int | None:
         """How many bytes have come; 0 at the end, None if there are none yet."""
         try:
-            if self._receiver is None:  # nobody is proven: descriptors that a stranger sends are dropped by the kernel
+            # Over TCP there are no descriptors; while nobody is proven, the kernel drops those that a stranger sends.
+            if self._receiver is None or not self.passes_descriptors:
                 return self._socket.recv_into(place)
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
                 [place], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
