@@ -138,7 +138,9 @@ class Agent:
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
         self.router = Router(network, self.directory, self._demultiplexer, self._control, events, lifetime, options)
-        self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads)
+        self._inbound = Inbound(
+            self._demultiplexer, self.directory, events, options.share_payloads, options.max_incoming_bytes
+        )
         self._connections = Connections(self.router, self._inbound, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 

@@ -140,6 +140,8 @@ class RpcOptions(RpcBackendOptions):
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.
+        max_incoming_bytes: what one peer may have announced and not sent yet; a peer that announces more is
+            disconnected. None: the memory of this machine.
         _transports: torch's private argument; the names are checked and otherwise ignored.
         _channels: the same.
 
@@ -169,6 +171,7 @@ class RpcOptions(RpcBackendOptions):
         allow_pickle: bool = True,
         autograd_mode: str = "smart",
         share_payloads: bool = True,
+        max_incoming_bytes: int | None = None,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -197,6 +200,9 @@ class RpcOptions(RpcBackendOptions):
             raise ConfigError(f"autograd_mode is 'smart' or 'fast', but got {autograd_mode!r}")
         self.autograd_mode = autograd_mode
         self.share_payloads = share_payloads
+        self.max_incoming_bytes = (
+            None if max_incoming_bytes is None else _at_least_one("max_incoming_bytes", max_incoming_bytes)
+        )
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 

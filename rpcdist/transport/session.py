@@ -56,11 +56,16 @@ class SessionHandler(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may lie in shared memory, in both directions."""
 
+    @property
+    def max_incoming_bytes(self) -> int | None:
+        """What the peer may have announced and not sent; None for the memory of this machine."""
+
 
 class HeapPayloads:
     """The part of a `SessionHandler` that says where large buffers arrive: all of them on the heap."""
 
     shares_payloads = False
+    max_incoming_bytes: int | None = None
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
@@ -126,7 +131,7 @@ class Session:
         self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
         self._shared = self._new_shared_payloads()
-        self._incoming = Incoming(handler.allocate, self._borrow)
+        self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
@@ -254,6 +259,7 @@ class Session:
             self._tick_handle.cancel()
         self._drained.set()
         self._ended.set()
+        self._incoming.close()
         if self._shared is not None:
             self._shared.close()
         self._handler.on_closed(self, reason)

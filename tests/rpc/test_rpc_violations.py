@@ -48,7 +48,7 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "announced twice": ([frame(BIG), frame(BIG)], "transfer 1 was announced twice"),
     "more than there is memory": (
         [frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=1, large=[1 << 62]))],
-        "no memory for 4611686018427387904 announced bytes",
+        "4611686018427387904 bytes were announced",
     ),
     "no envelope": ([b"\x0a\xff\xff\xff\xff\xff"], "that are no envelope"),
     "a second handshake": (

@@ -89,6 +89,7 @@ class Handler(HeapPayloads):
 
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
+        self.max_incoming_bytes: int | None = None
         self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
         self.opened = 0
         self.closed: list[str] = []

@@ -23,7 +23,7 @@ from rpcdist.transport._framing.frames import (
     parse,
     varint,
 )
-from rpcdist.transport._framing.incoming import Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport._framing.incoming import MAX_BUFFERS, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
 
 MIB = 1 << 20
@@ -116,8 +116,9 @@ VIOLATIONS: list[tuple[str, list[Any], str]] = [
     ("larger than announced", [announced(1, 5), chunk(1, 0, 0, b"xxxxxx")], "5 announced bytes"),
     ("larger in the end", [announced(1, 5), chunk(1, 0, 0, b"xxx"), chunk(1, 0, 3, b"xxx")], "5 announced bytes"),
     ("another buffer", [announced(1, 5), chunk(1, 1, 0, b"x")], "buffer 1 of 1"),
-    ("more than there is memory", [announced(1, 2**62)], "no memory"),
-    ("more than a number holds", [announced(1, 2**64 - 1)], "no memory"),
+    ("more than there is memory", [announced(1, 2**62)], "max_incoming_bytes"),
+    ("more than a number holds", [announced(1, 2**64 - 1)], "max_incoming_bytes"),
+    ("more buffers than are allowed", [announced(1, *[1] * (MAX_BUFFERS + 1))], "65537 buffers"),
     ("wrapped nonsense", [announced(1, 2, wrapped=True), chunk(1, 0, 0, b"\xff\xff")], "wrapped"),
 ]
 
@@ -148,7 +149,8 @@ def test_an_aborted_transfer_is_forgotten_and_its_late_chunks_are_dropped() -> N
     assert incoming.abort(1) is None and incoming.abort(9) is None
     assert incoming.chunk(chunk(1, 0, 0, b"xx")) is None
     assert incoming.announce(announced(1, 2)) is None  # the number is free again
-    assert taken == [5, 2]
+    assert incoming.chunk(chunk(1, 0, 0, b"x")) is None
+    assert taken == [2]
 
 
 # ---------------------------------------------------------------- outgoing

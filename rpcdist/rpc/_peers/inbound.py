@@ -24,19 +24,26 @@ class Inbound:
         directory: knows who was replaced.
         events: is told of sessions that open and end.
         shares_payloads: whether large buffers may travel in shared memory.
+        max_incoming_bytes: what a peer may have announced and not sent; None for the memory of this machine.
 
     Attributes:
         sessions: those that are open.
     """
 
     def __init__(
-        self, demultiplexer: Demultiplexer, directory: Directory, events: PeerEvents, shares_payloads: bool
+        self,
+        demultiplexer: Demultiplexer,
+        directory: Directory,
+        events: PeerEvents,
+        shares_payloads: bool,
+        max_incoming_bytes: int | None,
     ) -> None:
         self.sessions: set[PeerSession] = set()
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
         self.allocate = ReceiveBuffer.allocate
         self.borrow = ReceiveBuffer.borrowed
         self.shares_payloads = shares_payloads
+        self.max_incoming_bytes = max_incoming_bytes
         self._directory = directory
         self._events = events
         events.replaced.listen(self._close_sessions_of)

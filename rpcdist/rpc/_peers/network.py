@@ -85,6 +85,10 @@ class SessionTaker(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
 
+    @property
+    def max_incoming_bytes(self) -> int | None:
+        """What the peer may have announced and not sent; None for the memory of this machine."""
+
 
 class Connection(Protocol):
     """A connection that this process opened."""

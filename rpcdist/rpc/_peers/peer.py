@@ -60,6 +60,10 @@ class PeerOwner(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
 
+    @property
+    def max_incoming_bytes(self) -> int | None:
+        """What a peer may have announced and not sent; None for the memory of this machine."""
+
     def on_messages(self, session: MessageSink, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on the connection."""
 
@@ -303,12 +307,13 @@ def _because(broken: str, then: str) -> str:
 class _PeerTaker:
     """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
 
-    __slots__ = ("allocate", "borrow", "on_closed", "on_messages", "shares_payloads")
+    __slots__ = ("allocate", "borrow", "max_incoming_bytes", "on_closed", "on_messages", "shares_payloads")
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self.allocate = ReceiveBuffer.allocate
         self.borrow = ReceiveBuffer.borrowed
         self.shares_payloads = owner.shares_payloads
+        self.max_incoming_bytes = owner.max_incoming_bytes
         self.on_messages = owner.on_messages
         self.on_closed = peer.on_session_closed
 

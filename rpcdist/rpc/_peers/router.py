@@ -65,6 +65,7 @@ class Router:
         self._lifetime = lifetime
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
+        self.max_incoming_bytes = options.max_incoming_bytes
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
         self._me = directory.me.id
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)

@@ -6,8 +6,8 @@ the codec would send. docs/values.md has the format. Lists, dicts and bytearrays
 so cycles work.
 
 Rules of this file: the decoder trusts nothing. Whatever the bytes are, it returns a value or raises
-`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, and never
-builds more than `MAX_ITEMS` objects.
+`SerializationError`; it never calls code of the value's choice, never recurses deeper than `MAX_DEPTH`, never builds
+more than `MAX_ITEMS` objects, and does no more work for a dict than its size accounts for (`hash_work.py`).
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
 from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
 
 __all__ = ["MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "read_plain"]
 
@@ -250,7 +251,7 @@ def read_plain(
 
 
 class _Reader:
-    __slots__ = ("body", "buffers", "externals", "left", "made", "tensors", "used")
+    __slots__ = ("body", "buffers", "externals", "hash_work", "left", "made", "tensors", "used")
 
     def __init__(
         self,
@@ -264,6 +265,7 @@ class _Reader:
         self.buffers = buffers
         self.externals = externals
         self.left = MAX_ITEMS
+        self.hash_work: HashWork | None = None
         self.made: list[object] = []
         self.used: set[int] = set()
 
@@ -322,7 +324,12 @@ class _Reader:
         self.made.append(made)
         if count:
             parts, position = self.items(position, 2 * count, depth + 1)
-            made.update(zip(parts[::2], parts[1::2], strict=True))
+            if count < CHECKED_FROM:
+                made.update(zip(parts[::2], parts[1::2], strict=True))
+            else:
+                if self.hash_work is None:
+                    self.hash_work = HashWork(len(self.body))
+                self.hash_work.fill(made, parts[::2], parts[1::2], MAX_ITEMS - self.left)
         return made, position
 
     def other(self, tag: int, position: int, depth: int) -> tuple[object, int]:

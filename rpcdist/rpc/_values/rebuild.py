@@ -22,6 +22,9 @@ from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
 __all__ = ["rebuild_tensors"]
 
 MAX_DIMS: Final = 64  # torch's own limit
+MAX_UNTRUSTED_TENSORS: Final = 1 << 17
+"""Of one value, from a peer that may send host tensors only: the header of a tensor has two bytes, the tensor 500."""
+
 MAX_BYTES: Final = 1 << 62  # torch counts in signed 64-bit integers
 
 _CPU: Final = torch.device("cpu")
@@ -32,7 +35,7 @@ def rebuild_tensors(
 ) -> list[torch.Tensor]:
     """The tensors of `value` over `buffers` (see `received_buffers`), in their order.
 
-    With `host_only`, tensors for other devices than cpu and meta are refused.
+    With `host_only`, tensors for other devices than cpu and meta are refused, and more than `MAX_UNTRUSTED_TENSORS`.
 
     Raises:
         SerializationError: a header that does not fit its buffer, or that this torch cannot represent.
@@ -41,6 +44,10 @@ def rebuild_tensors(
     count = len(messages)
     if not count:
         return []
+    if host_only and count > MAX_UNTRUSTED_TENSORS:
+        raise SerializationError(
+            f"a value of {count} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}"
+        )
     # By index: protobuf's own iteration costs half a microsecond more.
     headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
     if host_only and any(message.device not in ("", "meta") for message in headers):

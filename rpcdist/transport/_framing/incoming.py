@@ -3,19 +3,25 @@
 Invariants:
     1. A message is delivered once, when every byte of every buffer that it announced has arrived, or was lent.
     2. The chunks of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
-    3. Memory is taken when a message is announced, and given back when its transfer is aborted.
+    3. Memory for a buffer is taken when its first bytes arrive, so that an announcement alone costs nothing, and given
+       back when its transfer is aborted or the session ends.
+    4. What a peer has announced and not sent is bounded, in bytes and in buffers of one message.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
-from typing import Protocol
+import os
+from collections.abc import Callable, Mapping
+from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
 
-__all__ = ["Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
+__all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer", "memory_of_machine_bytes"]
+
+MAX_BUFFERS: Final = 1 << 16
+"""Large buffers of one message. Senders keep buffers of up to 32 KiB inside the message, so this is 2 GiB or more."""
 
 
 class IncomingBuffer(Protocol):
@@ -48,24 +54,59 @@ def _nothing_is_lent(message: rpc_pb2.Message) -> Mapping[int, IncomingBuffer]:
 
 
 class _IncomingTransfer:
-    __slots__ = ("buffers", "filled", "message", "missing")
+    """A message whose buffers are arriving; None stands for one of which nothing has come."""
 
-    def __init__(self, message: rpc_pb2.Message, buffers: list[IncomingBuffer], lent: Container[int]) -> None:
-        self.message = message
-        self.buffers = buffers
+    __slots__ = ("allocate", "buffers", "filled", "message", "missing")
+
+    def __init__(
+        self,
+        message: rpc_pb2.Message,
+        lent: Mapping[int, IncomingBuffer],
+        allocate: Callable[[int], IncomingBuffer],
+    ) -> None:
         sizes = message.large
+        self.message = message
+        self.allocate = allocate
+        self.buffers: list[IncomingBuffer | None] = [lent.get(index) for index in range(len(sizes))]
         self.filled = [size if index in lent else 0 for index, size in enumerate(sizes)]
         self.missing = sum(sizes) - sum(self.filled)
 
+    def buffer(self, index: int) -> IncomingBuffer:
+        """The memory of a buffer, taken now if it was not before."""
+        buffer = self.buffers[index]
+        if buffer is None:
+            size = self.message.large[index]
+            try:
+                buffer = self.buffers[index] = self.allocate(size)
+            except (MemoryError, RuntimeError, OverflowError) as exc:
+                raise ProtocolViolation(f"no memory for {size} announced bytes: {exc}") from exc
+        return buffer
+
+
+def memory_of_machine_bytes() -> int:
+    """The size of this machine's memory: nobody can send more than that at once."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
 
 class Incoming:
-    """The transfers of one session that are under way."""
+    """The transfers of one session that are under way.
+
+    Args:
+        allocate: takes memory for a buffer.
+        borrow: finds the buffers that the peer lends.
+        max_bytes: what may be announced and not have arrived, in all transfers; None for the memory of the machine.
+    """
 
     def __init__(
-        self, allocate: Callable[[int], IncomingBuffer] = heap_buffer, borrow: Borrow = _nothing_is_lent
+        self,
+        allocate: Callable[[int], IncomingBuffer] = heap_buffer,
+        borrow: Borrow = _nothing_is_lent,
+        max_bytes: int | None = None,
     ) -> None:
         self._allocate = allocate
         self._borrow = borrow
+        self._max_bytes = memory_of_machine_bytes() if max_bytes is None else max_bytes
+        self._announced_bytes = 0  # of the transfers that are under way
         self._transfers: dict[int, _IncomingTransfer] = {}
 
     def __repr__(self) -> str:
@@ -77,7 +118,7 @@ class Incoming:
         """Takes a message; returns it with its buffers when nothing is missing.
 
         Raises:
-            ProtocolViolation: the transfer number is in use, no memory can be had for what is announced, or what is
+            ProtocolViolation: the transfer number is in use, more is announced than this session takes, or what is
                 said to be lent is not.
         """
         sizes = message.large
@@ -86,18 +127,22 @@ class Incoming:
         number = message.transfer
         if number in self._transfers or number == 0:
             raise ProtocolViolation(f"transfer {number} was announced twice")
+        if len(sizes) > MAX_BUFFERS:
+            raise ProtocolViolation(f"a message announced {len(sizes)} buffers; {MAX_BUFFERS} are allowed")
         lent = self._borrow(message) if message.loans else {}
-        try:
-            # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
-            allocate = heap_buffer if message.wrapped else self._allocate
-            buffers = [lent[index] if index in lent else allocate(size) for index, size in enumerate(sizes)]
-        except (MemoryError, RuntimeError, OverflowError) as exc:
-            raise ProtocolViolation(f"no memory for {sum(sizes)} announced bytes: {exc}") from exc
-        transfer = _IncomingTransfer(message, buffers, lent)
-        if transfer.missing:
-            self._transfers[number] = transfer
-            return None
-        return self._deliver(transfer)
+        # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
+        transfer = _IncomingTransfer(message, lent, heap_buffer if message.wrapped else self._allocate)
+        if not transfer.missing:
+            return self._deliver(transfer)
+        if self._announced_bytes + transfer.missing > self._max_bytes:
+            raise ProtocolViolation(
+                f"{transfer.missing} bytes were announced while {self._announced_bytes} announced ones are under way, "
+                f"and this worker takes {self._max_bytes} from one peer at a time. Send less at once, or start it "
+                "with RpcOptions(max_incoming_bytes=...)"
+            )
+        self._announced_bytes += transfer.missing
+        self._transfers[number] = transfer
+        return None
 
     def chunk(self, chunk: Chunk) -> Delivery | None:
         """Stores a chunk; returns the message when it was the last one.
@@ -118,7 +163,7 @@ class Incoming:
             return None
         if buffer >= len(transfer.buffers):
             raise ProtocolViolation(f"a chunk for buffer {buffer} of {len(transfer.buffers)}")
-        view = transfer.buffers[buffer].view
+        view = transfer.buffer(buffer).view
         at = transfer.filled[buffer]
         if offset != at or at + size > len(view):
             raise ProtocolViolation(
@@ -133,6 +178,7 @@ class Incoming:
             return None
         transfer.filled[buffer] += size
         transfer.missing -= size
+        self._announced_bytes -= size
         if transfer.missing:
             return None
         del self._transfers[number]
@@ -141,13 +187,22 @@ class Incoming:
     def abort(self, number: int) -> rpc_pb2.Message | None:
         """Forgets a transfer; returns its message, which will not be delivered."""
         transfer = self._transfers.pop(number, None)
-        return transfer.message if transfer is not None else None
+        if transfer is None:
+            return None
+        self._announced_bytes -= transfer.missing
+        return transfer.message
+
+    def close(self) -> None:
+        """Gives back the memory of all transfers: a session that has ended may be held for a while by who used it."""
+        self._transfers.clear()
+        self._announced_bytes = 0
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
+        buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
         if not transfer.message.wrapped:
-            return transfer.message, transfer.buffers
+            return transfer.message, buffers
         try:
-            inner = rpc_pb2.Message.FromString(bytes(transfer.buffers[0].view))
+            inner = rpc_pb2.Message.FromString(bytes(buffers[0].view))
         except Exception as exc:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
         return self.announce(inner)
