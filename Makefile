@@ -36,12 +36,16 @@ fmt: $(READY)
 proto: $(READY)  ## rpcdist/_proto/ from proto/
 	$(BIN)/python tools/generate_proto.py
 
-bench: $(READY)  ## compares with torch and Gloo; wants a quiet machine
-	$(BIN)/python benchmarks/rpc.py
-	$(BIN)/python benchmarks/collectives.py
-	$(BIN)/python benchmarks/autograd.py
-	$(BIN)/python benchmarks/ddp.py
-	$(BIN)/python benchmarks/pipeline.py
+bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray; BENCH=--write keeps the tables
+	$(BIN)/python benchmarks/rpc.py $(BENCH)
+	$(BIN)/python benchmarks/rpc.py --channels grpc $(BENCH)
+	$(BIN)/python benchmarks/rpc.py --unsuspecting $(BENCH)
+	$(if $(RAY),$(BIN)/python benchmarks/rpc.py --ray $(RAY) $(BENCH))
+	$(BIN)/python benchmarks/collectives.py $(BENCH)
+	$(BIN)/python benchmarks/autograd.py $(BENCH)
+	$(BIN)/python benchmarks/autograd.py --channels grpc $(BENCH)
+	$(BIN)/python benchmarks/ddp.py $(BENCH)
+	$(BIN)/python benchmarks/pipeline.py $(BENCH)
 
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write

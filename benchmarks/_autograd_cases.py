@@ -134,7 +134,7 @@ def measure_many_calls(chained: bool) -> Callable[[ModuleType, float], Metrics]:
 
 
 def rows(what: str, size: str, unit: str, scale: float) -> tuple[Row, ...]:
-    return (Row(what, size, "p50", unit, scale, ratio=0.9, channel_ratio=0.7),)
+    return (Row(what, size, "p50", unit, scale, ratios={"local": 0.7, "tcp": 0.9, "grpc": 0.9}),)
 
 
 CASES = (

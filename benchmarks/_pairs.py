@@ -95,9 +95,18 @@ def open_pair(name: str, make: Callable[..., Peer], *arguments: object) -> Itera
         end(processes)
 
 
-def open_rpc_pair(module: str, *, pin: bool, profile: bool) -> contextlib.AbstractContextManager[Pair]:
-    """A caller and a callee that use one RPC library."""
-    return open_pair(module, RpcPeer, module, pin, profile)
+def open_rpc_pair(
+    module: str, *, pin: bool = False, profile: bool = False, one_thread: bool = True
+) -> contextlib.AbstractContextManager[Pair]:
+    """A caller and a callee that use one RPC library.
+
+    Args:
+        module: the library's.
+        pin: each to a core of its own.
+        profile: they can be asked where their time goes.
+        one_thread: torch's operators use one thread in each; else as many as they take by default.
+    """
+    return open_pair(module, RpcPeer, module, pin, profile, one_thread)
 
 
 def end(processes: list[SpawnProcess]) -> None:
@@ -137,11 +146,12 @@ def live(pipe: Connection, make: Callable[..., Peer], *arguments: object) -> Non
 class RpcPeer:
     """One process of a pair that talks RPC. See `Peer`."""
 
-    def __init__(self, rank: int, port: int, module: str, pin: bool, profile: bool) -> None:
+    def __init__(self, rank: int, port: int, module: str, pin: bool, profile: bool, one_thread: bool) -> None:
         self.module = module
         self.rank = rank
         self.port = port
         self.profile = profile
+        self.one_thread = one_thread
         if pin:
             cores = sorted(os.sched_getaffinity(0))
             os.sched_setaffinity(0, {cores[rank % len(cores)]})
@@ -156,18 +166,19 @@ class RpcPeer:
 
         for message in ("You are using a Backend", "`TorchScript` support"):  # torch uses what torch deprecates
             warnings.filterwarnings("ignore", message=message)
-        torch.set_num_threads(1)
+        if self.one_thread:
+            torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         self.rpc = importlib.import_module(self.module)
         self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2)
 
-    def measure(self, name: str, effort: float, module: str = "_cases") -> dict[str, float]:
+    def measure(self, name: str, effort: float, module: str) -> dict[str, float]:
         cases = importlib.import_module(module).CASES
         measured: dict[str, float] = next(case for case in cases if case.name == name).measure(self.rpc, effort)
         return measured
 
     def churn(self, num_calls: int) -> None:
-        from _cases import churn
+        from _rpc_cases import churn
 
         churn(self.rpc, num_calls)
 

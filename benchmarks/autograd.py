@@ -14,23 +14,13 @@ import sys
 
 import rpc
 from _autograd_cases import CASES
-from _cases import Case
-from _pairs import Pair, PairFailed, open_rpc_pair
+from _comparison import head, make_lines, measure_in_turns
+from _pairs import PairFailed, open_rpc_pair
 from _report import RESULTS, Line, layout, write_results
 
 __all__ = ["main"]
 
 MODULE = "_autograd_cases"
-
-
-def measure(case: Case, ours: Pair, torch: Pair, rounds: int, effort: float) -> list[Line]:
-    """Alternates between the pairs, and returns the case's lines."""
-    samples: list[tuple[dict[str, float], dict[str, float]]] = []
-    for number in range(rounds):
-        first, second = (ours, torch) if number % 2 == 0 else (torch, ours)
-        found = {pair.name: pair.ask_first("measure", case.name, effort, MODULE) for pair in (first, second)}
-        samples.append((found[ours.name], found[torch.name]))
-    return [rpc.make_line(row, [(mine[row.metric], peers[row.metric]) for mine, peers in samples]) for row in case.rows]
 
 
 def compare(arguments: argparse.Namespace) -> int:
@@ -40,17 +30,17 @@ def compare(arguments: argparse.Namespace) -> int:
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
         ours, torch = (
-            stack.enter_context(open_rpc_pair(module, pin=False, profile=False))
-            for module in (arguments.ours, "torch.distributed.rpc")
+            stack.enter_context(open_rpc_pair(module)) for module in (arguments.ours, "torch.distributed.rpc")
         )
         for case in CASES:
             if case.name in arguments.only:
                 print(f"measuring {case.name} ...", file=sys.stderr, flush=True)
-                lines += measure(case, ours, torch, arguments.rounds, 0.1 if arguments.quick else 1.0)
-    table = layout(rpc.HEAD, lines)
+                effort = 0.1 if arguments.quick else 1.0
+                lines += make_lines(case.rows, measure_in_turns(case, ours, torch, arguments.rounds, effort, MODULE))
+    table = layout(head("torch"), lines)
     print("\n".join(["", *table]))
     if arguments.write:
-        write_results("autograd.py" if rpc.channel_is_used() else "autograd.py --channels grpc", [*about, "", *table])
+        write_results(rpc.with_channels("autograd.py"), [*about, "", *table])
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
 
@@ -63,7 +53,7 @@ def main() -> int:
     rpc.add_channels(parser)
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
-    arguments = parser.parse_args(namespace=argparse.Namespace(pin=False, ours="rpcdist.rpc"))
+    arguments = parser.parse_args(namespace=argparse.Namespace(pin=False, unsuspecting=False, ours="rpcdist.rpc"))
     arguments.only = arguments.only or names
     os.environ.update(OMP_NUM_THREADS="1", RPCDIST_CHANNELS=arguments.channels)  # the pairs inherit it
     try:
