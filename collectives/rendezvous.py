@@ -25,7 +25,17 @@ from rpcdist.time_limits import (
 if TYPE_CHECKING:
     from rpcdist.collectives._stores.store_base import Store, Timeout
 
-__all__ = ["RendezvousHandler", "create_store", "open_rendezvous", "register_rendezvous_handler", "rendezvous"]
+__all__ = [
+    "ATTEMPT_VARIABLE",
+    "RendezvousHandler",
+    "create_store",
+    "job_attempt",
+    "open_rendezvous",
+    "register_rendezvous_handler",
+    "rendezvous",
+]
+
+ATTEMPT_VARIABLE: Final = "RPCDIST_ATTEMPT"
 
 FILE_SUFFIX: Final = ".rpcdist"
 
@@ -138,6 +148,23 @@ def create_store(
         wait_for_workers=wait_for_workers,
         multi_tenant=True,
     )
+
+
+def job_attempt() -> str:
+    """Names this start of the job's processes; a part of every key under which they look for each other.
+
+    A store may outlive the processes: that of `torchrun`'s agent, a file, one of the user's own. Processes that are
+    started again must not read in it what their predecessors wrote there, such as addresses where nobody listens.
+
+    Returns:
+        RPCDIST_ATTEMPT where it is set, the same on all ranks and another one for each start; else what Slurm
+        (SLURM_RESTART_COUNT) and `torchrun` (TORCHELASTIC_RESTART_COUNT) count, each of which begins again at 0.
+    """
+    named = os.environ.get(ATTEMPT_VARIABLE)
+    if named:
+        return named
+    counts = (os.environ.get("SLURM_RESTART_COUNT") or "0", os.environ.get("TORCHELASTIC_RESTART_COUNT") or "0")
+    return ".".join(counts)
 
 
 def uses_agent_store() -> bool:

@@ -19,9 +19,11 @@ import torch
 import torch.distributed as torch_distributed
 
 from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import default_backend
 from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
@@ -259,7 +261,7 @@ def _make_group(
         f"torch {given.group_id}",
         given.group_rank,
         ranks,
-        TorchStoreAdapter(given.store),
+        PrefixStore(f"attempt_{job_attempt()}", TorchStoreAdapter(given.store)),  # torch's prefixes do not name it
         backend=default_backend(),
         timeout=given.timeout,
         options=options,

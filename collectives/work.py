@@ -23,15 +23,13 @@ class Work:
     Args:
         title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
         result: the output tensors.
-        help: called by a thread that is about to wait. The thread that runs a group's operations must not wait for an
-            operation that it would run itself (e.g. in a callback of an earlier one): `help` runs it there.
+        lends_thread: whether the thread that ends it may wait in callbacks of its future: others do its work then.
+            Else such callbacks get a thread of their own.
     """
 
-    def __init__(
-        self, title: object, result: list[torch.Tensor] | None = None, help: Callable[[Work], None] | None = None
-    ) -> None:
+    def __init__(self, title: object, result: list[torch.Tensor] | None = None, *, lends_thread: bool = True) -> None:
         self._title = title
-        self._help = help
+        self._lends_thread = lends_thread
         self._result = result or []
         self._lock = threading.Lock()
         self._waiter: threading.Event | None = None
@@ -69,17 +67,21 @@ class Work:
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
+        for callback in self.end(error):
+            callback(self)
+
+    def end(self, error: BaseException | None) -> list[Callable[[Work], object]]:
+        """Ends it like `complete` or `fail`, but leaves the callbacks to the caller: each is called with this work."""
         with self._lock:
             if self._done:
-                return
+                return []
             self._error = error
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
             waiter = self._waiter
         if waiter is not None:
             waiter.set()
-        for callback in callbacks:
-            callback(self)
+        return callbacks
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
         """Calls back once, on the thread that finishes it, or at once; the callback must not block or raise."""
@@ -105,8 +107,6 @@ class Work:
             CollectiveError: the operation failed.
             CollectiveTimeout: the wait's own timeout passed.
         """
-        if not self._done and self._help is not None:
-            self._help(self)
         if not self._done:
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         if self._error is not None:
@@ -155,7 +155,7 @@ class Work:
         return self._source
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
-        """A future of the output tensors."""
+        """A future of the output tensors. Its callbacks may call further operations, and wait for them in any way."""
         future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
 
         def settle(work: Work) -> None:
@@ -164,7 +164,12 @@ class Work:
             else:
                 future.set_result(work._result)
 
-        self.when_done(settle)
+        def settle_on_a_thread(work: Work) -> None:
+            threading.Thread(
+                target=settle, args=(work,), name=f"rpcdist callbacks of {self.title}", daemon=True
+            ).start()
+
+        self.when_done(settle if self._done or self._lends_thread else settle_on_a_thread)
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:

@@ -19,6 +19,7 @@ from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.errors import ConfigError
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
@@ -74,8 +75,7 @@ def init_process_group(
     shared, rank, world_size = _open_store(world.kept_store, name, init_method, store, rank, world_size, timeout)
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    base = PrefixStore(f"default_pg/{attempt}", shared)
+    base = PrefixStore(f"default_pg/{job_attempt()}", shared)
     own = join_generation(base, rank, world_size, timeout_s, described)
     default = open_group(
         DEFAULT_NAME,

@@ -29,8 +29,6 @@ class JobHost(Protocol):
 
     def fail_everywhere(self, failure: GroupFailure) -> GroupFailure: ...
 
-    def help(self, work: Work) -> None: ...
-
 
 class OperationTitle:
     """The name of an operation, put together only when somebody reads it: most operations never fail."""
@@ -76,7 +74,7 @@ class Job(Control):
         self.finish = finish
         self.record = record
         self.name = OperationTitle(operation.kind, sequence, host.state.group)
-        self.work = Work(self.name, result, host.help)
+        self.work = Work(self.name, result)
 
     @property
     def title(self) -> str:

@@ -10,7 +10,7 @@ import asyncio
 from datetime import timedelta
 
 from rpcdist.collectives import PrefixStore
-from rpcdist.collectives.rendezvous import open_rendezvous
+from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop
 from rpcdist.ids import check_worker_name
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
@@ -162,7 +162,7 @@ def _start(backend: object, name: str, rank: int, world_size: int | None, option
     # The list of members waits for the others: it can say who is missing, which the store cannot.
     found = open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False)
     store, rank, found_size = next(found)
-    prefix = f"rpc_prefix_{starts.count(url)}"
+    prefix = f"attempt_{job_attempt()}/rpc_prefix_{starts.count(url)}"
     try:
         # With env://, a WORLD_SIZE that the launcher set says that the world is static.
         size = found_size if found_size > 0 else None

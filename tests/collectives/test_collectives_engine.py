@@ -164,7 +164,9 @@ def test_operations_can_be_given_a_name(engine: Engine, recorder: FlightRecorder
     assert [record.label for record in recorder.entries()] == ["the optimizer's"] * 2 + [""]
 
 
-@pytest.mark.parametrize("how", ["a blocking call", "waiting for another"])
+@pytest.mark.parametrize(
+    "how", ["a blocking call", "waiting for another", "waiting for a future", "waiting for a callback"]
+)
 def test_a_callback_may_wait_for_a_later_operation(engine: Engine, transport: ScriptedTransport, how: str) -> None:
     transport.gate = threading.Event()
     first, second, third = (submit(engine, asynchronous=True) for _ in range(3))
@@ -172,8 +174,12 @@ def test_a_callback_may_wait_for_a_later_operation(engine: Engine, transport: Sc
     def goes_on(_: object) -> list[bool]:
         if how == "a blocking call":
             submit(engine)
-        else:
+        elif how == "waiting for another":
             third.wait()
+        elif how == "waiting for a future":
+            torch.futures.collect_all([third.get_future()]).wait()
+        else:
+            submit(engine, asynchronous=True).get_future().then(lambda _: submit(engine)).wait()
         return [work.is_success() for work in (first, second, third)]
 
     future = first.get_future().then(goes_on)
@@ -181,6 +187,40 @@ def test_a_callback_may_wait_for_a_later_operation(engine: Engine, transport: Sc
     assert third.wait(LIMIT_S)
     assert future.wait() == [True] * 3
     assert [sequence for _, sequence, _ in transport.seen][:3] == [1, 2, 3]
+
+
+def test_a_wait_in_a_callback_ends_at_the_limit_of_what_it_waits_for(
+    engine: Engine, transport: ScriptedTransport
+) -> None:
+    transport.gate = threading.Event()
+    first = submit(engine, asynchronous=True)
+    assert transport.entered.wait(LIMIT_S)
+
+    def waits(_: object) -> None:
+        transport.gate = threading.Event()
+        submit(engine, asynchronous=True, timeout_s=0.05).get_future().wait()
+
+    future = first.get_future().then(waits)
+    transport.gate.set()
+    with pytest.raises(RuntimeError, match="CollectiveTimeout"):
+        future.wait()
+
+
+def test_closing_waits_for_callbacks_and_ends_all_threads(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.gate = threading.Event()
+    works = [submit(engine, asynchronous=True) for _ in range(3)]
+    seen: list[int] = []
+
+    def waits_for_the_next(number: int) -> None:
+        works[number + 1].wait()
+        seen.append(number)
+
+    for number in range(2):
+        works[number].when_done(lambda _, number=number: waits_for_the_next(number))  # type: ignore[misc]  # see above
+    transport.gate.set()
+    assert engine.close(LIMIT_S)
+    assert sorted(seen) == [0, 1]
+    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist group")] == []
 
 
 def test_finish_runs_before_work_is_done(engine: Engine) -> None:

@@ -330,17 +330,23 @@ def test_tags_have_64_bits(pair: Mesh) -> None:
         send(a, number(0), 1, 1 << 63)
 
 
+@pytest.mark.parametrize("through_futures", [False, True])
 @pytest.mark.parametrize("size", [3, 200_000])
-def test_callbacks_may_send_and_receive(pair: Mesh, size: int) -> None:
-    """They run on the thread that moves the messages."""
+def test_callbacks_may_send_and_receive(pair: Mesh, size: int, through_futures: bool) -> None:
+    """And wait, by the work itself or by its future: the thread that moves the messages goes on."""
     a, b = pair.members
     got = torch.zeros(size)
     first, second = irecv(b, torch.zeros(2), 0), irecv(b, torch.zeros(2), 0)
 
     def answers(_: object) -> float:
-        second.wait()
-        send(b, torch.ones(size), 0)
-        recv(b, got, 0)
+        if through_futures:
+            torch.futures.collect_all([second.get_future()]).wait()
+            isend(b, torch.ones(size), 0).get_future().wait()
+            irecv(b, got, 0).get_future().then(lambda _: None).wait()
+        else:
+            second.wait()
+            send(b, torch.ones(size), 0)
+            recv(b, got, 0)
         return float(got.sum())
 
     future = first.get_future().then(answers)
