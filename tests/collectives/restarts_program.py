@@ -28,7 +28,7 @@ def run_rpc() -> int:
 
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=size)
-    total = sum(rpc.rpc_sync(f"worker{other}", max, args=(other, 0)) for other in range(size))
+    total = sum(int(rpc.rpc_sync(f"worker{other}", max, args=(other, 0))) for other in range(size))
     die_in_the_first_attempt()
     rpc.shutdown()
     return total
