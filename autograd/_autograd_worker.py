@@ -15,11 +15,11 @@ from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
-from rpcdist.autograd._backward_pass import BackwardPass, PassOptions
+from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
-from rpcdist.autograd._pass_events import ChildDone, Decided, PeerBegan
+from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_sender import PassSender
-from rpcdist.autograd._wire_format import decode_error, decode_verdicts, encode_error
+from rpcdist.autograd._wire_format import decode_error, encode_error
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
@@ -134,7 +134,8 @@ class AutogradWorker:
         if context is None or not context.end():
             return None
         for current in self._passes_in(context):
-            current.fail(_released(context))
+            if not current.is_finishing:
+                current.fail(_released(context))
         body = autograd_pb2.AutogradMessage(context=context_id)
         body.release.SetInParent()
         for worker in context.neighbours() - {told_by, self.id}:
@@ -204,32 +205,26 @@ class AutogradWorker:
     def on_message(
         self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
     ) -> None:
-        kind = message.WhichOneof("body")
+        kind = message.WhichOneof("end")
         if kind == "release":
             self._released_by(sender.id, message.context)
             return
-        context = self.contexts.join(message.context) if kind == "begin" else self.contexts.look_up(message.context)
+        begins = message.HasField("begin")
+        context = self.contexts.join(message.context) if begins else self.contexts.look_up(message.context)
         if context is None:
-            if kind == "begin":
+            if begins:
                 self._refuse(sender, message, AutogradError(f"autograd context {message.context} is over there"))
             return
         current = self._pass_of(context, message, sender)
         if current is None:
             return
-        if kind == "begin":
-            current.post(
-                lambda: _begin_with(current, sender.id, message.begin), current.can_wait(sender.id, message.begin)
-            )
-        elif kind == "verdicts":
-            current.handle_soon(Decided(sender.id, decode_verdicts(message.verdicts)))
-        elif kind == "gradients":
-            plain_only = not self.host.allow_pickle
-            read = partial(decode, message.gradients.value, buffers, None, plain_only=plain_only)
-            current.gradients_arrived(list(message.gradients.messages), read)
-        elif kind == "done":
-            current.handle_soon(ChildDone(sender.id))
-        elif kind == "aborted":
+        if kind == "aborted":
             self.host.submit(current.abort, decode_error(message.aborted))
+            return
+        read: Callable[[], object] | None = None
+        if message.HasField("gradients"):
+            read = partial(decode, message.gradients.value, buffers, None, plain_only=not self.host.allow_pickle)
+        current.post(partial(current.take, sender.id, message, read), current.can_wait(sender.id, message))
 
     def _pass_of(
         self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity
@@ -239,10 +234,10 @@ class AutogradWorker:
         if current is not None and current.context is context:
             return current
         if message.backward in context.ended_passes:
-            if message.WhichOneof("body") == "begin":
+            if message.HasField("begin"):
                 self._answer_late(context, sender, message)
             return None
-        if message.WhichOneof("body") == "aborted":
+        if message.HasField("aborted"):
             context.ended_passes[message.backward] = decode_error(message.aborted)
             return None
         return self._add_pass(context, message.backward)
@@ -261,17 +256,6 @@ class AutogradWorker:
         answer = autograd_pb2.AutogradMessage(context=message.context, backward=message.backward)
         encode_error(error, self.id, self.host.identity.name, answer.aborted)
         self._sender.send(sender.id, answer)
-
-
-def _begin_with(current: BackwardPass, sender: int, begin: autograd_pb2.BackwardBegin) -> None:
-    event = PeerBegan(sender, begin.child, decode_verdicts(begin.received))
-    if current.is_started:
-        current.handle(event)
-        return
-    deadline = Deadline.after(begin.timeout_us / 1e6 if begin.timeout_us else None)
-    current.prepare(PassOptions(begin.fast, begin.retain_graph, deadline))
-    current.handle(event)  # kept until the start, so that the begin messages already have its consequences
-    current.start((), current.context.neighbours() | {sender}, sender)
 
 
 def _released(context: Context) -> AutogradError:

@@ -3,66 +3,58 @@
 Threads: `post` may be called on any thread, also on the I/O loop, and never waits. Events are handled one after the
 other: by the thread that waits for the pass on the worker where it began, and by a pool thread on the others. A run
 that blocks has a pool thread of its own.
+
+A *turn* is all that this thread does until nothing is left to do: it takes in all messages that have arrived, and runs
+what became ready. What the other workers must hear of it is sent together at the end of the turn, or before anything
+that may take long (`_outbox`).
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial, reduce
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._arrived_gradients import ArrivedGradients
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, worker_of
 from rpcdist.autograd._graph_analysis import Analysis, analyse
 from rpcdist.autograd._group_run import Captured, GroupRun
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend
+from rpcdist.autograd._outbox import MAX_HELD_BYTES, Outbox
 from rpcdist.autograd._pass_events import (
     Finished,
     GradientArrived,
     GroupEnded,
-    PassAction,
     PassEvent,
+    PassOptions,
     Run,
     SendBegin,
     SendDone,
-    SendVerdicts,
     Started,
-    Verdicts,
 )
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._verdicts import PassState
-from rpcdist.autograd._wire_format import encode_error, encode_verdicts
-from rpcdist.deadline import Deadline
+from rpcdist.autograd._wire_format import decode_begin_options, decode_events, encode_error, encode_merged
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._values.failures import text_of, traceback_of
 
-__all__ = ["BackwardPass", "PassOptions"]
+__all__ = ["BackwardPass"]
 
 logger = logging.getLogger(__name__)
 
 Job = Callable[[], object]
 
 
-class PassOptions(NamedTuple):
-    """The options of a backward pass, equal on all its workers.
-
-    Attributes:
-        fast: whether every send counts as used, without verdicts.
-        retain_graph: whether saved tensors are kept for a second pass.
-        deadline: when the pass must have ended.
-    """
-
-    fast: bool = False
-    retain_graph: bool = False
-    deadline: Deadline = Deadline.after(None)
+MAX_NODES_BEFORE_SENDING = 64
+"""A worker with a larger graph lets the others know what it has decided before it runs the graph."""
 
 
 class BackwardPass:
@@ -81,6 +73,7 @@ class BackwardPass:
     Attributes:
         error: the error that ended the pass; None while it runs, and if it succeeded.
         is_over: whether the pass has ended on this worker.
+        is_finishing: whether nothing is left to do here, except for sending the last messages.
     """
 
     def __init__(
@@ -96,13 +89,15 @@ class BackwardPass:
         self.root_gradients = root_gradients
         self.error: BaseException | None = None
         self.is_over = False
+        self.is_finishing = False
         self._on_end = on_end
         self._sender = sender
         self._state = PassState(sender.id)
         self._analysis: Analysis | None = None
         self._counts: dict[int, int] = {}
         self._options = PassOptions()
-        self._gradients: dict[int, Gradients] = {}
+        self._gradients = ArrivedGradients()
+        self._outbox = Outbox()
         self._involved: set[int] = set()
         self._changed = threading.Condition()
         self._inbox: deque[Job] = deque()
@@ -147,22 +142,34 @@ class BackwardPass:
             self._is_draining = True
         self._sender.submit(self._drain)
 
-    def can_wait(self, sender: int, begin: autograd_pb2.BackwardBegin) -> bool:
-        """Whether a neighbour's begin has no consequences yet, because all its verdicts are open."""
+    def can_wait(self, sender: int, message: autograd_pb2.AutogradMessage) -> bool:
+        """Whether nothing follows from a message yet: it is a begin whose verdicts are all open."""
         analysis = self._analysis
-        if analysis is None or not self.is_started:
+        if analysis is None or not self.is_started or not message.HasField("begin"):
             return False
-        received = begin.received
+        if message.HasField("verdicts") or message.HasField("gradients") or message.HasField("done"):
+            return False
+        received = message.begin.received
         num_sends = sum(send.to == sender for send in analysis.local.sends)
         is_open = not (received.used or received.unused or received.partly)
         return is_open and 0 < num_sends == len(received.open)
 
-    def handle_soon(self, event: PassEvent) -> None:
-        self.post(lambda: self.handle(event))
+    def take(self, sender: int, message: autograd_pb2.AutogradMessage, decode: Callable[[], object] | None) -> None:
+        """Handles a neighbour's message; only on the thread that handles the events of the pass.
 
-    def gradients_arrived(self, messages: Sequence[int], decode: Callable[[], object]) -> None:
-        """Takes the gradients of sends; any thread. `decode` returns a list of tensors and None for each message."""
-        self.post(lambda: self._take_gradients(messages, decode))
+        Args:
+            sender: the neighbour.
+            message: what it says.
+            decode: returns its gradients, a list of tensors and None for each message of the graph; None if it has
+                none.
+        """
+        arrived = [] if decode is None else self._keep_gradients(message.gradients.messages, decode())
+        starts = message.HasField("begin") and not self.is_started
+        if starts:
+            self.prepare(decode_begin_options(message.begin))
+        self.handle(*decode_events(message, sender, arrived))
+        if starts:  # what was kept until now is handled at the start, so that the first messages have its consequences
+            self.start((), self.context.neighbours() | {sender}, sender)
 
     def _drain(self) -> None:
         while True:
@@ -196,11 +203,15 @@ class BackwardPass:
             raise self.error
 
     def _next_job(self) -> Job | None:
-        """The next event, or, when all events are handled, the runs that they made ready; None if there is neither."""
+        """The next event; when all are handled, the runs that they made ready, and then what the others must hear."""
         with self._changed:
             if self._inbox:
                 return self._inbox.popleft()
-        return self._execute_ready if self._ready and not self.is_over else None
+        if self.is_over:
+            return None
+        if self._ready:
+            return self._execute_ready
+        return self.flush if self._outbox or self.is_finishing else None
 
     def _wait(self) -> None:
         with self._changed, blocking():
@@ -232,60 +243,58 @@ class BackwardPass:
 
     # ------------------------------------------------------------ the state machine
 
-    def handle(self, event: PassEvent) -> None:
-        """Handles an event; only on the thread that handles the events of the pass."""
-        for action in self._state.handle(event):
-            if not isinstance(action, Run):
-                self._carry_out(action)
-            elif action.pending:
-                self._sender.submit(self._guarded, lambda run=action: self._execute_blocking(run))
-            else:
-                self._ready.append(action)
+    def handle(self, *events: PassEvent) -> None:
+        """Handles events; only on the thread that handles the events of the pass."""
+        for action in self._state.handle(*events):
+            if isinstance(action, Run):
+                if action.pending:
+                    self.flush()  # its gates wait for what other workers do with these messages
+                    self._sender.submit(self._guarded, partial(self._execute_blocking, action))
+                else:
+                    self._ready.append(action)
+                continue
+            if isinstance(action, SendBegin):
+                self._involved.add(action.to)
+            if not isinstance(action, Finished):
+                self._outbox.add(action)
+            if isinstance(action, SendDone | Finished):
+                self.is_finishing = True
 
-    def _carry_out(self, action: PassAction) -> None:
-        match action:
-            case SendBegin(to, child, received):
-                self._send_begin(to, child, received)
-            case SendVerdicts(to, verdicts):
-                message = self._message()
-                message.verdicts.SetInParent()
-                encode_verdicts(verdicts, self._counts, message.verdicts)
-                self._sender.send(to, message, self)
-            case SendDone(to):
-                message = self._message()
-                message.done.SetInParent()
-                self._sender.send(to, message, self)
-                self._end(None)
-            case Finished():
-                self._end(None)
-
-    def _send_begin(self, to: int, child: bool, received: Verdicts) -> None:
-        message = self._message()
-        begin = message.begin
-        begin.fast = self._options.fast
-        begin.retain_graph = self._options.retain_graph
-        begin.child = child
-        if self._options.deadline.is_finite:
-            begin.timeout_us = max(1, int(self._options.deadline.remaining_s() * 1e6))
-        encode_verdicts(received, self._counts, begin.received)
-        self._involved.add(to)
-        self._sender.send(to, message, self)
+    def flush(self) -> None:
+        """Sends what the other workers must hear; any thread. At the end of the pass, this ends it."""
+        if self.is_over:
+            return  # it failed, and `abort` has told the others
+        ends = self.is_finishing
+        for to, merged in self._outbox.take().items():
+            message = self._message()
+            encode_merged(merged, self._options, self._counts, message)
+            large = self._sender.encode_gradients(to, message, merged.gradients) if merged.gradients else ()
+            self._sender.send(to, message, self, large)
+        if ends:
+            self._end(None)
 
     def _message(self) -> autograd_pb2.AutogradMessage:
         return autograd_pb2.AutogradMessage(context=self.context.id, backward=self.id)
 
     def _execute_ready(self) -> None:
         """Runs all ready groups in one engine call: a hundred small groups would cost a hundred calls."""
-        run = functools.reduce(Run.with_, self._ready)
+        run = reduce(Run.with_, self._ready)
         self._ready.clear()
+        if self._outbox and self._takes_long(run):
+            self.flush()
         self._execute(run)
-        for group in run.groups:
-            self.handle(GroupEnded(group))
+        self.handle(*map(GroupEnded, run.groups))
+
+    def _takes_long(self, run: Run) -> bool:
+        """Whether the other workers should prepare meanwhile: for large gradients, or while a large graph runs."""
+        assert self._analysis is not None
+        recvs = self._analysis.recvs
+        held_bytes = sum(recvs[id].size_bytes for id in run.recvs)
+        return held_bytes > MAX_HELD_BYTES or len(self._analysis.inner) > MAX_NODES_BEFORE_SENDING
 
     def _execute_blocking(self, run: Run) -> None:
         self._execute(run)
-        for group in run.groups:
-            self.handle_soon(GroupEnded(group))
+        self.post(partial(self.handle, *map(GroupEnded, run.groups)))
 
     def _execute(self, run: Run) -> None:
         assert self._analysis is not None  # there are no runs before `start`
@@ -293,16 +302,14 @@ class BackwardPass:
 
     # ------------------------------------------------------------ gradients
 
-    def _take_gradients(self, messages: Sequence[int], decode: Callable[[], object]) -> None:
-        arrived = decode()
+    def _keep_gradients(self, messages: Sequence[int], arrived: object) -> list[PassEvent]:
         assert isinstance(arrived, list)
-        pairs = dict(zip(messages, arrived, strict=True))
-        with self._changed:
-            self._gradients.update(pairs)
-            self._changed.notify_all()
-        for message, gradients in pairs.items():
-            used = sum(1 << index for index, gradient in enumerate(gradients) if gradient is not None)
-            self.handle(GradientArrived(message, used))
+        gradients = dict(zip(messages, arrived, strict=True))
+        self._gradients.add(gradients)
+        return [
+            GradientArrived(message, sum(1 << index for index, one in enumerate(found) if one is not None))
+            for message, found in gradients.items()
+        ]
 
     def gradient(self, message: int) -> Gradients:
         """The gradient of a send that has arrived."""
@@ -310,10 +317,9 @@ class BackwardPass:
 
     def wait_for_gradient(self, send: RecordedSend) -> Gradients:
         """The gradient of a send; blocks until it has arrived. Raises when the pass fails or its deadline is over."""
-        with self._changed, blocking():
-            self._changed.wait_for(lambda: send.id in self._gradients or self.is_over, self._options.deadline.wait_s())
-            if send.id in self._gradients:
-                return self._gradients[send.id]
+        arrived = self._gradients.wait(send.id, self._options.deadline)
+        if arrived is not None:
+            return arrived
         if self.error is not None:
             raise RuntimeError("the backward pass was ended while a gate waited for a gradient") from self.error
         raise DeadlineExceeded(
@@ -324,20 +330,20 @@ class BackwardPass:
         """Adds the gradients of leaves to the context."""
         self.context.gradients.add(captured.items())
 
-    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]]) -> None:
-        """Sends the gradients of recvs to the senders of their messages."""
-        by_sender: dict[int, tuple[list[int], list[Gradients]]] = {}
-        for recv, gradients in answers:
-            messages, values = by_sender.setdefault(recv.sender, ([], []))
-            messages.append(recv.id)
-            values.append([None if gradient is None else gradient.detach() for gradient in gradients])
-        for sender, (messages, values) in by_sender.items():
-            if sender == self._sender.id:
-                self.gradients_arrived(messages, lambda values=values: values)  # type: ignore[misc]
-            else:
-                body = self._message()
-                body.gradients.messages.extend(messages)
-                self._sender.send_gradients(sender, body, values, self)
+    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
+        """Sends the gradients of recvs to the senders of their messages, at the end of the turn unless `at_once`."""
+        me = self._sender.id
+        own = [(recv.id, gradients) for recv, gradients in answers if recv.sender == me]
+        if own:
+            self.post(partial(self._take_own, own))
+            answers = [answer for answer in answers if answer[0].sender != me]
+        if answers and (self._outbox.add_gradients(answers) or at_once):
+            self.flush()
+
+    def _take_own(self, own: Sequence[tuple[int, Gradients]]) -> None:
+        """Handles gradients of messages that this worker sent to itself."""
+        values = [[None if one is None else one.detach() for one in gradients] for _, gradients in own]
+        self.handle(*self._keep_gradients([id for id, _ in own], values))
 
     # ------------------------------------------------------------ the end
 
@@ -371,6 +377,7 @@ class BackwardPass:
             self.is_over = True
             self.error = error
             self._changed.notify_all()
+        self._gradients.close()
         self.context.ended_passes[self.id] = error
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)

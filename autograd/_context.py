@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from rpcdist._proto import value_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
-from rpcdist.autograd._gradients import GradientTable
+from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
@@ -119,7 +119,7 @@ class Context:
         if not arrived or is_over:
             return
         _check_not_checkpointed()
-        recv = RecordedRecv(self.id, leg.message, sender, leg.stamp, len(arrived))
+        recv = RecordedRecv(self.id, leg.message, sender, leg.stamp, len(arrived), sum(map(size_bytes, arrived)))
         node = attach(recv, arrived)
         with self._lock:
             self._recvs[recv.id] = recv, node

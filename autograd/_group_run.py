@@ -13,14 +13,12 @@
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rpcdist.autograd._gradients import size_bytes
 from rpcdist.autograd._graph_analysis import Analysis, Leaf
 from rpcdist.autograd._message_nodes import (
     GateOrder,
@@ -32,15 +30,12 @@ from rpcdist.autograd._message_nodes import (
     token_edge,
 )
 from rpcdist.autograd._pass_events import Run
-from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
 
 __all__ = ["Captured", "GroupRun", "RunOwner", "is_in_backward", "queue_callback"]
 
 Captured = dict[torch.Tensor, torch.Tensor]
 
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
-
-MAX_HELD_BYTES = 32 << 10
 
 
 class RunOwner(Protocol):
@@ -56,8 +51,11 @@ class RunOwner(Protocol):
     def wait_for_gradient(self, send: RecordedSend) -> Gradients:
         """The gradient of a send; blocks until it has arrived."""
 
-    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]]) -> None:
-        """Sends the gradients of recvs to the senders of their messages."""
+    def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
+        """Sends the gradients of recvs to the senders of their messages; small ones wait for more unless `at_once`."""
+
+    def flush(self) -> None:
+        """Sends what waits for more."""
 
     def collect(self, captured: Captured) -> None:
         """Adds the gradients of leaves to the context."""
@@ -78,8 +76,6 @@ class GroupRun:
         self._run = run
         self._unanswered = dict.fromkeys(run.recvs)
         self._lock = threading.Lock()
-        self._held: list[tuple[RecordedRecv, Gradients]] = []
-        self._held_since = 0.0
         self.callbacks: list[Callable[[Captured], object]] = []
 
     def __repr__(self) -> str:
@@ -90,12 +86,14 @@ class GroupRun:
         edges, gradients = self._starts()
         if edges:
             captured = self._call(edges, gradients, retain_graph)
-            self._answer_held()
+            if self.callbacks:
+                self._owner.flush()  # they may wait for what other workers do with it
             for callback in self.callbacks:
                 callback(captured)
             self._owner.collect(captured)
         rest = [self._analysis.recvs[id] for id in self._unanswered]
-        self._owner.answer([(recv, [None] * recv.count) for recv in rest])
+        if rest:
+            self._owner.answer([(recv, [None] * recv.count) for recv in rest], bool(self._run.pending))
 
     def _call(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool) -> Captured:
         leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
@@ -169,29 +167,8 @@ class GroupRun:
         with self._lock:
             is_wanted = recv.id in self._unanswered
             self._unanswered.pop(recv.id, None)
-        if is_wanted:
-            self._hold(recv, gradients)
-
-    # ------------------------------------------------------------ answers
-
-    def _hold(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        """Sends a gradient at once, or, if it is small, together with what follows within a moment.
-
-        A recv's gradient is usually among the last results of an engine call, so it often shares an envelope with the
-        message that this worker is done. A run with gates never holds: its gates wait for what others do with it.
-        """
-        now = time.monotonic()
-        with self._lock:
-            self._held_since = self._held_since if self._held else now
-            self._held.append((recv, gradients))
-        held_bytes = sum(size_bytes(gradient) for gradient in gradients if gradient is not None)
-        if self._run.pending or held_bytes > MAX_HELD_BYTES or now - self._held_since > GRADIENT_HOLD_LIMIT_S:
-            self._answer_held()
-
-    def _answer_held(self) -> None:
-        with self._lock:
-            held, self._held = self._held, []
-        self._owner.answer(held)
+        if is_wanted:  # a run with gates never holds: its gates wait for what others do with the gradient
+            self._owner.answer([(recv, gradients)], bool(self._run.pending))
 
 
 def _by_leaf(leaves: Sequence[Leaf], results: Sequence[torch.Tensor | None]) -> Captured:

@@ -77,16 +77,18 @@ class RecordedRecv:
         context_id: of the context in which it was received.
         id, sender, stamp: as in `LocalRecv`.
         count: number of tensors in the message.
+        size_bytes: of these tensors.
     """
 
-    __slots__ = ("context_id", "count", "id", "sender", "stamp")
+    __slots__ = ("context_id", "count", "id", "sender", "size_bytes", "stamp")
 
-    def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int) -> None:
+    def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int, size_bytes: int) -> None:
         self.context_id = context_id
         self.id = id
         self.sender = sender
         self.stamp = stamp
         self.count = count
+        self.size_bytes = size_bytes
 
     def __repr__(self) -> str:
         return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"

@@ -9,6 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from rpcdist.deadline import Deadline
 
 __all__ = [
     "ChildDone",
@@ -21,6 +24,7 @@ __all__ = [
     "LocalSend",
     "PassAction",
     "PassEvent",
+    "PassOptions",
     "PeerBegan",
     "Run",
     "SendBegin",
@@ -32,6 +36,20 @@ __all__ = [
 
 Verdicts = Mapping[int, int | None]
 """By message: the mask of its tensors that are used, or None while that is undecided."""
+
+
+class PassOptions(NamedTuple):
+    """The options of a backward pass, equal on all its workers.
+
+    Attributes:
+        fast: whether every send counts as used, without verdicts.
+        retain_graph: whether saved tensors are kept for a second pass.
+        deadline: when the pass must have ended.
+    """
+
+    fast: bool = False
+    retain_graph: bool = False
+    deadline: Deadline = Deadline.after(None)
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,11 +64,11 @@ class PassSender:
             else:
                 logger.debug("not sent to worker %s: %s", to, exc)
 
-    def send_gradients(
-        self, to: int, body: autograd_pb2.AutogradMessage, gradients: list[Gradients], owner: MessageOwner
-    ) -> None:
-        large = encode_into(body.gradients.value, gradients, None, map_device=self._host.device_map(to))
-        self.send(to, body, owner, large)
+    def encode_gradients(
+        self, to: int, target: autograd_pb2.AutogradMessage, gradients: list[Gradients]
+    ) -> Sequence[LargeBuffer]:
+        """Writes the values of gradients into a message; returns their large buffers."""
+        return encode_into(target.gradients.value, gradients, None, map_device=self._host.device_map(to))
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
         """Sends a message to several workers, except this one; ignores workers that are lost."""

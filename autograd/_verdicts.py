@@ -102,15 +102,19 @@ class PassState:
             f"children {sorted(self._children)}, unheard {sorted(self._unheard)}]>"
         )
 
-    def handle(self, event: PassEvent) -> list[PassAction]:
-        """Takes an event, and returns the actions that follow from it, in order."""
-        if isinstance(event, Started):
-            return self._start(event)
+    def handle(self, *events: PassEvent) -> list[PassAction]:
+        """Takes events, all of them before anything follows; returns the actions that follow, in order.
+
+        `Started` comes alone. Events that came before it are kept until then.
+        """
+        if type(events[0]) is Started:
+            return self._start(events[0])
         if not self.is_started:
-            self._early.append(event)
+            self._early += events
             return []
         actions: list[PassAction] = []
-        self._take(event, actions)
+        for event in events:
+            self._take(event, actions)
         self._advance(actions)
         return actions
 

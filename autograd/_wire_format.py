@@ -1,15 +1,79 @@
-"""Converts verdicts and errors to and from the messages of `proto/autograd.proto`."""
+"""Converts what workers say to each other in a backward pass to and from the messages of `proto/autograd.proto`."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import BackwardError
-from rpcdist.autograd._pass_events import Verdicts
+from rpcdist.autograd._outbox import MergedMessage
+from rpcdist.autograd._pass_events import ChildDone, Decided, PassEvent, PassOptions, PeerBegan, Verdicts
+from rpcdist.deadline import Deadline
 from rpcdist.rpc._values.failures import text_of
 
-__all__ = ["decode_error", "decode_verdicts", "encode_error", "encode_verdicts"]
+__all__ = [
+    "decode_begin_options",
+    "decode_error",
+    "decode_events",
+    "decode_verdicts",
+    "encode_error",
+    "encode_merged",
+    "encode_verdicts",
+]
 
 EVERY = -1  # a mask with all bits set: every tensor is used
+
+
+def encode_merged(
+    merged: MergedMessage, options: PassOptions, counts: dict[int, int], target: autograd_pb2.AutogradMessage
+) -> None:
+    """Writes all that a neighbour is told, except for the values of gradients.
+
+    Args:
+        merged: what it is told.
+        options: of the pass.
+        counts: number of tensors of each message of the graph.
+        target: with the ids of context and pass.
+    """
+    if merged.begin is not None:
+        begin = target.begin
+        begin.fast = options.fast
+        begin.retain_graph = options.retain_graph
+        begin.child = merged.begin.child
+        if options.deadline.is_finite:
+            begin.timeout_us = max(1, int(options.deadline.remaining_s() * 1e6))
+        encode_verdicts(merged.begin.received, counts, begin.received)
+    if merged.verdicts:
+        target.verdicts.SetInParent()
+        encode_verdicts(merged.verdicts, counts, target.verdicts)
+    if merged.messages:
+        target.gradients.messages.extend(merged.messages)
+    if merged.done:
+        target.done.SetInParent()
+
+
+def decode_begin_options(begin: autograd_pb2.BackwardBegin) -> PassOptions:
+    timeout_s = begin.timeout_us / 1e6 if begin.timeout_us else None
+    return PassOptions(begin.fast, begin.retain_graph, Deadline.after(timeout_s))
+
+
+def decode_events(message: autograd_pb2.AutogradMessage, sender: int, arrived: Sequence[PassEvent]) -> list[PassEvent]:
+    """The events of a neighbour's message, in the order in which they are to be handled.
+
+    Args:
+        message: the message.
+        sender: the neighbour.
+        arrived: the events of its gradients, whose values the caller has decoded.
+    """
+    events: list[PassEvent] = []
+    if message.HasField("begin"):
+        events.append(PeerBegan(sender, message.begin.child, decode_verdicts(message.begin.received)))
+    if message.HasField("verdicts"):
+        events.append(Decided(sender, decode_verdicts(message.verdicts)))
+    events += arrived
+    if message.HasField("done"):
+        events.append(ChildDone(sender))
+    return events
 
 
 def encode_verdicts(verdicts: Verdicts, counts: dict[int, int], target: autograd_pb2.Verdicts) -> None:

@@ -439,4 +439,6 @@ def _is_awaited(message: rpc_pb2.Message) -> bool:
     """Whether somebody probably waits for this message: whoever calls `remote` goes on, and sends more."""
     if message.HasField("call"):
         return not message.call.HasField("result")
+    if message.HasField("autograd"):
+        return not message.control_seq
     return message.HasField("reply") and not message.reply.created
