@@ -3,12 +3,17 @@
 A `World` is a forward pass (who sent what to whom, and what it was computed from), one `PassState` per worker, the
 messages under way, and the engine runs in progress. A run is modelled as the real one behaves: it answers a recv when
 all used sources that reach it have run; gates run in the order of `Run.pending`, each when its gradient is there.
+
+A real worker delays what it has to say, and merges it into one message for each neighbour, whose receiver takes all of
+it in at once. Here, messages may be under way for any time, and any of those from one worker to another may arrive as
+one: that covers every such delay and every merging.
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -32,7 +37,12 @@ from rpcdist.autograd._pass_events import (
 )
 from rpcdist.autograd._verdicts import PassState
 
-__all__ = ["Hop", "World", "build"]
+__all__ = ["Hop", "Step", "World", "build"]
+
+Step = tuple[int, ...]
+"""Numbers of messages under way that arrive as one; or the number of one run, counted on behind the messages."""
+
+_ORDER = (PeerBegan, Decided, GradientArrived, ChildDone)  # in which the parts of one message are taken in
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class World:
     graphs: dict[int, LocalGraph]
     states: dict[int, PassState]
     neighbours: dict[int, frozenset[int]]
-    flying: list[tuple[int, int, object]] = field(default_factory=list)  # sender, receiver, event or gradient
+    flying: list[tuple[int, int, PassEvent]] = field(default_factory=list)  # sender, receiver, what it says
     running: list[_Running] = field(default_factory=list)
     gradients: dict[int, int] = field(default_factory=dict)  # by message: how often it was sent
     arrived: set[int] = field(default_factory=set)
@@ -78,22 +88,27 @@ class World:
     def begin(self) -> None:
         self._do(0, self.states[0].handle(Started(self.graphs[0], self.neighbours[0])))
 
-    def steps(self, in_order: bool = False) -> Iterator[int]:
-        """Numbers of what may happen now: messages first, then runs. `in_order` is per pair, as sessions keep it."""
-        pairs = set()
+    def steps(self, in_order: bool = False) -> Iterator[Step]:
+        """What may happen now: messages first, then runs. `in_order` is per pair, as sessions keep it."""
+        pairs: dict[tuple[int, int], list[int]] = {}
         for number, (sender, to, _) in enumerate(self.flying):
-            if not in_order or (sender, to) not in pairs:
-                yield number
-            pairs.add((sender, to))
+            pairs.setdefault((sender, to), []).append(number)
+        for numbers in pairs.values():
+            for count in range(1, len(numbers) + 1):
+                yield from (tuple(numbers[:count]),) if in_order else itertools.combinations(numbers, count)
         for number, running in enumerate(self.running):
             if not running.pending or running.pending[0] in self.arrived:
-                yield len(self.flying) + number
+                yield (len(self.flying) + number,)
 
-    def take(self, step: int) -> None:
-        if step < len(self.flying):
-            self._deliver(*self.flying.pop(step))
+    def take(self, step: Step) -> None:
+        if step[0] < len(self.flying):
+            sender, to, _ = self.flying[step[0]]
+            merged = [self.flying[number][2] for number in step]
+            for number in reversed(step):
+                del self.flying[number]
+            self._deliver(sender, to, merged)
             return
-        running = self.running[step - len(self.flying)]
+        running = self.running[step[0] - len(self.flying)]
         if running.pending:
             send = self._send(running.worker, running.pending.pop(0))
             running.executed |= send.mask
@@ -137,17 +152,15 @@ class World:
     def _send(self, worker: int, id: int) -> LocalSend:
         return next(send for send in self.graphs[worker].sends if send.id == id)
 
-    def _deliver(self, sender: int, to: int, what: object) -> None:
+    def _deliver(self, sender: int, to: int, merged: list[PassEvent]) -> None:
         state = self.states[to]
-        if isinstance(what, PeerBegan) and not state.is_started:
-            actions = state.handle(what)
+        events = sorted(merged, key=lambda event: _ORDER.index(type(event)))
+        self.arrived |= {event.id for event in events if isinstance(event, GradientArrived)}
+        starts = isinstance(events[0], PeerBegan) and not state.is_started
+        actions = state.handle(*events)
+        if starts:
             actions += state.handle(Started(self.graphs[to], self.neighbours[to] | {sender}, sender))
-            self._do(to, actions)
-            return
-        assert isinstance(what, PassEvent)
-        if isinstance(what, GradientArrived):
-            self.arrived.add(what.id)
-        self._do(to, state.handle(what))
+        self._do(to, actions)
 
     def _do(self, worker: int, actions: list[PassAction]) -> None:
         for action in actions:

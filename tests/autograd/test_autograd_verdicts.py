@@ -1,4 +1,4 @@
-"""The pure half of a backward pass: verdicts, order of gates, and its end, in every order of events."""
+"""The pure half of a backward pass: verdicts, order of gates, and its end, in every order and merging of messages."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def check_the_end(world: World) -> None:
 
 
 def explore(start: World, limit: int, in_order: bool) -> int:
-    """Every order of events; states that are reached twice are looked at once. Returns how many there are."""
+    """Every order and merging of messages; states that are reached twice are looked at once. Returns their number."""
     start.begin()
     seen = {start.key()}
     todo = [start]
