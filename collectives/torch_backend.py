@@ -7,12 +7,14 @@
 
 The groups of `torch.distributed` are then ours, for its functions, its DistributedDataParallel and its FSDP alike. CPU
 tensors go through the backend `tcp`; CUDA tensors through `nccl` where that can be used, else through the CPU's memory.
+The import also replaces `torch.distributed.monitored_barrier`, which refuses our groups; it serves others as before.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from types import FunctionType
 from typing import Any, Final
 
 import torch
@@ -252,6 +254,20 @@ class TorchProcessGroup(_ProcessGroup):  # type: ignore[misc]  # see _ProcessGro
         self._group.shutdown()
 
 
+def _hide_from_compiler(*classes: type) -> None:
+    """Makes `torch.compile` run the methods of the classes, and what these call, as they are.
+
+    torch's C++ code calls them in the middle of compiled programs. Its compiler would trace them, and from there the
+    engine of the group. `torch.compiler.disable` does the same, but imports the compiler.
+    """
+    frames = torch._C._dynamo.eval_frame
+    skip = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.SKIP)
+    for attribute in (attribute for cls in classes for attribute in vars(cls).values()):
+        function = attribute.fget if isinstance(attribute, property) else attribute
+        if isinstance(function, FunctionType):
+            frames.set_code_exec_strategy(function.__code__, skip)
+
+
 def _make_group(
     given: torch._C._distributed_c10d._DistributedBackendOptions, options: object | None = None
 ) -> TorchProcessGroup:
@@ -271,9 +287,28 @@ def _make_group(
     return TorchProcessGroup(given.store, group, str(given.group_id))
 
 
+def _monitored_barrier(
+    group: torch_distributed.ProcessGroup | None = None,
+    timeout: timedelta | None = None,
+    wait_all_ranks: bool = False,
+) -> None:
+    """See `torch.distributed.monitored_barrier`, which refuses every backend but Gloo before it asks the group."""
+    own = torch_distributed.group.WORLD if group is None else group
+    if isinstance(own, TorchProcessGroup):
+        own.monitored_barrier(timeout, wait_all_ranks)
+    else:
+        _torch_monitored_barrier(group, timeout, wait_all_ranks)
+
+
+_torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_barrier
+
+
 def register() -> None:
     """Makes the name known to torch; importing this module has done it already. Idempotent."""
     torch_distributed.Backend.register_backend(NAME, _make_group, extended_api=True, devices=_DEVICES)
+    _hide_from_compiler(TorchProcessGroup, TorchWork)
+    for module in (torch_distributed, torch_distributed.distributed_c10d):
+        module.monitored_barrier = _monitored_barrier  # type: ignore[attr-defined]  # the stub of a module has no names
 
 
 register()

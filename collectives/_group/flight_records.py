@@ -26,6 +26,7 @@ logger = logging.getLogger(__name__)
 
 VERSION: Final = 1
 DEFAULT_SIZE: Final = 1000
+KEPT_DUMPS: Final = 20
 SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
 FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
 
@@ -139,6 +140,7 @@ class FlightRecorder:
     def __init__(self) -> None:
         self._records: deque[Record] = deque(maxlen=_capacity())
         self._dump_lock = threading.Lock()
+        self._began = time.strftime("%Y%m%dT%H%M%S")
         self.note: Callable[[Record], None] = self._records.append
 
     def __repr__(self) -> str:
@@ -154,14 +156,17 @@ class FlightRecorder:
         return json.dumps({**fields, "entries": [record.to_json() for record in self.entries()]})
 
     def write_dump(self, rank: int) -> Path | None:
-        """Writes the dump to `rank<rank>.json` in a folder that only this user can read, replacing an older one.
+        """Writes the dump to `rank<rank>-<time>-<pid>.json`, in a folder that only this user can read.
+
+        The time is when the process began to record: the ranks of other jobs, and of other attempts, write other files;
+        a later failure in this process replaces its file. Of each rank the newest `KEPT_DUMPS` files are kept.
 
         Returns:
             The file; None, with a warning in the log, when it could not be written: that must not hide the failure
             itself.
         """
         folder = _folder()
-        path = folder / f"rank{rank}.json"
+        path = folder / f"rank{rank}-{self._began}-{os.getpid()}.json"
         try:
             with self._dump_lock:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -169,6 +174,8 @@ class FlightRecorder:
                 with os.fdopen(handle, "w") as file:
                     file.write(self.dump(rank))
                 os.replace(temporary, path)
+                for old in sorted(folder.glob(f"rank{rank}-*.json"))[:-KEPT_DUMPS]:
+                    old.unlink(missing_ok=True)  # another process may do the same
         except OSError as exc:
             logger.warning("the flight recorder could not write %s: %s", path, exc)
             return None

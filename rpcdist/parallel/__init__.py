@@ -16,18 +16,31 @@ if TYPE_CHECKING:
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
+    from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
 
-__all__ = ["DistributedDataParallel", "Join", "Pipeline", "algorithms", "comm_hooks", "distributed", "pipeline"]
+__all__ = [
+    "DistributedDataParallel",
+    "Join",
+    "Pipeline",
+    "SyncBatchNorm",
+    "algorithms",
+    "comm_hooks",
+    "distributed",
+    "pipeline",
+    "sync_batch_norm",
+]
 
 # Where each name is defined; None for a submodule.
 _HOMES: dict[str, str | None] = {
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "Join": "rpcdist.parallel.algorithms",
     "Pipeline": "rpcdist.parallel.pipeline",
+    "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
     "algorithms": None,
     "comm_hooks": None,
     "distributed": None,
     "pipeline": None,
+    "sync_batch_norm": None,
 }
 
 

@@ -35,6 +35,7 @@ from rpcdist.parallel._ddp._tensor_tree import find_tensors
 from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
+from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
 
 __all__ = ["DistributedDataParallel"]
 
@@ -113,6 +114,7 @@ class DistributedDataParallel(nn.Module, Joinable):
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
         self.process_group = member_group(process_group)
+        adopt_sync_batch_norms(module, self.process_group)
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = {
@@ -258,12 +260,16 @@ class DistributedDataParallel(nn.Module, Joinable):
             _active_module.reset(token)
 
     @contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self, enabled: bool = True) -> Iterator[None]:
         """Inside, gradients are only added up on each rank; the next backward pass outside averages their sum.
 
         The forward pass has to be inside, too.
+
+        Args:
+            enabled: False leaves everything as it is, e.g. `no_sync(enabled=step % 4 != 3)`.
         """
-        old, self.require_backward_grad_sync = self.require_backward_grad_sync, False
+        old = self.require_backward_grad_sync
+        self.require_backward_grad_sync = old and not enabled
         try:
             yield
         finally:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import select
 import threading
 from collections.abc import Iterator
@@ -379,7 +380,9 @@ def test_the_flight_recorder_keeps_operations_and_is_written_on_failure(
     transport.error = TransportPeerLost(0, "end of stream")
     with pytest.raises(RankLost):
         submit(engine)
-    dumped = json.loads((dump_folder / "rank11.json").read_text())
+    [name] = os.listdir(dump_folder)
+    assert re.fullmatch(rf"rank11-\d{{8}}T\d{{6}}-{os.getpid()}\.json", name)
+    dumped = json.loads((dump_folder / name).read_text())
     assert dumped["pid"] == os.getpid()
     good, bad = dumped["entries"][-2:]
     assert (good["operation"], good["sequence"], good["state"]) == ("all_reduce", 1, "done")
@@ -387,5 +390,15 @@ def test_the_flight_recorder_keeps_operations_and_is_written_on_failure(
     assert good["queued_ns"] <= good["started_ns"] <= good["ended_ns"]
     assert bad["state"] == "failed"
     assert "end of stream" in bad["error"]
-    assert sorted(os.listdir(dump_folder)) == ["rank11.json"]
     assert dump_folder.stat().st_mode & 0o777 == 0o700
+
+
+def test_dumps_of_other_jobs_stay_and_the_oldest_go(dump_folder: Path, recorder: FlightRecorder) -> None:
+    dump_folder.mkdir()
+    others = [f"rank3-20010101T0000{second:02}-7.json" for second in range(25)] + ["rank30-20010101T000000-7.json"]
+    for name in others:
+        (dump_folder / name).write_text("{}")
+    written = recorder.write_dump(3)
+    assert written is not None and written == recorder.write_dump(3)
+    kept = [*others[-20:], written.name]
+    assert sorted(os.listdir(dump_folder)) == sorted(kept)

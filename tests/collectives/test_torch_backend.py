@@ -19,7 +19,19 @@ from rpcdist.testing import RankPool
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
     "name",
-    ["collectives", "objects_and_messages", "subgroups", "functional", "mismatch", "again", "ddp", "ddp_hook", "fsdp"],
+    [
+        "collectives",
+        "objects_and_messages",
+        "subgroups",
+        "functional",
+        "mismatch",
+        "watched_barrier",
+        "again",
+        "ddp",
+        "ddp_hook",
+        "ddp_compiled",
+        "fsdp",
+    ],
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:
     rank_pool.run(2, torch_backend_ranks.run, name, rank_pool.new_file())

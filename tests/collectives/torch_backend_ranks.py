@@ -141,6 +141,21 @@ def mismatch(rank: int, size: int) -> None:
         raise AssertionError("no mismatch was found")
 
 
+def watched_barrier(rank: int, size: int) -> None:
+    """torch's own function knows Gloo only."""
+    dist.monitored_barrier(timeout=LIMIT)
+    pair = dist.new_group(backend="rpcdist")
+    if rank == 0:
+        try:
+            dist.monitored_barrier(pair, timedelta(seconds=0.1))
+        except RuntimeError as exc:
+            assert "rank 1" in str(exc).lower(), exc
+        else:
+            raise AssertionError("rank 0 did not miss rank 1")
+    gloo = dist.new_group(backend="gloo")
+    dist.monitored_barrier(gloo, LIMIT)
+
+
 def again(rank: int, size: int) -> None:
     """The default group ends and begins anew in the same processes: nothing to do but being called again."""
     dist.barrier()
@@ -209,6 +224,15 @@ def ddp_hook(rank: int, size: int) -> None:
     model.register_comm_hook(None, hook)
     train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
     equal_models(model.module, train_alone(size))
+
+
+def ddp_compiled(rank: int, size: int) -> None:
+    """torch's compiler leaves our methods alone, which run in the middle of what it compiles."""
+    model = DistributedDataParallel(make_model())
+    compiled = torch.compile(model, backend="aot_eager")
+    train(compiled, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
+    equal_models(model.module, train_alone(size))
+    torch.compiler.reset()
 
 
 def fsdp(rank: int, size: int) -> None:

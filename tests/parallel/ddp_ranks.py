@@ -165,10 +165,9 @@ def accumulate(rank: int, size: int, view: bool) -> list[float]:
         batches = torch.randn(3, size, 4, 8)
         model.zero_grad(set_to_none=number == 0)
         alone.zero_grad()
-        with model.no_sync():
-            for batch in batches[:2]:
+        for step, batch in enumerate(batches):
+            with model.no_sync(enabled=step < 2):
                 ddp_models.loss_of(model(batch[rank])).backward()
-        ddp_models.loss_of(model(batches[2][rank])).backward()
         for batch in batches.flatten(0, 1):
             (ddp_models.loss_of(alone(batch)) / size).backward()
     return [difference(ddp_models.gradients(alone), ddp_models.gradients(model))]

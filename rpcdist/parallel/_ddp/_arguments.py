@@ -2,20 +2,27 @@
 
 from __future__ import annotations
 
+import sys
+
+import torch
+
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 
-__all__ = ["choose_sync", "member_group", "refuse_unsupported"]
+__all__ = ["choose_sync", "default_group", "member_group", "refuse_unsupported"]
 
 
 def member_group(given: ProcessGroup | None) -> ProcessGroup:
     """The group to train in: the given one, or the default one.
 
+    A group of `torch.distributed` with the backend "rpcdist" stands for the group of ours that it is made of; so does
+    torch's default group where we have none.
+
     Raises:
         ConfigError: there is none, or it is not a group of `rpcdist.collectives` with this rank in it.
     """
-    group = collectives.group.WORLD if given is None else given
+    group = default_group() if given is None else _behind(given)
     if group is None:
         raise ConfigError(
             "Default process group has not been initialized, please make sure to call "
@@ -24,9 +31,25 @@ def member_group(given: ProcessGroup | None) -> ProcessGroup:
     if not isinstance(group, ProcessGroup):
         raise ConfigError(
             f"process_group is a {type(group).__module__}.{type(group).__name__}; make groups with "
-            "rpcdist.collectives.new_group, and only wrap models on ranks that are in them"
+            "rpcdist.collectives.new_group, or with torch.distributed and its backend 'rpcdist' (import "
+            "rpcdist.collectives.torch_backend), and only wrap models on ranks that are in them"
         )
     return group
+
+
+def default_group() -> ProcessGroup | None:
+    """The default group: ours, else torch's where it is made of one of ours."""
+    ours = collectives.group.WORLD
+    if isinstance(ours, ProcessGroup):
+        return ours
+    theirs = _behind(torch.distributed.group.WORLD) if torch.distributed.is_available() else None
+    return theirs if isinstance(theirs, ProcessGroup) else None
+
+
+def _behind(given: object) -> object:
+    """The group that does the work of a group of torch's, where that is one of ours; else the given one."""
+    torch_backend = sys.modules.get("rpcdist.collectives.torch_backend")  # without it, there are no such groups
+    return given.group if torch_backend and isinstance(given, torch_backend.TorchProcessGroup) else given
 
 
 def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | None) -> bool:

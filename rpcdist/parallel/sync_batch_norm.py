@@ -1,0 +1,214 @@
+"""`SyncBatchNorm`: batch normalisation over the batches of all ranks together, on CPU as on GPU.
+
+    model = SyncBatchNorm.convert_sync_batchnorm(model)
+    model = DistributedDataParallel(model)
+
+In training mode, mean and variance are those of the whole batch, so the numbers are those of one process that has the
+data of all ranks. `DistributedDataParallel` makes torch's own `nn.SyncBatchNorm` layers into these.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from rpcdist import collectives
+from rpcdist.collectives import ProcessGroup
+from rpcdist.parallel._ddp._arguments import default_group, member_group
+
+__all__ = ["SyncBatchNorm", "adopt_sync_batch_norms"]
+
+
+class SyncBatchNorm(nn.SyncBatchNorm):
+    """`nn.SyncBatchNorm` on our process groups: the same constructor, state and `convert_sync_batchnorm`.
+
+    Inputs are (N, C, ...), and may be empty on some ranks; all ranks of the group call it equally often. In evaluation
+    mode, with one rank, and before `init_process_group` it is `nn.BatchNorm`. Statistics are in float32 at least.
+
+    Args:
+        num_features: C.
+        eps, momentum, affine, track_running_stats, device, dtype: as in `nn.BatchNorm2d`.
+        process_group: the ranks whose batches count together; all by default.
+        bias: with `affine`, whether there is a bias.
+    """
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """The normalised input.
+
+        Raises:
+            ValueError: the input has fewer than two dimensions or no channels, or the ranks have one value per channel.
+        """
+        self._check_input_dim(input)
+        self._check_non_zero_input_channels(input)
+        momentum = self._count_batch()
+        group = self._group()
+        if group is None or group.size() == 1:
+            tracked = not self.training or self.track_running_stats
+            return F.batch_norm(
+                input,
+                self.running_mean if tracked else None,
+                self.running_var if tracked else None,
+                self.weight,
+                self.bias,
+                self.training or (self.running_mean is None and self.running_var is None),
+                momentum,
+                self.eps,
+            )
+        outputs: tuple[torch.Tensor, ...] = _Normalise.apply(input, self.weight, self.bias, self.eps, group)  # type: ignore[no-untyped-call]  # torch's method
+        output, mean, variance = outputs
+        self._track(mean, variance, momentum)
+        return output
+
+    def _count_batch(self) -> float:
+        """Counts a batch of training; returns the weight that it has in the running statistics."""
+        if self.training and self.track_running_stats and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.momentum is None else self.momentum
+
+    def _group(self) -> ProcessGroup | None:
+        """The ranks to synchronise with now; None for none."""
+        if not self.training:
+            return None
+        return default_group() if self.process_group is None else member_group(self.process_group)
+
+    def _track(self, mean: torch.Tensor, variance: torch.Tensor, momentum: float) -> None:
+        if self.track_running_stats and self.running_mean is not None and self.running_var is not None:
+            with torch.no_grad():
+                self.running_mean.lerp_(mean.to(self.running_mean.dtype), momentum)
+                self.running_var.lerp_(variance.to(self.running_var.dtype), momentum)
+
+    @classmethod
+    def convert_sync_batchnorm(cls, module: nn.Module, process_group: ProcessGroup | None = None) -> nn.Module:
+        """Replaces all `nn.BatchNorm*` layers of a module, in place; returns it, or the new layer if it is one itself.
+
+        Parameters, buffers and training mode stay what they are. torch's `nn.SyncBatchNorm` layers are replaced, too.
+
+        Args:
+            module: the model; do it before wrapping it and before making an optimizer.
+            process_group: see the class.
+        """
+        converted = module
+        if isinstance(module, nn.modules.batchnorm._BatchNorm) and not isinstance(module, cls):
+            converted = cls._of(module, process_group)
+        for name, child in module.named_children():
+            converted.add_module(name, cls.convert_sync_batchnorm(child, process_group))
+        return converted
+
+    @classmethod
+    def _of(cls, layer: nn.modules.batchnorm._BatchNorm, process_group: ProcessGroup | None) -> SyncBatchNorm:
+        made = cls(
+            layer.num_features,
+            layer.eps,
+            layer.momentum,
+            affine=False,
+            track_running_stats=False,
+            process_group=process_group,
+        )
+        made.affine, made.track_running_stats = layer.affine, layer.track_running_stats
+        made.weight, made.bias = layer.weight, layer.bias
+        made.running_mean, made.running_var = layer.running_mean, layer.running_var
+        made.num_batches_tracked = layer.num_batches_tracked
+        made.training = layer.training
+        if hasattr(layer, "qconfig"):
+            made.qconfig = layer.qconfig
+        return made
+
+
+def adopt_sync_batch_norms(module: nn.Module, group: ProcessGroup) -> None:
+    """Makes the `nn.SyncBatchNorm` layers of a module synchronise in our groups; torch's would ask torch's own.
+
+    Args:
+        module: whose layers change their class, and stay the same objects.
+        group: for layers without a group, where there is no default group.
+    """
+    for layer in module.modules():
+        if type(layer) is nn.SyncBatchNorm:
+            layer.__class__ = SyncBatchNorm
+            if layer.process_group is not None:
+                layer.process_group = member_group(layer.process_group)
+            elif default_group() is None:
+                layer.process_group = group
+
+
+class _Normalise(torch.autograd.Function):
+    """Normalises with the statistics of all ranks; also returns their mean and unbiased variance, of shape (C,)."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, input: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float, group: Any
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        mean, squares, total = _whole_statistics(input.detach(), group)
+        if total < 2:
+            raise ValueError(f"Expected more than 1 value per channel on all ranks together, got {total:g}")
+        variance = squares / total
+        ctx.save_for_backward(input, weight, mean, torch.rsqrt(variance + eps))
+        ctx.group, ctx.total = group, total
+        wide = mean.dtype
+        weight, bias = (None if each is None else each.to(wide) for each in (weight, bias))
+        output = F.batch_norm(input.to(wide), mean, variance, weight, bias, False, 0.0, eps).to(input.dtype)
+        unbiased = squares / (total - 1)
+        ctx.mark_non_differentiable(mean, unbiased)
+        return output, mean, unbiased
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: torch.Tensor, *_: object) -> tuple[torch.Tensor | None, ...]:
+        input, weight, mean, inverse = ctx.saved_tensors
+        dims, shape = _dims(input), _shape(input)
+        wide = grad.to(mean.dtype)
+        centred = input.to(mean.dtype) - mean.view(shape)
+        # Of this rank: DistributedDataParallel averages the gradients of weight and bias, as those of all parameters.
+        sums = torch.cat([wide.sum(dims), (wide * centred).sum(dims)])
+        grad_bias, grad_weight = sums[: len(mean)].clone(), sums[len(mean) :] * inverse
+        grad_input = None
+        if ctx.needs_input_grad[0]:
+            collectives.all_reduce(sums, group=ctx.group)
+            of_grad, of_product = (sums / ctx.total).split(len(mean))
+            slope = of_product * inverse * inverse
+            scale = inverse if weight is None else inverse * weight.to(mean.dtype)
+            grad_input = (wide - of_grad.view(shape) - centred * slope.view(shape)) * scale.view(shape)
+            grad_input = grad_input.to(input.dtype)
+        return (
+            grad_input,
+            grad_weight.to(weight.dtype) if ctx.needs_input_grad[1] else None,
+            grad_bias.to(input.dtype if weight is None else weight.dtype) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )
+
+
+def _whole_statistics(input: torch.Tensor, group: ProcessGroup) -> tuple[torch.Tensor, torch.Tensor, float]:
+    """Mean and sum of squared deviations of each channel over all ranks, and how many values a channel has.
+
+    The ranks gather their own means and sums of squares, which are combined as Chan, Golub and LeVeque do (1979): sums
+    of squares around zero would cancel.
+    """
+    dims, channels = _dims(input), input.shape[1]
+    wide = torch.promote_types(input.dtype, torch.float32)
+    own = torch.zeros(2 * channels + 1, dtype=wide, device=input.device)
+    if input.numel():
+        variance, mean = torch.var_mean(input.to(wide), dims, correction=0)
+        count = input.numel() // channels
+        own[:channels], own[channels:-1], own[-1] = mean, variance * count, count
+    gathered = torch.empty(group.size() * len(own), dtype=wide, device=input.device)
+    collectives.all_gather_into_tensor(gathered, own, group=group)
+    means, squares, counts = gathered.view(group.size(), -1).split([channels, channels, 1], 1)
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    return mean, (squares + counts * (means - mean) ** 2).sum(0), float(total)
+
+
+def _dims(input: torch.Tensor) -> list[int]:
+    """All dimensions but that of the channels."""
+    return [0, *range(2, input.dim())]
+
+
+def _shape(input: torch.Tensor) -> list[int]:
+    """The shape in which a value per channel meets the input."""
+    return [1, -1, *(1 for _ in input.shape[2:])]
