@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from typing import Any, NamedTuple, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,6 +23,8 @@ from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._executors.blocking import blocking
 
 __all__ = ["LocalOptimizer", "NewOptimizer", "OptimizerTable", "call_local_optimizer", "new_local_optimizer", "tables"]
+
+_torch_optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch's stubs lack what is used here
 
 
 class LocalOptimizer:
@@ -52,6 +55,7 @@ class LocalOptimizer:
         ]
         self.optim = optimizer_class(resolved[0]["params"] if is_flat else resolved, *args, **kwargs)
         self._lock = lock
+        self._bare_step = _bare_step_of(self.optim)
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
     def step(self, context_id: int, options: Sequence[Group], hogwild: bool) -> bool:
@@ -61,11 +65,31 @@ class LocalOptimizer:
             False if this process took no part in the context, so that there was nothing to do.
         """
         gradients = _gradients_of(context_id)
+        found = gradients or {}
+        parameters = self._parameters
         with self._alone("step"):
-            self._set_options(options)
-            with _lent(self._parameters, gradients or {}), _uncounted(self._parameters, hogwild):
-                self.optim.step()
+            if any(options):
+                self._set_options(options)
+            kept = [parameter.grad for parameter in parameters]
+            try:
+                for parameter in parameters:
+                    parameter.grad = found.get(parameter)
+                self._step(hogwild)
+            finally:
+                for parameter, gradient in zip(parameters, kept, strict=True):
+                    parameter.grad = gradient
         return gradients is not None
+
+    def _step(self, hogwild: bool) -> None:
+        if hogwild:
+            # Changes of the parameters do not invalidate the tensors that other backward passes have saved.
+            with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
+                self.optim.step()
+        elif self._bare_step is not None and not _is_watched(self.optim):
+            with torch.no_grad():
+                self._bare_step(self.optim)
+        else:
+            self.optim.step()
 
     def zero_grad(self, set_to_none: bool) -> None:
         with self._alone("zero_grad"):
@@ -136,21 +160,32 @@ def _gradients_of(context_id: int) -> dict[Tensor, Tensor] | None:
         return None  # the caller checks whether the context is over
 
 
-@contextmanager
-def _lent(parameters: Sequence[Tensor], gradients: dict[Tensor, Tensor]) -> Iterator[None]:
-    kept = [parameter.grad for parameter in parameters]
-    try:
-        for parameter in parameters:
-            parameter.grad = gradients.get(parameter)
-        yield
-    finally:
-        for parameter, gradient in zip(parameters, kept, strict=True):
-            parameter.grad = gradient
+def _bare_step_of(optim: Any) -> Callable[[Any], object] | None:
+    """`step` of one of torch's own optimizers, without what torch wraps around it for hooks and for profilers.
+
+    The wrappers take longer than the step of a small model. None for other optimizers, which may rely on them.
+    """
+    kind = type(optim)
+    step = vars(kind).get("step")
+    if step is None or not kind.__module__.startswith("torch.optim.") or "step" in vars(optim):
+        return None
+    if any(group.get("differentiable") for group in optim.param_groups):
+        return None
+    while hasattr(step, "__wrapped__"):
+        step = step.__wrapped__
+    return cast("Callable[[Any], object]", step)
 
 
-def _uncounted(parameters: Sequence[Tensor], hogwild: bool) -> Any:
-    """With `hogwild`, changes of the parameters do not invalidate the tensors that other backward passes have saved."""
-    return torch.autograd._unsafe_preserve_version_counter(tuple(parameters)) if hogwild else nullcontext()
+def _is_watched(optim: Any) -> bool:
+    """Whether somebody would notice that the wrappers of `step` are missing."""
+    return bool(
+        optim._optimizer_step_pre_hooks
+        or optim._optimizer_step_post_hooks
+        or _torch_optimizer._global_optimizer_pre_hooks
+        or _torch_optimizer._global_optimizer_post_hooks
+        or "step" in vars(optim)  # a learning-rate scheduler puts a wrapper there
+        or torch.autograd._profiler_enabled()
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -6,11 +6,15 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, OwnerLost, WorkerLost
 from rpcdist.rpc import Future, WorkerInfo
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.rpc._current import current_agent
 
 __all__ = ["OwnerCall", "ask_owners", "ask_owners_async"]
 
@@ -40,12 +44,20 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop(what, f"await {instead}")
-    me = rpc.get_worker_info()
-    outcomes: list[Any] = [None if call.owner == me else _start(call) for call in calls]
-    for index, call in enumerate(calls):
-        if call.owner == me:
-            outcomes[index] = _outcome_of(lambda call=call: call.function(*call.args))  # type: ignore[misc]
-    results = [_outcome_of(outcome.wait) if isinstance(outcome, Future) else outcome for outcome in outcomes]
+    agent = current_agent()
+    me = agent.worker_id
+    outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
+    try:
+        waits = [None if call.owner.id == me else _begin(agent, call) for call in calls]
+        results: list[Any] = [None] * len(calls)
+        for index, call in enumerate(calls):  # this process's own part, while the others do theirs
+            if call.owner.id == me:
+                results[index] = _outcome_of(partial(call.function, *call.args))
+        for index, wait in enumerate(waits):
+            if wait is not None:
+                results[index] = _outcome_of(wait)
+    finally:
+        current_autograd.reset(outside)
     error = _error_in(what, calls, results)
     if error is not None:
         raise error
@@ -83,6 +95,14 @@ class _CallFailed:
     error: Exception
 
 
+def _begin(agent: Agent, call: OwnerCall) -> Callable[[], Any]:
+    """Makes a call; returns what waits for its outcome."""
+    try:
+        return agent.caller.begin(call.owner.id, call.function, call.args)
+    except Exception as exc:
+        return partial(_CallFailed, exc)
+
+
 def _start(call: OwnerCall) -> Future[Any] | _CallFailed:
     try:
         return rpc.rpc_async(call.owner, call.function, args=call.args)
@@ -98,9 +118,9 @@ def _outcome_of(wait: Callable[[], Any]) -> Any:
 
 
 def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> Exception | None:
-    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
-    if not failed:
+    if not any(type(result) is _CallFailed for result in results):
         return None
+    failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
     owner, error = failed[0]
     if isinstance(error, WorkerLost) and not isinstance(error, OwnerLost):
         lost = OwnerLost(error.worker, what, error.last_seen_s, error.reason)

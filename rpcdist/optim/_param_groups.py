@@ -18,6 +18,8 @@ from rpcdist.rpc import PyRRef, RRef, WorkerInfo
 
 __all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
 
+_IMMUTABLE = frozenset((bool, float, int, str, type(None)))  # a copy of one is the same object
+
 Group = dict[str, Any]
 """A parameter group in the form of `torch.optim`, with references as `params`, and options such as `lr`."""
 
@@ -109,6 +111,8 @@ def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Grou
 
 
 def _equal(first: Any, second: Any) -> bool:
+    if first is second and type(first) in _IMMUTABLE:
+        return True
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return type(first) is type(second) and torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)

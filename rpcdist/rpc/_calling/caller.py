@@ -113,6 +113,12 @@ class Caller:
         call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, reply_sink, on=on)
         return reply_sink.wait(call, self)
 
+    def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
+        """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
+        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        call = self._call(to, func, args, None, UNSET_RPC_TIMEOUT, reply_sink)
+        return lambda: reply_sink.wait(call, self)
+
     def start(
         self,
         to: Destination,
