@@ -47,7 +47,6 @@ __all__ = [
     "HANDSHAKE_LIMIT_S",
     "HEARTBEATS_PER_PEER_TIMEOUT",
     "HOST_PROBE_LIMIT_S",
-    "HUB_CLOSE_LIMIT_S",
     "HUB_OPEN_LIMIT_S",
     "IDLE_RECHECK_S",
     "LAST_ATTEMPT_SHARE",
@@ -104,12 +103,12 @@ __all__ = [
     "SHUTDOWN_POLL_S",
     "SHUTDOWN_REPORT_INTERVAL_S",
     "SIGNAL_CHECK_INTERVAL_S",
-    "SILENT_HANDSHAKE_LIMIT_S",
     "STORE_CHECK_INTERVAL_S",
     "STORE_GRACE_S",
     "STORE_LINGER_S",
     "STORE_STOP_LIMIT_S",
     "STORE_TIMEOUT_S",
+    "TCP_CHANNEL_LIMIT_S",
     "THREAD_GRACE_S",
     "TORCH_STORE_FIRST_PAUSE_S",
     "TORCH_STORE_LONGEST_PAUSE_S",
@@ -154,8 +153,8 @@ HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
 """The same on the local channel, measured by the side that connects; then it connects over the network."""
-SILENT_HANDSHAKE_LIMIT_S: Final = 1.0
-"""An unproven socket that is silent for this long makes room for others when there are many."""
+TCP_CHANNEL_LIMIT_S: Final = 3.0
+"""Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
 REFUSAL_LIMIT_S: Final = 1.0
 """A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
 ROLE_LIMIT_S: Final = 60.0
@@ -239,8 +238,6 @@ LISTENER_STOP_LIMIT_S: Final = 2.0
 """The end of the local channel's listener and of the sessions that came through it."""
 GRPC_STOP_GRACE_S: Final = 0.2
 """What gRPC's server has for running calls when a listener stops; then it cuts them off."""
-HUB_CLOSE_LIMIT_S: Final = 5.0
-"""The end of the listeners for raw sockets."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0
 """A rank that leaves tells rank 0, and ends its watch."""
 GROUP_EXIT_LIMIT_S: Final = 1.0
@@ -349,7 +346,7 @@ DEPENDENCIES: Final = (
     ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
     ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "leases, which last longer, end at ticks"),
     ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "whoever connects gives the local channel up first"),
-    ("HANDSHAKE_LIMIT_S", ("SILENT_HANDSHAKE_LIMIT_S",), "only silent sockets make room before the limit"),
+    ("HANDSHAKE_LIMIT_S", ("TCP_CHANNEL_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
     ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
     (
         "GROUP_VERDICT_LIMIT_S",

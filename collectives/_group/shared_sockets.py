@@ -36,7 +36,7 @@ class SharedSockets:
 
     def __init__(self, host: str) -> None:
         self.node: Node = acquire_node()
-        self.hub = SocketHub(self.node.io, self.node.credentials)
+        self.hub = SocketHub(self.node)
         self._num_shares = 1
         self._lock = threading.Lock()
         try:

@@ -17,28 +17,34 @@ class Identity(_message.Message):
     def __init__(self, name: _Optional[str] = ..., id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class Hello(_message.Message):
-    __slots__ = ("version", "nonce", "job", "role", "identity")
+    __slots__ = ("version", "nonce", "job", "role", "identity", "purpose", "channel")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     NONCE_FIELD_NUMBER: _ClassVar[int]
     JOB_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    PURPOSE_FIELD_NUMBER: _ClassVar[int]
+    CHANNEL_FIELD_NUMBER: _ClassVar[int]
     version: int
     nonce: bytes
     job: str
     role: str
     identity: Identity
-    def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    purpose: str
+    channel: str
+    def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., purpose: _Optional[str] = ..., channel: _Optional[str] = ...) -> None: ...
 
 class Challenge(_message.Message):
-    __slots__ = ("nonce", "proof", "identity")
+    __slots__ = ("nonce", "proof", "identity", "stream_port")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     proof: bytes
     identity: Identity
-    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ...) -> None: ...
+    stream_port: int
+    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., stream_port: _Optional[int] = ...) -> None: ...
 
 class Proof(_message.Message):
     __slots__ = ("proof",)
@@ -64,12 +70,16 @@ class Refusal(_message.Message):
         TOKEN: _ClassVar[Refusal.Code]
         WRONG_PEER: _ClassVar[Refusal.Code]
         POLICY: _ClassVar[Refusal.Code]
+        CHANNEL: _ClassVar[Refusal.Code]
+        BUSY: _ClassVar[Refusal.Code]
     UNSPECIFIED: Refusal.Code
     VERSION: Refusal.Code
     JOB: Refusal.Code
     TOKEN: Refusal.Code
     WRONG_PEER: Refusal.Code
     POLICY: Refusal.Code
+    CHANNEL: Refusal.Code
+    BUSY: Refusal.Code
     REASON_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     reason: str

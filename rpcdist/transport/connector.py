@@ -1,10 +1,18 @@
-"""Opens links to other processes: over the local channel where there is one, else over gRPC."""
+"""Opens links to other processes: over a Unix socket or TCP where that is possible, else over gRPC.
+
+On one host, the address of a server leads to the name of its Unix socket. Between hosts, gRPC is asked first: once the
+server has proven itself there, and before this process has done so, its TCP port is known from the handshake, and is
+tried. Whatever goes wrong on a raw socket leaves gRPC, which stands already: nothing is sent twice, and addresses that
+are translated on the way, or ports that are closed, cost a moment and no error.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from typing import NamedTuple
+import socket
+from collections.abc import Coroutine
+from typing import Any, NamedTuple
 
 import grpc.aio
 
@@ -12,13 +20,20 @@ from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LOCAL_HANDSHAKE_LIMIT_S
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    LOCAL_HANDSHAKE_LIMIT_S,
+    TCP_CHANNEL_LIMIT_S,
+)
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import Channel
-from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GrpcClientChannel
-from rpcdist.transport._channels.local_connections import connect_local
+from rpcdist.transport._channels.channel_choice import Channels, allowed_channels
+from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GRPC_ENDS, GrpcClientChannel
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._channels.socket_pipe import SocketPipe
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, connected_ends, local_name
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
@@ -87,16 +102,22 @@ class Connector:
         """
         wanted = _Wanted(address, role, expected, handler)
         deadline = Deadline.after(timeout_s)
-        may_be_local = handler is not None  # else it makes unary calls only, and gRPC's connection is there for these
+        # Who takes no messages makes unary calls only, and gRPC's connection is there for these.
+        channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
+        may_be_local = channels.local
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
-            if may_be_local and (local := connect_local(address)) is not None:
-                link = await self._connect_locally(local, wanted, min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S))
-                if link is not None:
-                    return link
-                may_be_local = False
+            if may_be_local:
+                limit = deadline.earlier(Deadline.after(min(timeout_s / 2, LOCAL_HANDSHAKE_LIMIT_S)))
+                try:
+                    return await self._connect_raw(connect_unix(local_name(address)), wanted, limit)
+                except (TransportError, TimeoutError) as exc:
+                    logger.info("no local channel to %s, so the network is used: %s", address, _reason(exc))
+                    may_be_local = False
+                except OSError as exc:  # nobody there; perhaps not yet
+                    logger.debug("no local channel to %s: %s", address, exc)
             try:
-                return await self._connect_by_grpc(wanted, deadline)
+                return await self._connect_by_grpc(wanted, channels.tcp, deadline)
             except TimeoutError as exc:
                 reason = "nobody answered there; does the process run, is the port open?"
                 raise ConnectFailed(address, reason, timeout_s) from exc
@@ -108,36 +129,66 @@ class Connector:
                     raise ConnectFailed(address, exc.reason, timeout_s) from exc
                 await asyncio.sleep(pause_s)
 
-    async def _connect_locally(self, channel: SocketChannel, wanted: _Wanted, limit_s: float) -> Link | None:
-        """The link over the local channel; None if the handshake fails there, and the channel is closed then.
+    async def _connect_raw(
+        self,
+        connecting: Coroutine[Any, Any, socket.socket],
+        wanted: _Wanted,
+        limit: Deadline,
+        connection: grpc.aio.Channel | None = None,
+    ) -> Link:
+        """The link over a raw socket, with gRPC's `connection` beside it for unary calls.
 
-        Whatever is wrong with the channel, gRPC has the last word: there it is the address itself that is asked.
+        Raises:
+            OSError: nobody was there. (`TransportError` is one, too.)
+            TransportError, TimeoutError: the handshake failed; whatever is wrong, gRPC has the last word.
         """
-        handshake = self._credentials.client_handshake(wanted.role, wanted.expected)
-        try:
-            async with asyncio.timeout(limit_s):
-                await prove_client(channel, handshake)
-        except (TransportError, TimeoutError) as exc:
-            channel.abort("the handshake failed")
-            reason = str(exc) or f"no answer for {limit_s:.1f} s"
-            logger.info("no local channel to %s, so gRPC is used: %s", wanted.address, reason)
-            return None
-        except BaseException:
-            channel.abort("the handshake was cancelled")
-            raise
-        return self._link(wanted, channel, handshake, _grpc_connection(wanted.address))
+        async with asyncio.timeout(limit.wait_s()):
+            raw = await connecting
+            try:
+                handshake = self._credentials.client_handshake(
+                    wanted.role, wanted.expected, channel=connected_ends(raw)
+                )
+                await prove_client(SocketPipe(raw, wanted.address), handshake)
+            except BaseException:
+                raw.close()
+                raise
+        channel = SocketChannel(raw, wanted.address)
+        return self._link(wanted, channel, handshake, connection or _grpc_connection(wanted.address))
 
-    async def _connect_by_grpc(self, wanted: _Wanted, deadline: Deadline) -> Link:
-        handshake = self._credentials.client_handshake(wanted.role, wanted.expected)
+    async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
+        """The link over gRPC, or over TCP where the server is reached in that way, too."""
+        handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=GRPC_ENDS)
         connection = _grpc_connection(wanted.address)
+
+        async def try_tcp(handshake: ClientHandshake) -> Link | None:
+            return await self._connect_by_tcp(wanted, handshake, connection)
+
         try:
             async with asyncio.timeout(deadline.wait_s()):
                 channel = GrpcClientChannel(connection.stream_stream(SESSION_PATH)(), wanted.address)
-                await prove_client(channel, handshake)
+                link = await prove_client(channel, handshake, try_tcp if may_be_tcp else None)
         except BaseException:
             await connection.close()
             raise
+        if link is not None:
+            channel.abort("TCP is used")
+            return link
         return self._link(wanted, channel, handshake, connection)
+
+    async def _connect_by_tcp(
+        self, wanted: _Wanted, proven: ClientHandshake, connection: grpc.aio.Channel
+    ) -> Link | None:
+        """The link to a server that has proven itself on gRPC; None if its TCP port does not lead there."""
+        if proven.other_way is None:
+            return None
+        server, port = proven.other_way
+        host, _ = split_address(wanted.address)
+        limit = Deadline.after(TCP_CHANNEL_LIMIT_S)
+        try:
+            return await self._connect_raw(connect_tcp(host, port), wanted._replace(expected=server), limit, connection)
+        except OSError as exc:
+            logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
+            return None
 
     def _link(
         self, wanted: _Wanted, channel: Channel, handshake: ClientHandshake, connection: grpc.aio.Channel
@@ -162,3 +213,7 @@ class Connector:
 
 def _grpc_connection(address: str) -> grpc.aio.Channel:
     return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+
+
+def _reason(exc: Exception) -> str:
+    return str(exc) or "no answer in time"

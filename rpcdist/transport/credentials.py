@@ -27,17 +27,31 @@ class Credentials:
         self.identity = identity
         self.token_source = token_source
 
-    def client_handshake(self, role: str, expected: Identity | None = None) -> ClientHandshake:
-        """For a connection that this process opens.
-
-        Args:
-            role: what the connection is for.
-            expected: who should answer; None for anybody who knows the token.
-        """
+    def client_handshake(
+        self, role: str, expected: Identity | None = None, *, purpose: str = "", channel: str = ""
+    ) -> ClientHandshake:
+        """For a connection that this process opens; see `ClientHandshake` for the arguments."""
         return ClientHandshake(
-            self.token, self.job, role, self.identity, expected=expected, token_source=self.token_source
+            self.token,
+            self.job,
+            role,
+            self.identity,
+            purpose=purpose,
+            channel=channel,
+            expected=expected,
+            token_source=self.token_source,
         )
 
-    def server_handshake(self, accept: Callable[[handshake_pb2.Hello], str | None] | None = None) -> ServerHandshake:
-        """For a connection that this process accepted; `accept` says why a proven peer is refused, or None."""
-        return ServerHandshake(self.token, self.job, self.identity, accept, token_source=self.token_source)
+    def server_handshake(
+        self, accept: Callable[[handshake_pb2.Hello], str | None], *, channel: str = "", stream_port: int = 0
+    ) -> ServerHandshake:
+        """For a connection that this process accepted; see `ServerHandshake` for the arguments."""
+        return ServerHandshake(
+            self.token,
+            self.job,
+            self.identity,
+            accept,
+            channel=channel,
+            stream_port=stream_port,
+            token_source=self.token_source,
+        )

@@ -3,15 +3,17 @@
 No socket, clock or logging lives here: messages go in, messages come out, and any channel can carry them.
 
     client                                        server
-      hello(version, nonce, job, role, identity) --->
-      <--- challenge(nonce, proof, identity)             proof = HMAC(token, "server" + transcript)
+      hello(version, nonce, job, role, purpose, channel, identity) --->
+      <--- challenge(nonce, proof, identity, port)       proof = HMAC(token, "server" + transcript)
       proof(proof) --->                                  proof = HMAC(token, "client" + transcript)
       <--- welcome(session_id, proof)                    proof = HMAC(session key, "welcome")
 
-The transcript is the version, both nonces, role, job and both identities, each with its length before it. Invariants:
+The transcript is all of hello and challenge but the proofs, each part with its length before it. Invariants:
 
  1. The token never crosses the wire, and no proof is good for another connection (both nonces), another direction
-    (labels), another job, another role or another pair of processes.
+    (labels), another job, another role or purpose, another pair of processes or another kind of connection. Where the
+    system tells both ends of a connection apart (raw sockets), both sides must name the same two: a relay between them
+    is found out.
  2. Nothing but the names in `Hello` is looked at before the peer's proof is verified, in constant time; the policy
     hook `accept` runs after that.
  3. Either side may send a refusal instead of its next message; both then fail with `AuthenticationFailed`.
@@ -44,12 +46,22 @@ from rpcdist.transport.identities import identity_fields, identity_from_proto, i
 from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, SessionKeys, framed, mac
 from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
 
-__all__ = ["MAX_HANDSHAKE_BYTES", "NONCE_BYTES", "PROTOCOL_VERSION", "ClientHandshake", "ServerHandshake"]
+__all__ = [
+    "MAX_HANDSHAKE_BYTES",
+    "MAX_PURPOSE_BYTES",
+    "NONCE_BYTES",
+    "PROTOCOL_VERSION",
+    "ClientHandshake",
+    "ServerHandshake",
+    "refusal",
+]
 
-PROTOCOL_VERSION: Final = 1
+PROTOCOL_VERSION: Final = 2
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Channels refuse a larger message before they parse it; `receive` checks again."""
+MAX_PURPOSE_BYTES: Final = 600
+_MAX_CHANNEL_LENGTH: Final = 200
 
 _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 
@@ -135,10 +147,10 @@ class _HandshakeSide:
     def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
         """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
         self._fail(code, local or reason)
-        return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
+        return refusal(code, reason)
 
-    def _refused_by_peer(self, refusal: pb.Refusal, who: str) -> None:
-        self._fail(refusal.code, f"{who} refused the connection: {_reason(refusal)}")
+    def _refused_by_peer(self, message: pb.Refusal, who: str) -> None:
+        self._fail(message.code, f"{who} refused the connection: {_reason(message)}")
 
     def _fail(self, code: pb.Refusal.Code, text: str) -> None:
         if code == Code.TOKEN and self._token_source is not None:
@@ -153,11 +165,12 @@ class _HandshakeSide:
         except ProtocolViolation as exc:
             raise self._violation(str(exc)) from None
 
-    def _record(self, server_nonce: bytes, client: Identity, server: Identity) -> None:
+    def _record(self, server_nonce: bytes, stream_port: int, client: Identity, server: Identity) -> None:
         hello = self._hello
+        texts = (hello.role, hello.job, hello.purpose, hello.channel)
         self._transcript = framed(
-            hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, hello.role.encode(), hello.job.encode(),
-            *identity_fields(client), *identity_fields(server),
+            hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
+            stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
         )  # fmt: skip
 
     def _proof(self, direction: bytes) -> bytes:
@@ -179,6 +192,8 @@ class ClientHandshake(_HandshakeSide):
         job: the job's name, empty where none was given; both sides must say the same.
         role: what the connection is for ("rpc", "store", "collective" ...).
         identity: who this process is.
+        purpose: which of several takers of the role is meant, and what for.
+        channel: the kind of connection, and its two ends as this side sees them.
         expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
         token_source: `token.describe_token_source()`, for the local error only.
 
@@ -194,17 +209,34 @@ class ClientHandshake(_HandshakeSide):
         role: str,
         identity: Identity,
         *,
+        purpose: str = "",
+        channel: str = "",
         expected: Identity | None = None,
         token_source: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
+        if not _is_purpose(purpose):
+            raise ConfigError(f"a purpose is printable text of up to {MAX_PURPOSE_BYTES} bytes, not {purpose[:80]!r}")
         self._expected = expected
-        nonce = secrets.token_bytes(NONCE_BYTES)
+        self._stream_port = 0
         self._hello = pb.Hello(
-            version=PROTOCOL_VERSION, nonce=nonce, job=job, role=role, identity=identity_to_proto(identity)
+            version=PROTOCOL_VERSION,
+            nonce=secrets.token_bytes(NONCE_BYTES),
+            job=job,
+            role=role,
+            identity=identity_to_proto(identity),
+            purpose=purpose,
+            channel=channel,
         )
+
+    @property
+    def other_way(self) -> tuple[Identity, int] | None:
+        """The server and the TCP port where it takes raw connections: once it has proven the token, if it has one."""
+        if self._peer is None or not self._stream_port or self._state is HandshakeState.FAILED:
+            return None
+        return self._peer, self._stream_port
 
     def start(self) -> pb.Handshake:
         """The first message."""
@@ -237,8 +269,10 @@ class ClientHandshake(_HandshakeSide):
             raise self._violation("the challenge has a nonce or proof of the wrong length")
         if challenge.nonce == self._hello.nonce:
             raise self._violation("the challenge repeats this process's own nonce")
+        if challenge.stream_port > 65535:
+            raise self._violation("the challenge names a port that cannot be")
         peer = self._identity_of(challenge)
-        self._record(challenge.nonce, self._identity, peer)
+        self._record(challenge.nonce, challenge.stream_port, self._identity, peer)
         if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
             # Only the kind and the advice go out: the server's operator needs both, an eavesdropper learns nothing.
             return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"the server did not prove the job token. {_TOKEN_ADVICE}")
@@ -250,6 +284,7 @@ class ClientHandshake(_HandshakeSide):
                 "workers published the same address. Ask the coordinator for its present address.",
             )
         self._peer = peer
+        self._stream_port = challenge.stream_port
         self._state = HandshakeState.PROOF_SENT
         return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client")))
 
@@ -272,6 +307,8 @@ class ServerHandshake(_HandshakeSide):
         token: the job token.
         job: the job's name.
         identity: who this process is.
+        channel: the kind of connection and its two ends as this side sees them; the client must see the same.
+        stream_port: where this process takes raw connections, to tell the client; 0: nowhere.
         accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
             is told).
         token_source: `token.describe_token_source()`, for the local error only.
@@ -288,10 +325,14 @@ class ServerHandshake(_HandshakeSide):
         identity: Identity,
         accept: Callable[[pb.Hello], str | None] | None = None,
         *,
+        channel: str = "",
+        stream_port: int = 0,
         token_source: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source)
         self._accept = accept
+        self._channel = channel
+        self._stream_port = stream_port
         self._nonce = secrets.token_bytes(NONCE_BYTES)
 
     @property
@@ -299,6 +340,12 @@ class ServerHandshake(_HandshakeSide):
         """What the proven peer wants the connection for."""
         self.peer  # noqa: B018  (raises unless the peer is proven)
         return self._hello.role
+
+    @property
+    def purpose(self) -> str:
+        """What the proven peer wants of the taker of its role."""
+        self.peer  # noqa: B018  (raises unless the peer is proven)
+        return self._hello.purpose
 
     def receive(self, message: pb.Handshake) -> pb.Handshake | None:
         """Takes the client's next message.
@@ -332,6 +379,8 @@ class ServerHandshake(_HandshakeSide):
             raise self._violation(f"the hello has a nonce of {len(hello.nonce)} bytes, not {NONCE_BYTES}")
         if not _ROLE.match(hello.role) or (hello.job and not is_name(hello.job)):
             raise self._violation("the hello has a malformed role or job")
+        if not _is_purpose(hello.purpose) or len(hello.channel) > _MAX_CHANNEL_LENGTH:
+            raise self._violation("the hello has a malformed purpose or channel")
         peer = self._identity_of(hello)
         if hello.job != self._job:
             return self._refuse(
@@ -340,11 +389,13 @@ class ServerHandshake(_HandshakeSide):
                 "name, or use another port for one of the jobs.",
             )
         self._hello = hello
-        self._record(self._nonce, peer, self._identity)
+        self._record(self._nonce, self._stream_port, peer, self._identity)
         self._peer = peer
         self._state = HandshakeState.CHALLENGE_SENT
-        me = identity_to_proto(self._identity)
-        return pb.Handshake(challenge=pb.Challenge(nonce=self._nonce, proof=self._proof(b"server"), identity=me))
+        me, proof = identity_to_proto(self._identity), self._proof(b"server")
+        return pb.Handshake(
+            challenge=pb.Challenge(nonce=self._nonce, proof=proof, identity=me, stream_port=self._stream_port)
+        )
 
     def _receive_proof(self, proof: pb.Proof) -> pb.Handshake:
         if len(proof.proof) != PROOF_BYTES:
@@ -352,6 +403,12 @@ class ServerHandshake(_HandshakeSide):
         who = f"the client, which calls itself {self._hello.identity.name!r},"
         if not hmac.compare_digest(proof.proof, self._proof(b"client")):
             return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"{who} did not prove the job token. {_TOKEN_ADVICE}")
+        if self._hello.channel != self._channel:
+            return self._refuse(
+                Code.CHANNEL,
+                f"the client sees the connection as {printable(self._hello.channel)!r}, the server as "
+                f"{self._channel!r}: something between them relays it or translates addresses",
+            )
         reason = None if self._accept is None else self._accept(self._hello)
         if reason is not None:
             return self._refuse(Code.POLICY, reason, f"{who} is not accepted: {reason}")
@@ -361,5 +418,14 @@ class ServerHandshake(_HandshakeSide):
         return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
 
 
-def _reason(refusal: pb.Refusal) -> str:
-    return printable(refusal.reason[:MAX_REASON_LENGTH]) or "no reason given"
+def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:
+    """The message of a side that refuses."""
+    return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
+
+
+def _is_purpose(purpose: str) -> bool:
+    return (not purpose or purpose.isprintable()) and len(purpose.encode()) <= MAX_PURPOSE_BYTES
+
+
+def _reason(message: pb.Refusal) -> str:
+    return printable(message.reason[:MAX_REASON_LENGTH]) or "no reason given"

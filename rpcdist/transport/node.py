@@ -25,12 +25,13 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport import fork
 from rpcdist.transport._server.server import Method, Server
-from rpcdist.transport.addresses import join_address, split_address
+from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport.addresses import split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
-from rpcdist.transport.roles import Roles
+from rpcdist.transport.roles import Roles, SocketTaker
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token
 
@@ -134,9 +135,8 @@ class Node:
             for address in self._addresses:
                 if split_address(address)[1] == port:
                     return address
-            bound = self.run(self._server.start(host, port), timeout_s)
-            fork.note_server_port(bound)
-            address = join_address(host, bound)
+            address = self.run(self._server.start(host, port), timeout_s)
+            fork.note_server_port(split_address(address)[1])
             self._addresses.append(address)
             if self.address is None:
                 self.address = address
@@ -148,7 +148,7 @@ class Node:
             if address == self.address or address not in self._addresses:
                 return
             self._addresses.remove(address)
-        self.run(self._server.stop_port(split_address(address)[1], GRPC_STOP_GRACE_S), NODE_STOP_LIMIT_S)
+        self.run(self._server.stop_address(address, GRPC_STOP_GRACE_S), NODE_STOP_LIMIT_S)
 
     def add_service(
         self, descriptor: ServiceDescriptor, methods: Mapping[str, Method], timeout_s: float = ADD_SERVICE_LIMIT_S
@@ -171,6 +171,28 @@ class Node:
     def expect_role(self, role: str) -> None:
         """Says that `handle_role` will follow: peers that connect before are kept waiting instead of being refused."""
         self._roles.expect(role)
+
+    def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress:
+        """Lets peers open raw sockets to `taker`, and listens for them if nothing does yet; blocks.
+
+        Args:
+            name: tells the takers of this process apart.
+            taker: gets the sockets whose handshake is done.
+            host: the address for the TCP listener; its port is chosen by the system.
+            timeout_s: limit, in seconds.
+
+        Returns:
+            Where the process listens.
+
+        Raises:
+            TransportError: the address cannot be bound.
+        """
+        self._roles.take_sockets(name, taker)
+        return HubAddress(*self.run(self._server.listen_for_sockets(host), timeout_s), taker=name)
+
+    def end_sockets(self, name: str) -> None:
+        """Ends `take_sockets`: peers that still come are refused."""
+        self._roles.take_sockets(name, None)
 
     # ------------------------------------------------------------ I/O loop
 

@@ -1,10 +1,16 @@
-"""Who takes the sessions that peers open: each connection states a role, and one part of the process serves it."""
+"""Who takes the connections that peers open: each states a role, and one part of the process serves it.
+
+One role, `SOCKET_ROLE`, is for raw sockets, which are given away after the handshake. It may have any number of takers
+in a process, each with a name; the connection's purpose begins with the name of the one that is meant.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from collections.abc import Callable
+from typing import Final, Protocol
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
@@ -13,23 +19,41 @@ from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.session import SessionHandler
 
-__all__ = ["Refuse", "Roles"]
+__all__ = ["SOCKET_ROLE", "Refuse", "Roles", "SocketTaker", "socket_purpose"]
 
 logger = logging.getLogger(__name__)
 
+
+SOCKET_ROLE: Final = "socket"
 
 Refuse = Callable[[Identity], str | None]
 """Says why a peer may not connect, or None."""
 
 
+class SocketTaker(Protocol):
+    """Takes raw sockets. Called on the I/O loop."""
+
+    def refusal(self, purpose: str) -> str:
+        """Why no connection for `purpose` can be taken now, or nothing."""
+
+    def put(self, purpose: str, connection: socket.socket) -> bool:
+        """Takes a connection, which is not blocking; False if it came too late, and then it is closed."""
+
+
+def socket_purpose(taker: str, purpose: str) -> str:
+    """What the hello of a raw socket says, for the taker of that name."""
+    return f"{taker}/{purpose}"
+
+
 class Roles:
-    """The handlers by role. Parts register on any thread; the server asks on the I/O loop."""
+    """The handlers by role. Parts register on any thread; the listeners ask on the I/O loop."""
 
     def __init__(self, io: IoLoop) -> None:
         self._io = io
         self._handlers: dict[str, SessionHandler] = {}
         self._refusals: dict[str, Refuse] = {}
         self._expected: dict[str, asyncio.Event] = {}  # set when the handler is there
+        self._socket_takers: dict[str, SocketTaker] = {}
 
     def handle(self, role: str, handler: SessionHandler | None, refuse: Refuse | None = None) -> None:
         """See `Node.handle_role`."""
@@ -58,7 +82,24 @@ class Roles:
                 logger.warning("a peer waited %s s for the role %r", ROLE_LIMIT_S, role)
         return self._handlers.get(role)
 
+    def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
+        """Says who takes the raw sockets for `name`; None ends that."""
+        if taker is None:
+            self._socket_takers.pop(name, None)
+        else:
+            self._socket_takers[name] = taker
+
     def refusal(self, hello: handshake_pb2.Hello) -> str | None:
         """Why a proven peer is refused for the role that it asks for, or None."""
+        if hello.role == SOCKET_ROLE:
+            name, _, purpose = hello.purpose.partition("/")
+            taker = self._socket_takers.get(name)
+            return (taker.refusal(purpose) or None) if taker else "nobody takes such sockets here; has it been closed?"
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
+
+    def hand_over(self, purpose: str, connection: socket.socket) -> bool:
+        """Gives a raw socket to its taker; False if that is gone, and then the caller closes it."""
+        name, _, rest = purpose.partition("/")
+        taker = self._socket_takers.get(name)
+        return taker is not None and taker.put(rest, connection)

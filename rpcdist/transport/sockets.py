@@ -1,14 +1,14 @@
 """Raw sockets between processes, authenticated before anything of the peer is believed.
 
-A `SocketHub` listens on one TCP port and, on Linux, under one abstract Unix name. `connect` opens a connection for a
-purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for it, whichever side
-came first. Both give away a bare non-blocking socket on which nothing but the handshake has happened.
+A `SocketHub` takes connections on the raw listeners of its node, TCP and, on Linux, Unix. `connect` opens a connection
+for a purpose, a string that both ends agree on; `expect` returns the connection that a peer opened for it, whichever
+side came first. Both give away a bare non-blocking socket on which nothing but the handshake has happened.
 
 Guarantees:
 
- 1. The mutual proof of the job token (handshake.py) comes first, on every socket. A Unix peer is this user, too.
- 2. Unproven connections are bounded: `MAX_UNPROVEN` of them, `HANDSHAKE_LIMIT_S` for each, `MAX_HANDSHAKE_BYTES` a
-    message. A stranger is turned away with a log line; silent ones make room when others come.
+ 1. The mutual proof of the job token (handshake.py) comes first, on every socket, and names the hub and the purpose. A
+    Unix peer is this user, too.
+ 2. What strangers may cost is bounded (admission.py).
  3. Proven connections that nobody expects yet are bounded as well: `MAX_WAITING` of them, `UNEXPECTED_SOCKET_LIMIT_S`
     for each. No time limit holds for purposes that were announced by `announce`.
  4. Children that are forked get none of these sockets (fork.py).
@@ -18,12 +18,13 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
-from typing import Any, Final, TypeVar
+from typing import Any, Final, Protocol, TypeVar
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
@@ -36,50 +37,62 @@ from rpcdist.errors import (
 )
 from rpcdist.time_limits import (
     CHECK_INTERVAL_S,
-    HUB_CLOSE_LIMIT_S,
     HUB_OPEN_LIMIT_S,
     THREAD_GRACE_S,
     UNEXPECTED_SOCKET_LIMIT_S,
 )
-from rpcdist.transport import fork
-from rpcdist.transport._socket_hub.hub_acceptor import HubAcceptor
 from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._socket_hub.hub_connector import HubConnector
+from rpcdist.transport._socket_hub.hub_connector import HubConnector, widen
 from rpcdist.transport._socket_hub.waiting_room import WaitingRoom
-from rpcdist.transport._socket_hub.wire import ROLE, check_purpose
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.roles import SocketTaker
 
-__all__ = ["MAX_WAITING", "HubAddress", "SocketHub"]
+__all__ = ["MAX_PURPOSE_BYTES", "MAX_WAITING", "HubAddress", "SocketHub", "SocketPlace"]
 
 T = TypeVar("T")
 
 MAX_WAITING: Final = 4096
+MAX_PURPOSE_BYTES: Final = 512
 
 Check = Callable[[], None]
 Taker = Callable[[str, socket.socket], None]
 
 
+class SocketPlace(Protocol):
+    """What a hub needs of a node; see there."""
+
+    @property
+    def io(self) -> IoLoop: ...
+
+    @property
+    def credentials(self) -> Credentials: ...
+
+    def take_sockets(self, name: str, taker: SocketTaker, host: str, timeout_s: float) -> HubAddress: ...
+
+    def end_sockets(self, name: str) -> None: ...
+
+
 class SocketHub:
-    """The raw sockets of one process; any thread may use it. Nothing listens before `open`.
+    """The raw sockets of one part of a process; any thread may use it. Nothing listens before `open`.
 
     Args:
-        io: the I/O loop that connects and accepts.
-        credentials: what this process proves itself with.
+        node: connects, listens, and proves this process. It outlives the hub.
     """
 
-    def __init__(self, io: IoLoop, credentials: Credentials) -> None:
-        self._io = io
+    def __init__(self, node: SocketPlace) -> None:
+        self._node = node
+        self._io = node.io
+        self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
-        self._room = WaitingRoom(io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
-        self._connector = HubConnector(lambda: credentials.client_handshake(ROLE))
-        self._acceptor = HubAcceptor(io, self._room, credentials.server_handshake)
+        self._room = WaitingRoom(node.io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
+        self._connector = HubConnector(node.credentials)
         self._closed = False
         self._lock = threading.Lock()  # for `open` and `close`
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"at {self._address}" if self._address else "not open"
-        return f"<SocketHub {state} [{len(self._room)} waiting, {self._acceptor.num_unproven} unproven]>"
+        return f"<SocketHub {state} [{len(self._room)} waiting]>"
 
     @property
     def address(self) -> str:
@@ -89,7 +102,7 @@ class SocketHub:
         return str(self._address)
 
     def open(self, host: str, timeout_s: float = HUB_OPEN_LIMIT_S) -> str:
-        """Starts to listen; blocks briefly; a second call changes nothing.
+        """Starts to take connections; blocks briefly; a second call changes nothing.
 
         Args:
             host: the address for the TCP listener; its port is chosen by the system.
@@ -105,9 +118,7 @@ class SocketHub:
             if self._closed:
                 raise _closed()
             if self._address is None:
-                address = self._acceptor.listen(host)
-                self._wait(self._acceptor.start(), Deadline.after(timeout_s), None)
-                self._address = address
+                self._address = self._node.take_sockets(self._name, _Taker(self._room), host, timeout_s)
         return self.address
 
     def connect(
@@ -148,7 +159,7 @@ class SocketHub:
             DeadlineExceeded: nobody connected in time.
             TransportError: the hub was closed.
         """
-        return self._room.take(check_purpose(purpose), Deadline.after(timeout_s), check)
+        return self._room.take(_check_purpose(purpose), Deadline.after(timeout_s), check)
 
     def announce(self, prefix: str, taker: Taker | None = None) -> None:
         """Says that connections whose purpose begins with `prefix` are wanted: they may wait as long as they like.
@@ -170,7 +181,7 @@ class SocketHub:
         """`connect`, on the I/O loop. Cancelling leaves nothing open."""
         if self._closed:
             raise _closed()
-        check_purpose(purpose)
+        _check_purpose(purpose)
         began = time.monotonic()
         try:
             async with asyncio.timeout(Deadline.after(timeout_s).wait_s()):  # uvloop knows no infinity
@@ -184,16 +195,13 @@ class SocketHub:
             raise ConnectFailed(address, exc.strerror or str(exc), time.monotonic() - began) from exc
 
     def close(self) -> None:
-        """Stops to listen, and closes what was not handed over; idempotent, bounded. Waiting threads get an error."""
+        """Takes no more connections, and closes what was not handed over; idempotent. Waiting threads get an error."""
         with self._lock:
             if self._closed:
                 return
             self._closed = True
+        self._node.end_sockets(self._name)
         self._room.close()
-        if not fork.in_forked_child():
-            with suppress(RpcdistError):  # a loop that has ended already took its tasks along
-                self._wait(self._acceptor.stop(), Deadline.after(HUB_CLOSE_LIMIT_S), None)
-        self._acceptor.close_listeners()
 
     # ------------------------------------------------------------ any thread
 
@@ -222,6 +230,26 @@ class SocketHub:
             if not future.done():
                 future.cancel()
                 future.add_done_callback(_close_result)
+
+
+class _Taker:
+    """Files the connections that come in the waiting room."""
+
+    def __init__(self, room: WaitingRoom) -> None:
+        self._room = room
+
+    def refusal(self, purpose: str) -> str:
+        return self._room.refusal(purpose)
+
+    def put(self, purpose: str, connection: socket.socket) -> bool:
+        widen(connection)
+        return self._room.put(purpose, connection)
+
+
+def _check_purpose(purpose: str) -> str:
+    if not purpose or not purpose.isprintable() or len(purpose.encode()) > MAX_PURPOSE_BYTES:
+        raise ConfigError(f"a purpose is printable text of up to {MAX_PURPOSE_BYTES} bytes, not {purpose[:80]!r}")
+    return purpose
 
 
 def _close_result(future: concurrent.futures.Future[Any]) -> None:

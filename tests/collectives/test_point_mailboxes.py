@@ -101,7 +101,7 @@ PEER = """
     from rpcdist.transport import acquire_node
     from rpcdist.transport.sockets import SocketHub
     node = acquire_node()
-    hub = SocketHub(node.io, node.credentials)
+    hub = SocketHub(node)
     hub.open("127.0.0.1")
     print(hub.address)
     member = Mailboxes("test", 1, range(2), hub, "uid", [sys.argv[1], hub.address])

@@ -101,19 +101,19 @@ class RawClient:
     def __init__(self, channel: Any, role: str = "rpc", identity: Identity = STRANGER) -> None:
         self.call = channel.stream_stream(SESSION)()
         token = os.environ["RPCDIST_TOKEN"].encode()
-        self._handshake = ClientHandshake(token, "default", role, identity)
+        self._handshake = ClientHandshake(token, "default", role, identity, channel="grpc")
 
     async def prove(self) -> SessionKeys:
         await self._send(self._handshake.start())
         while not self._handshake.done:
-            reply = self._handshake.receive(rpc_pb2.Envelope.FromString(await self.call.read()).handshake)
+            reply = self._handshake.receive(handshake_pb2.Handshake.FromString(await self.call.read()))
             if reply is not None:
                 await self._send(reply)
             self._handshake.check()
         return self._handshake.session
 
     async def _send(self, step: handshake_pb2.Handshake) -> None:
-        await self.call.write(rpc_pb2.Envelope(handshake=step).SerializeToString())
+        await self.call.write(step.SerializeToString())
 
     async def end(self) -> tuple[grpc.StatusCode, str]:
         """How the server ended the session."""

@@ -345,4 +345,4 @@ def limit_handshakes(seconds: float, count: int = 512) -> None:
     from rpcdist.transport._server import admission
 
     vars(admission)["HANDSHAKE_LIMIT_S"] = seconds
-    admission.MAX_UNPROVEN = count
+    vars(admission)["MAX_UNPROVEN"] = count

@@ -26,7 +26,7 @@ def running_node(token: str | None = None, job: str = "default") -> Iterator[Nod
 @contextmanager
 def open_hub(token: str | None = None, job: str = "default", host: str = "127.0.0.1") -> Iterator[SocketHub]:
     with running_node(token, job) as node:
-        hub = SocketHub(node.io, node.credentials)
+        hub = SocketHub(node)
         try:
             hub.open(host)
             yield hub

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,13 @@ from hypothesis import strategies as st
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake import (
+    MAX_HANDSHAKE_BYTES,
+    MAX_PURPOSE_BYTES,
+    PROTOCOL_VERSION,
+    ClientHandshake,
+    ServerHandshake,
+)
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 from rpcdist.transport.keys import ReplayWindow, SessionKeys, request_proof, verify_request
 
@@ -192,15 +199,18 @@ def _identity(part: str, name: str, value: object) -> Change:
 
 
 TAMPERING: dict[str, tuple[int, Change]] = {
-    "hello.version": (0, _set("hello", "version", 2)),
+    "hello.version": (0, _set("hello", "version", PROTOCOL_VERSION + 1)),
     "hello.nonce": (0, _flip("hello", "nonce")),
     "hello.job": (0, _set("hello", "job", "letters")),
     "hello.role": (0, _set("hello", "role", "store")),
+    "hello.purpose": (0, _set("hello", "purpose", "another")),
+    "hello.channel": (0, _set("hello", "channel", "pigeon")),
     "hello.identity.name": (0, _identity("hello", "name", "mallory")),
     "hello.identity.id": (0, _identity("hello", "id", 7)),
     "hello.identity.incarnation": (0, _identity("hello", "incarnation", 7)),
     "challenge.nonce": (1, _flip("challenge", "nonce")),
     "challenge.proof": (1, _flip("challenge", "proof")),
+    "challenge.stream_port": (1, _set("challenge", "stream_port", 5001)),
     "challenge.identity.name": (1, _identity("challenge", "name", "mallory")),
     "challenge.identity.id": (1, _identity("challenge", "id", 7)),
     "challenge.identity.incarnation": (1, _identity("challenge", "incarnation", 7)),
@@ -233,6 +243,52 @@ def test_every_field_of_the_messages_is_tampered_with_above() -> None:
             inner = [f".{name.name}" for name in field.message_type.fields] if field.message_type else [""]
             fields |= {f"{part}.{field.name}{suffix}" for suffix in inner}
     assert fields == set(TAMPERING)
+
+
+def test_a_relay_between_two_connections_is_found_out() -> None:
+    """It passes every message on as it is; only the two ends differ, as each side's system names them."""
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="unix, from 7 to 66")
+    b = ServerHandshake(TOKEN, "digits", BOB, channel="unix, from 66 to 8")
+    assert shake(a, b) == ["hello", "challenge", "proof", "refusal"]
+    for side in (a, b):
+        assert "'unix, from 7 to 66'" in text_of(side) and "relays" in text_of(side)
+        assert side.refusal_code == Code.CHANNEL
+
+
+def test_a_relay_that_lies_about_the_ends_has_no_proof() -> None:
+    a = ClientHandshake(TOKEN, "digits", "rpc", ALICE, channel="tcp, to 10.0.0.6:1")
+    b = ServerHandshake(TOKEN, "digits", BOB, channel="tcp, to 10.0.0.7:2")
+    hello = wire(a.start())
+    hello.hello.channel = "tcp, to 10.0.0.7:2"
+    refusal = a.receive(wire(b.receive(hello)))
+    assert refusal is not None and refusal.refusal.code == Code.TOKEN and not a.done and not b.done
+
+
+def test_the_other_way_to_a_server_is_known_once_it_has_proven_itself() -> None:
+    a, b = client(), ServerHandshake(TOKEN, "digits", BOB, stream_port=5000)
+    assert a.other_way is None
+    challenge = wire(b.receive(a.start()))
+    a.receive(challenge)
+    assert a.other_way == (BOB, 5000) and not a.done
+    liar = client()
+    lie = wire(server(token=b"another token altogether").receive(liar.start()))
+    lie.challenge.stream_port = 5000
+    liar.receive(lie)
+    assert liar.other_way is None
+    far = client()
+    challenge = wire(server().receive(far.start()))
+    challenge.challenge.stream_port = 65536
+    with pytest.raises(ProtocolViolation, match="port"):
+        far.receive(challenge)
+
+
+def test_purposes_are_proven_with_the_role() -> None:
+    a, b = ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose="group 1"), server()
+    shake(a, b)
+    assert (b.role, b.purpose) == ("socket", "group 1")
+    for purpose in ("a\n", "x" * (MAX_PURPOSE_BYTES + 1)):
+        with pytest.raises(ConfigError, match="purpose"):
+            ClientHandshake(TOKEN, "digits", "socket", ALICE, purpose=purpose)
 
 
 def test_a_recorded_client_cannot_be_replayed() -> None:
@@ -326,27 +382,27 @@ def test_starting_twice_is_a_violation() -> None:
         a.start()
 
 
+def _odd_hello(**fields: Any) -> pb.Handshake:
+    good: dict[str, Any] = {"nonce": bytes(32), "role": "rpc", "identity": identity_to_proto(ALICE)}
+    return pb.Handshake(hello=pb.Hello(version=PROTOCOL_VERSION, **good | fields))
+
+
 MALFORMED: dict[str, pb.Handshake] = {
     "empty": pb.Handshake(),
-    "nonce of 31": pb.Handshake(
-        hello=pb.Hello(version=1, nonce=bytes(31), role="rpc", identity=identity_to_proto(ALICE))
-    ),
-    "nonce of 33": pb.Handshake(
-        hello=pb.Hello(version=1, nonce=bytes(33), role="rpc", identity=identity_to_proto(ALICE))
-    ),
-    "no role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), identity=identity_to_proto(ALICE))),
-    "long role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="r" * 33)),
-    "odd role": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="r\n")),
-    "long job": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", job="j" * 129)),
-    "job with control characters": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", job="a\x1b[2J")),
-    "long name": pb.Handshake(
-        hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(name="n" * 129))
-    ),
-    "no name": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(id=3))),
-    "odd id": pb.Handshake(
-        hello=pb.Hello(version=1, nonce=bytes(32), role="rpc", identity=pb.Identity(name="a", id=-2)),
-    ),
-    "too large": pb.Handshake(hello=pb.Hello(version=1, nonce=bytes(MAX_HANDSHAKE_BYTES))),
+    "nonce of 31": _odd_hello(nonce=bytes(31)),
+    "nonce of 33": _odd_hello(nonce=bytes(33)),
+    "no role": _odd_hello(role=""),
+    "long role": _odd_hello(role="r" * 33),
+    "odd role": _odd_hello(role="r\n"),
+    "long job": _odd_hello(job="j" * 129),
+    "job with control characters": _odd_hello(job="a\x1b[2J"),
+    "long purpose": _odd_hello(purpose="p" * (MAX_PURPOSE_BYTES + 1)),
+    "purpose with control characters": _odd_hello(purpose="a\n"),
+    "long channel": _odd_hello(channel="c" * 201),
+    "long name": _odd_hello(identity=pb.Identity(name="n" * 129)),
+    "no name": _odd_hello(identity=pb.Identity(id=3)),
+    "odd id": _odd_hello(identity=pb.Identity(name="a", id=-2)),
+    "too large": _odd_hello(nonce=bytes(MAX_HANDSHAKE_BYTES)),
 }
 
 
@@ -401,7 +457,7 @@ def messages(draw: st.DrawFn) -> pb.Handshake:
     identity = draw(identities)
     match draw(steps):
         case "hello":
-            version = draw(st.sampled_from([0, 1, 1, 1, 2]))
+            version = draw(st.sampled_from([0, *[PROTOCOL_VERSION] * 3, PROTOCOL_VERSION + 1]))
             job = draw(st.sampled_from(["digits", "letters", ""]))
             role = draw(st.sampled_from(["rpc", "store", "", "A"]))
             return pb.Handshake(hello=pb.Hello(version=version, nonce=data, job=job, role=role, identity=identity))

@@ -18,13 +18,14 @@ from typing import Any
 import pytest
 from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity
 from rpcdist.transport import Node, connector
-from rpcdist.transport._channels import local_connections
-from rpcdist.transport._channels.local_connections import CHANNELS_VARIABLE, accept_local, connect_local, listen_local
-from rpcdist.transport._server import admission, local_listeners
+from rpcdist.transport._channels import channel_choice, stream_sockets
+from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix, local_name
+from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ServerHandshake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
@@ -34,7 +35,7 @@ LENGTH = struct.Struct("<I")
 
 @pytest.fixture(autouse=True)
 def channels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    monkeypatch.setenv(CHANNELS_VARIABLE, "local")
     monkeypatch.setattr(connector, "LOCAL_HANDSHAKE_LIMIT_S", UNIT_S)
 
 
@@ -79,25 +80,23 @@ def test_neighbours_meet_on_the_channel_and_find_it_gone_with_the_server(nodes: 
     assert address is not None
     nodes.stop(server)
 
-    async def connect() -> object:
-        return connect_local(address)
-
-    assert client.run(connect(), LIMIT_S) is None
+    with pytest.raises(ConnectionRefusedError):
+        client.run(connect_unix(local_name(address)), LIMIT_S)
     with pytest.raises(ConnectFailed, match="refused"):
         client.run(client.connect(address, "echo", LIMIT_S, handler=Recorder(), retry=False), LIMIT_S)
 
 
 @pytest.mark.parametrize("side", ["client", "server"])
 def test_either_side_may_want_grpc_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str) -> None:
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "server" else "auto")
+    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "server" else "local")
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
-    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "client" else "auto")
+    monkeypatch.setenv(CHANNELS_VARIABLE, "grpc" if side == "client" else "local")
     assert not works(nodes.make("client"), server)
 
 
 def test_without_abstract_sockets_there_is_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_connections, "has_abstract_sockets", lambda: False)
+    monkeypatch.setattr(channel_choice, "has_abstract_sockets", lambda: False)
     server = nodes.make("server", serve=True)
     server.handle_role("echo", Recorder(echo=True))
     assert not works(nodes.make("client"), server)
@@ -107,14 +106,14 @@ def test_a_user_who_looks_like_all_strangers_stays_on_grpc(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
 ) -> None:
     (tmp_path / "overflowuid").write_text(f"{os.getuid()}\n")
-    monkeypatch.setattr(local_connections, "_OVERFLOW_UID", tmp_path / "overflowuid")
+    monkeypatch.setattr(channel_choice, "_OVERFLOW_UID", tmp_path / "overflowuid")
     assert not works(nodes.make("client"), server)
 
 
 def test_a_channel_that_there_is_not(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(CHANNELS_VARIABLE, "pigeons")
     node = nodes.make("server")
-    with pytest.raises(ConfigError, match="RPCDIST_CHANNELS is 'auto' or 'grpc', not 'pigeons'"):
+    with pytest.raises(ConfigError, match="RPCDIST_CHANNELS is 'auto', 'local', 'tcp' or 'grpc', not 'pigeons'"):
         node.serve("127.0.0.1", 0)
     assert node.address is None
 
@@ -133,7 +132,7 @@ class Squatter:
         self.heard = b""
         self.ended = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(local_connections._name(f"127.0.0.1:{port}"))
+        self._listener.bind("\0" + local_name(f"127.0.0.1:{port}"))
         self._listener.listen()
         self._thread = threading.Thread(target=self._serve, args=(answer,))
         self._thread.start()
@@ -174,26 +173,23 @@ def hang_up(squatter: Squatter, connection: socket.socket) -> None:
     squatter.receive(connection)
 
 
-def belong_to_another_job(squatter: Squatter, connection: socket.socket) -> None:
-    """Answers like a worker that holds another token."""
-    side = ServerHandshake(b"the token of another job", "default", Identity("other", 3, 4))
+def answer_as(squatter: Squatter, connection: socket.socket, token: bytes) -> None:
+    side = ServerHandshake(token, "default", Identity("other", 3, 4), channel=accepted_ends(connection))
     while data := squatter.receive(connection):
-        reply = side.receive(rpc_pb2.Envelope.FromString(data[LENGTH.size :]).handshake)
+        reply = side.receive(handshake_pb2.Handshake.FromString(data[LENGTH.size :]))
         if reply is None:
             break
-        answer = rpc_pb2.Envelope(handshake=reply).SerializeToString()
-        connection.sendall(LENGTH.pack(len(answer)) + answer)
+        connection.sendall(framed(reply.SerializeToString()))
+
+
+def belong_to_another_job(squatter: Squatter, connection: socket.socket) -> None:
+    """Answers like a worker that holds another token."""
+    answer_as(squatter, connection, b"the token of another job")
 
 
 def take_a_neighbours_place(squatter: Squatter, connection: socket.socket) -> None:
     """Answers with the right token, but is somebody else than the one expected."""
-    side = ServerHandshake(TOKEN.encode(), "default", Identity("other", 3, 4))
-    while data := squatter.receive(connection):
-        reply = side.receive(rpc_pb2.Envelope.FromString(data[LENGTH.size :]).handshake)
-        if reply is None:
-            break
-        answer = rpc_pb2.Envelope(handshake=reply).SerializeToString()
-        connection.sendall(LENGTH.pack(len(answer)) + answer)
+    answer_as(squatter, connection, TOKEN.encode())
 
 
 @pytest.mark.parametrize(
@@ -218,16 +214,17 @@ def test_who_took_the_name_first_learns_nothing_and_stops_nobody(
         assert answers.wait()[0].reply.id == 1
     finally:
         squatter.close()
-    assert f"no local channel to 127.0.0.1:{port}, so gRPC is used: " in caplog.text
+    assert f"no local channel to 127.0.0.1:{port}, so the network is used: " in caplog.text
     assert squatter.heard and TOKEN.encode() not in squatter.heard and b"a secret" not in squatter.heard
 
 
 def test_another_users_process_under_the_name_is_not_spoken_to(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(local_connections, "same_user", lambda connection: False)
+    caplog.set_level(logging.INFO)
+    monkeypatch.setattr(stream_sockets, "same_user", lambda connection: False)
     assert not works(nodes.make("client"), server)
-    assert "another user's process listens under the name of the local channel" in caplog.text
+    assert "another user's process listens under the name" in caplog.text
 
 
 # ---------------------------------------------------------------- strangers
@@ -238,7 +235,7 @@ def stranger(server: Node) -> Iterator[socket.socket]:
     assert server.address is not None
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(LIMIT_S)
-        connection.connect(local_connections._name(server.address))
+        connection.connect("\0" + local_name(server.address))
         yield connection
 
 
@@ -261,13 +258,13 @@ CALL = rpc_pb2.Envelope(messages=[rpc_pb2.Message(call=rpc_pb2.Call(id=1, functi
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (framed(CALL.SerializeToString()), b"a message arrived before the handshake was finished"),
-        (framed(b"\xff" * 100), b"100 bytes arrived that are no envelope"),
-        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a frame of"),
-        (LENGTH.pack(4097), b"announced a frame of 4097 bytes"),
-        (framed(b""), b"before the handshake was finished"),
+        (framed(CALL.SerializeToString()), b"the client version 0"),
+        (framed(b"\xff" * 100), b"100 bytes arrived that are no handshake"),
+        (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a message of"),
+        (LENGTH.pack(4097), b"announced a message of 4097 bytes"),
+        (framed(b""), b"a handshake message is empty"),
     ],
-    ids=["a call", "no envelope", "http", "too large", "empty"],
+    ids=["a call", "no handshake", "http", "too large", "empty"],
 )
 def test_strangers_are_told_and_shown_out(
     nodes: Nodes, server: Node, data: bytes, says: bytes, caplog: pytest.LogCaptureFixture
@@ -277,7 +274,7 @@ def test_strangers_are_told_and_shown_out(
             connection.sendall(data)
             assert says in all_of(connection)
     warnings = [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "refused a connection from a process of this host" in warnings[0]
+    assert len(warnings) == 1 and f"refused a connection from process {os.getpid()} of this host" in warnings[0]
     assert works(nodes.make("client"), server)
     assert server._server.num_unproven == 0
 
@@ -288,22 +285,11 @@ def test_a_stranger_has_limited_time(monkeypatch: pytest.MonkeyPatch, server: No
         assert b"the handshake took longer than 0.4 s" in all_of(silent)
 
 
-def test_strangers_have_limited_company(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local_listeners, "MAX_UNPROVEN_LOCAL", 2)
-    server, client = nodes.make("server", serve=True), nodes.make("client")
-    server.handle_role("echo", Recorder(echo=True))
-    for _ in range(4):
-        assert works(client, server)  # who is proven is not counted any more
-    with stranger(server), stranger(server):
-        assert not works(client, server)  # they are in the way on the channel, and gRPC is not
-    assert works(client, server)
-
-
 def test_processes_of_other_users_are_closed_unread(
     nodes: Nodes, server: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(local_connections, "same_user", lambda connection: False)
+        patch.setattr(stream_listeners, "same_user", lambda connection: False)
         with stranger(server) as connection:
             assert all_of(connection) == b""
     assert works(nodes.make("client"), server)
@@ -330,10 +316,9 @@ def test_the_listener_outlives_a_lack_of_descriptors(
 
     async def run() -> None:
         listener: Any = Listener()
-        stream = await accept_local(listener)
-        stream.abort("done")
+        (await accept(listener)).close()
 
-    monkeypatch.setattr(local_connections, "DESCRIPTOR_SHORTAGE_PAUSE_S", 0.0)
+    monkeypatch.setattr(stream_sockets, "DESCRIPTOR_SHORTAGE_PAUSE_S", 0.0)
     asyncio.run(run())
     theirs.close()
     assert caplog.text.count("could not be accepted") == 2
@@ -343,9 +328,7 @@ def test_a_stopped_listener_gives_its_name_back(nodes: Nodes) -> None:
     node = nodes.make("server", serve=True)
     second = node.serve("127.0.0.1", free_port())
     node.stop_serving(second)
-    listener = listen_local(second)
-    assert listener is not None
-    listener.close()
+    listen_unix(local_name(second)).close()
 
 
 # ---------------------------------------------------------------- forks

@@ -12,7 +12,7 @@ from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport.session import HeapPayloads
 
-__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "open_link"]
+__all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "open_link"]
 
 TOKEN = "a token for these tests only"
 LIMIT_S = 20.0
@@ -96,6 +96,14 @@ def open_link(client: Node, server: Node, role: str = "echo", **arguments: Any) 
     return client.run(client.connect(server.address, role, **{"timeout_s": LIMIT_S, **arguments}), LIMIT_S)
 
 
+def kind_of(link: Link) -> str:
+    """What the session runs over: "local", "tcp" or "grpc"."""
+    channel = link.session._channel
+    if not isinstance(channel, SocketChannel):
+        return "grpc"
+    return "local" if channel.passes_descriptors else "tcp"
+
+
 def is_local(link: Link) -> bool:
-    """Whether the session runs over the local channel."""
-    return isinstance(link.session._channel, SocketChannel)
+    """Whether the session runs over a Unix socket."""
+    return kind_of(link) == "local"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from contextlib import contextmanager, suppress
+from typing import Any, Final
 
 import grpc
 import grpc.aio
 
+from rpcdist._proto import handshake_pb2
 from rpcdist.errors import (
     AuthenticationFailed,
     ConnectFailed,
@@ -18,9 +19,21 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
+from rpcdist.time_limits import REFUSAL_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 
-__all__ = ["CHANNEL_OPTIONS", "SERVER_OPTIONS", "GrpcClientChannel", "GrpcServerChannel", "mapped_errors"]
+__all__ = [
+    "CHANNEL_OPTIONS",
+    "GRPC_ENDS",
+    "SERVER_OPTIONS",
+    "GrpcClientChannel",
+    "GrpcServerChannel",
+    "mapped_errors",
+    "refuse",
+]
+
+GRPC_ENDS: Final = "grpc"
+"""What both sides call a connection whose ends gRPC does not tell apart; see `stream_sockets.connected_ends`."""
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
@@ -127,6 +140,11 @@ class GrpcClientChannel:
             await self._raise_status()  # the call has ended, and its status says why
             raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
+            # The first write to a call that the server has ended at once fails with an internal error.
+            if not self._stands:
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(REFUSAL_LIMIT_S):
+                        await self._raise_status()
             raise _stream_error(exc, self._address, self._stands) from exc
 
     def _raise_if_aborted(self) -> None:
@@ -186,6 +204,7 @@ class GrpcServerChannel:
             await self._context.abort(grpc.StatusCode.ABORTED, self._aborted)
 
 
-async def refuse(context: Any, reason: str) -> None:
-    """Ends a call of a peer that has not proven the token."""
-    await context.abort(grpc.StatusCode.UNAUTHENTICATED, reason)
+async def refuse(context: Any, refusal: handshake_pb2.Refusal) -> None:
+    """Ends a call of a peer that has not proven the token; one that comes at a bad time may try again."""
+    is_busy = refusal.code == handshake_pb2.Refusal.BUSY
+    await context.abort(grpc.StatusCode.UNAVAILABLE if is_busy else grpc.StatusCode.UNAUTHENTICATED, refusal.reason)

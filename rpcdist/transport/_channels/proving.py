@@ -1,65 +1,101 @@
-"""Drives the handshake over the channel of a session, whose first envelopes carry nothing else."""
+"""Drives the handshake over any connection that carries messages: gRPC's streams, and raw sockets through a pipe."""
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
+from typing import Protocol, TypeVar
 
-from rpcdist._proto import handshake_pb2, rpc_pb2
+from google.protobuf.message import DecodeError
+
+from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ProtocolViolation, RpcdistError, TransportError
 from rpcdist.time_limits import REFUSAL_LIMIT_S
-from rpcdist.transport._channels.channel import Channel
-from rpcdist.transport._framing.frames import Chunk, parse
 from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake, ServerHandshake
 
-__all__ = ["prove_client", "prove_server"]
+__all__ = ["HandshakePipe", "prove_client", "prove_server", "write_step"]
+
+T = TypeVar("T")
 
 
-async def prove_client(channel: Channel, handshake: ClientHandshake) -> None:
-    """Runs the handshake of the side that opened the channel. The caller limits the time, and closes after an error.
+class HandshakePipe(Protocol):
+    """Carries the messages of a handshake; used on the I/O loop."""
+
+    async def read(self) -> bytes | None:
+        """The next message; None when the peer closed the connection. Raises `TransportError` when it broke."""
+
+    async def write(self, data: bytes) -> None:
+        """Sends one; raises `TransportError` when the connection broke."""
+
+
+async def prove_client(
+    pipe: HandshakePipe,
+    handshake: ClientHandshake,
+    other_way: Callable[[ClientHandshake], Awaitable[T | None]] | None = None,
+) -> T | None:
+    """Runs the handshake of the side that opened the connection. The caller limits the time, and closes after an error.
+
+    Args:
+        pipe: carries the messages.
+        handshake: not started.
+        other_way: called once the server has proven itself, before this side does, if the server can be reached in
+            another way, too (`ClientHandshake.other_way`). Where it returns something, the handshake ends there.
+
+    Returns:
+        What `other_way` returned; None when the handshake is done.
 
     Raises:
-        AuthenticationFailed: one of the two refused.
+        AuthenticationFailed: one of the two refused; `handshake.refusal_code` says which kind.
         ProtocolViolation: something else than a handshake arrived.
-        TransportError: the channel broke.
+        TransportError: the connection broke.
     """
-    await _write(channel, handshake.start())
+    await write_step(pipe, handshake.start())
     while not handshake.done:
-        reply = handshake.receive(await _read(channel))
+        reply = handshake.receive(await _read(pipe))
+        if other_way is not None and handshake.other_way is not None:
+            found = await other_way(handshake)
+            if found is not None:
+                return found
+            other_way = None
         if reply is not None:
-            await _write(channel, reply)
+            await write_step(pipe, reply)
         if handshake.failure is not None and reply is not None:
-            await _until_heard(channel)
+            await _until_heard(pipe)
         handshake.check()
+    return None
 
 
-async def prove_server(channel: Channel, handshake: ServerHandshake) -> None:
-    """The same for the side that accepted the channel."""
+async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
+    """The same for the side that accepted the connection."""
     while not handshake.done:
-        reply = handshake.receive(await _read(channel))
+        reply = handshake.receive(await _read(pipe))
         if reply is not None:
-            await _write(channel, reply)
+            await write_step(pipe, reply)
         handshake.check()
 
 
-async def _write(channel: Channel, step: handshake_pb2.Handshake) -> None:
-    await channel.write(rpc_pb2.Envelope(handshake=step).SerializeToString())
+async def write_step(pipe: HandshakePipe, step: pb.Handshake) -> None:
+    """Sends one message of a handshake."""
+    await pipe.write(step.SerializeToString())
 
 
-async def _read(channel: Channel) -> handshake_pb2.Handshake:
-    data = await channel.read()
+async def _read(pipe: HandshakePipe) -> pb.Handshake:
+    data = await pipe.read()
     if data is None:  # no violation: the peer may have been cancelled, and has done nothing wrong
         raise TransportError("the connection was closed during the handshake")
     if len(data) > MAX_HANDSHAKE_BYTES:
         raise ProtocolViolation(f"{len(data)} bytes arrived before the handshake was finished")
-    envelope = parse(data)
-    if isinstance(envelope, Chunk) or envelope.messages or not envelope.HasField("handshake"):
-        raise ProtocolViolation("a message arrived before the handshake was finished")
-    return envelope.handshake
+    try:
+        return pb.Handshake.FromString(data)
+    except DecodeError as exc:
+        raise ProtocolViolation(
+            f"{len(data)} bytes arrived that are no handshake; is the peer an rpcdist process?"
+        ) from exc
 
 
-async def _until_heard(channel: Channel) -> None:
+async def _until_heard(pipe: HandshakePipe) -> None:
     """Waits, bounded, until the server has read why it was refused; a connection that closes first throws that away."""
     with suppress(RpcdistError, TimeoutError):
         async with asyncio.timeout(REFUSAL_LIMIT_S):
-            await channel.read()  # the server ends the channel
+            await pipe.read()  # the server ends the connection

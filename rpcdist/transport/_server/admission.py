@@ -1,25 +1,51 @@
-"""Admission of peers: nothing but the handshake is read of a connection until its peer has proven the job token."""
+"""Admission of peers: nothing but the handshake is read of a connection until its peer has proven the job token.
+
+What a stranger can cost is bounded for all listeners of a process together: `MAX_UNPROVEN` handshakes at once, of one
+host a part of them, of one connection of gRPC `MAX_UNPROVEN_PER_CONNECTION`; `HANDSHAKE_LIMIT_S` and a few messages of
+`MAX_HANDSHAKE_BYTES` for each. A newcomer never waits for a stranger: the oldest handshake makes room for it, of the
+host that has the most. A peer that knows the token is done within milliseconds, and one that was displaced all the same
+is told to try again.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable
-from typing import Final
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
 
+from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LOG_PERIOD_S
-from rpcdist.transport._channels.channel import Channel
-from rpcdist.transport._channels.proving import prove_server
+from rpcdist.time_limits import HANDSHAKE_LIMIT_S, REFUSAL_LIMIT_S, REFUSAL_LOG_PERIOD_S
+from rpcdist.transport._channels.proving import HandshakePipe, prove_server
 from rpcdist.transport.handshake import ServerHandshake
 
-__all__ = ["MAX_UNPROVEN", "Admission", "RefusalLog"]
+__all__ = ["MAX_UNPROVEN", "MAX_UNPROVEN_PER_CONNECTION", "Admission", "Origin", "RefusalLog"]
 
 logger = logging.getLogger(__name__)
 
-MAX_UNPROVEN = 512  # connections in the middle of a handshake; more than a large job opens at once
+MAX_UNPROVEN: Final = 512  # connections in the middle of a handshake; more than a large job opens at once
+MAX_UNPROVEN_PER_CONNECTION: Final = 4  # streams of one gRPC connection; a link opens one
 MAX_REFUSALS_SHOWN: Final = 64  # in that time; a stranger cannot fill the disk with log lines
+
+
+class Origin(NamedTuple):
+    """Where a connection comes from.
+
+    Attributes:
+        host: connections of one host share its part of the places.
+        port: the connection's, for the log; streams of one gRPC connection have it in common.
+    """
+
+    host: str
+    port: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}" if self.port else self.host
 
 
 class RefusalLog:
@@ -29,63 +55,97 @@ class RefusalLog:
         self._since = 0.0
         self._shown: set[str] = set()
 
-    def note(self, peer: str, reason: Exception) -> None:
+    def note(self, origin: Origin, reason: Exception | str) -> None:
         now = time.monotonic()
         if now - self._since >= REFUSAL_LOG_PERIOD_S:
             self._since = now
             self._shown.clear()
-        text = f"{peer.rpartition(':')[0]}: {reason}"  # each attempt has another port
+        text = f"{origin.host}: {reason}"  # each attempt has another port
         is_news = text not in self._shown and len(self._shown) < MAX_REFUSALS_SHOWN
         if is_news:
             self._shown.add(text)
-        logger.log(logging.WARNING if is_news else logging.DEBUG, "refused a connection from %s: %s", peer, reason)
+        logger.log(logging.WARNING if is_news else logging.DEBUG, "refused a connection from %s: %s", origin, reason)
+
+
+@dataclass(eq=False, slots=True)
+class _Unproven:
+    """A handshake under way."""
+
+    origin: Origin
+    limit: asyncio.Timeout = field(default_factory=lambda: asyncio.timeout(HANDSHAKE_LIMIT_S))
+    is_displaced: bool = False
 
 
 class Admission:
-    """Runs the handshakes of accepted connections, on the I/O loop.
+    """Runs the handshakes of accepted connections, of all kinds together; on the I/O loop."""
 
-    Attributes:
-        num_unproven: connections in the middle of a handshake.
-
-    Args:
-        new_handshake: makes the server's side of one handshake.
-    """
-
-    def __init__(self, new_handshake: Callable[[], ServerHandshake]) -> None:
-        self.num_unproven = 0
-        self._new_handshake = new_handshake
+    def __init__(self) -> None:
+        self._unproven: dict[_Unproven, None] = {}  # the oldest first
         self._log = RefusalLog()
 
     @property
-    def is_full(self) -> bool:
-        return self.num_unproven >= MAX_UNPROVEN
+    def num_unproven(self) -> int:
+        """Connections in the middle of a handshake."""
+        return len(self._unproven)
 
     async def admit(
-        self, channel: Channel, peer: str, turn_away: Callable[[str], Awaitable[None]]
-    ) -> ServerHandshake | None:
+        self,
+        pipe: HandshakePipe,
+        origin: Origin,
+        handshake: ServerHandshake,
+        turn_away: Callable[[pb.Refusal], Awaitable[None]],
+    ) -> bool:
         """Lets a peer prove itself.
 
         Args:
-            channel: the accepted connection.
-            peer: where it comes from, for the log.
-            turn_away: closes the connection with a reason that the peer may read.
+            pipe: the accepted connection.
+            origin: where it comes from.
+            handshake: not started; its outcome.
+            turn_away: tells the peer why, if it can be told; bounded by `REFUSAL_LIMIT_S`.
 
         Returns:
-            The finished handshake; None if the peer proved nothing.
+            Whether the peer is proven and accepted; if not, the caller closes the connection.
         """
-        self.num_unproven += 1
+        self._make_room(origin)
+        entry = _Unproven(origin)
+        self._unproven[entry] = None
         try:
-            handshake = self._new_handshake()
-            async with asyncio.timeout(HANDSHAKE_LIMIT_S):
-                await prove_server(channel, handshake)
-            return handshake
+            async with entry.limit:
+                await prove_server(pipe, handshake)
+            return True
         except (AuthenticationFailed, ProtocolViolation) as exc:
-            self._log.note(peer, exc)
-            await turn_away(str(exc))
+            self._log.note(origin, exc)
+            code = handshake.refusal_code
+            reason = str(exc)
         except TimeoutError:
-            await turn_away(f"the handshake took longer than {HANDSHAKE_LIMIT_S} s")
+            code = pb.Refusal.BUSY if entry.is_displaced else pb.Refusal.UNSPECIFIED
+            reason = f"the handshake took longer than {HANDSHAKE_LIMIT_S} s"
+            if entry.is_displaced:
+                reason = "too many handshakes at once; try again"
+            self._log.note(origin, reason)
         except TransportError:
-            pass  # the peer went away before it proved anything
+            return False  # the peer went away before it proved anything
         finally:
-            self.num_unproven -= 1
-        return None
+            self._unproven.pop(entry, None)
+        with suppress(TimeoutError, TransportError):
+            async with asyncio.timeout(REFUSAL_LIMIT_S):
+                await turn_away(pb.Refusal(reason=reason, code=code))
+        return False
+
+    def _make_room(self, newcomer: Origin) -> None:
+        """Displaces the oldest of those that have more than their part."""
+        if newcomer.port:
+            self._keep_below(MAX_UNPROVEN_PER_CONNECTION, lambda origin: origin == newcomer)
+        self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
+        if len(self._unproven) >= MAX_UNPROVEN:
+            hosts = Counter(entry.origin.host for entry in self._unproven)
+            crowd = hosts.most_common(1)[0][0]
+            self._keep_below(hosts[crowd], lambda origin: origin.host == crowd)
+
+    def _keep_below(self, limit: int, counts: Callable[[Origin], bool]) -> None:
+        counted = [entry for entry in self._unproven if counts(entry.origin)]
+        for entry in counted[: max(0, len(counted) - limit + 1)]:
+            del self._unproven[entry]
+            entry.is_displaced = True
+            with suppress(RuntimeError):  # it has not begun to wait, or has just ended: then it needs no end
+                entry.limit.reschedule(asyncio.get_running_loop().time())

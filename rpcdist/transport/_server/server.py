@@ -1,29 +1,32 @@
-"""The one gRPC server of a process: its listeners, and what becomes of each connection and call."""
+"""The serving side of a process: the gRPC server, the raw listeners, and what becomes of each connection and call."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
+from urllib.parse import unquote
 
 import grpc
 import grpc.aio
 from google.protobuf.descriptor import ServiceDescriptor
 
+from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
-from rpcdist.transport._channels.grpc_channel import SERVER_OPTIONS, GrpcServerChannel, refuse
-from rpcdist.transport._channels.local_connections import local_channels_allowed
+from rpcdist.transport._channels.channel_choice import allowed_channels
+from rpcdist.transport._channels.grpc_channel import GRPC_ENDS, SERVER_OPTIONS, GrpcServerChannel, refuse
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._server.admission import Admission
+from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.introspection import Introspection
-from rpcdist.transport._server.local_listeners import LocalListeners
+from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
+from rpcdist.transport.addresses import join_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.roles import Roles
+from rpcdist.transport.roles import SOCKET_ROLE, Roles
 from rpcdist.transport.session import NullHandler, Session
 from rpcdist.transport.unary_proof import PACKAGE, SESSION_PATH, ProvenSessions
 
@@ -33,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Server(grpc.GenericRpcHandler):
-    """Serves sessions, on gRPC and on local channels, and unary calls. Lives on the I/O loop.
+    """Serves sessions, on gRPC and raw sockets, and unary calls. Lives on the I/O loop.
 
     Attributes:
         sessions: those that peers opened and that are alive.
@@ -48,11 +51,12 @@ class Server(grpc.GenericRpcHandler):
     def __init__(self, io: IoLoop, credentials: Credentials, roles: Roles, silence_limit_s: float) -> None:
         self.sessions: set[Session] = set()
         self._io = io
+        self._credentials = credentials
         self._roles = roles
         self._silence_limit_s = silence_limit_s
-        self._listeners: dict[int, grpc.aio.Server] = {}  # by port
-        self._local_listeners = LocalListeners(io, self._serve_local)
-        self._admission = Admission(lambda: credentials.server_handshake(roles.refusal))
+        self._listeners: dict[str, grpc.aio.Server] = {}  # by address
+        self._admission = Admission()
+        self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve)
         self._proven = ProvenSessions()
         self._unary = UnaryServices(self._proven)
         self._introspection = Introspection()
@@ -60,49 +64,57 @@ class Server(grpc.GenericRpcHandler):
 
     def __repr__(self) -> str:
         counts = f"{len(self.sessions)} sessions, {self._admission.num_unproven} unproven"
-        return f"<Server on ports {sorted(self._listeners)} [{counts}]>"
+        return f"<Server at {', '.join(self._listeners) or 'no address'} [{counts}]>"
 
     @property
     def num_unproven(self) -> int:
         """Connections in the middle of a handshake."""
         return self._admission.num_unproven
 
-    async def start(self, host: str, port: int) -> int:
-        """Binds and serves, perhaps beside a port that is served already; returns the port.
+    async def start(self, host: str, port: int) -> str:
+        """Binds and serves, perhaps beside an address that is served already; returns host:port.
 
         Raises:
             TransportError: the port is taken.
             ConfigError: `RPCDIST_CHANNELS` has a value that there is not.
         """
-        local_channels_allowed()  # raises, if so, before anything is open
+        channels = allowed_channels()  # raises, if so, before anything is open
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self,))
-        bracketed = f"[{host}]" if ":" in host else host
         try:
-            bound = server.add_insecure_port(f"{bracketed}:{port}")
+            bound = server.add_insecure_port(join_address(host, port))
         except RuntimeError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
                 f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end its holder."
             ) from exc
+        address = join_address(host, bound)
+        if channels.tcp:
+            self._streams.open_tcp(host)
+        if channels.local:
+            self._streams.open_local(address)
         await server.start()
-        self._listeners[bound] = server
-        self._local_listeners.start(host, bound)
+        self._listeners[address] = server
         await self._announce()
-        return bound
+        return address
+
+    async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
+        """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""
+        address, port = self._streams.open_tcp(host)
+        return address, port, self._streams.unix_name()
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
-        await self._local_listeners.stop_all()
+        await self._streams.stop()
         listeners, self._listeners = list(self._listeners.values()), {}
         if listeners:
             await self._introspection.shut_down()
             await asyncio.gather(*(server.stop(grace_s) for server in listeners))
 
-    async def stop_port(self, port: int, grace_s: float) -> None:
-        """Stops one listener; the sessions that came through it end."""
-        await self._local_listeners.stop(port)
-        server = self._listeners.pop(port, None)
+    async def stop_address(self, address: str, grace_s: float) -> None:
+        """Stops the gRPC and Unix listeners of one address; the sessions that came through them end."""
+        await self._streams.close_local(address)
+        server = self._listeners.pop(address, None)
         if server is not None:
             await server.stop(grace_s)
 
@@ -130,31 +142,18 @@ class Server(grpc.GenericRpcHandler):
     async def _serve_grpc(self, _requests: Any, context: Any) -> None:
         """A session on gRPC; ends when it does."""
         channel = GrpcServerChannel(context, context.peer())
-        if self._admission.is_full:
-            await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "too many handshakes at once; try again")
+        handshake = self._credentials.server_handshake(
+            self._grpc_refusal, channel=GRPC_ENDS, stream_port=self._streams.tcp_port
+        )
 
-        async def turn_away(reason: str) -> None:
+        async def turn_away(reason: handshake_pb2.Refusal) -> None:
             await refuse(context, reason)
 
-        handshake = await self._admission.admit(channel, context.peer(), turn_away)
-        if handshake is not None:
+        if await self._admission.admit(channel, _origin(context.peer()), handshake, turn_away):
             await self._serve(channel, handshake)
 
-    async def _serve_local(self, channel: SocketChannel, admitted: Callable[[], None]) -> None:
-        """A session on the local channel; ends when it does."""
-
-        async def turn_away(reason: str) -> None:
-            channel.abort(reason)
-
-        try:
-            try:
-                handshake = await self._admission.admit(channel, "a process of this host", turn_away)
-            finally:
-                admitted()
-            if handshake is not None:
-                await self._serve(channel, handshake)
-        finally:
-            channel.abort("the connection was closed")
+    def _grpc_refusal(self, hello: handshake_pb2.Hello) -> str | None:
+        return "gRPC carries no raw sockets" if hello.role == SOCKET_ROLE else self._roles.refusal(hello)
 
     async def _serve(self, channel: GrpcServerChannel | SocketChannel, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
@@ -178,3 +177,9 @@ class Server(grpc.GenericRpcHandler):
             self.sessions.discard(session)
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)
         await channel.end()
+
+
+def _origin(grpc_peer: str) -> Origin:
+    """Where a connection comes from, out of gRPC's "ipv4:1.2.3.4:567" or "ipv6:%5B::1%5D:567"."""
+    host, _, port = unquote(grpc_peer.partition(":")[2]).rpartition(":")
+    return Origin(host.strip("[]"), port)

@@ -12,6 +12,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import DecodeError, Message
 from google.protobuf.message_factory import GetMessageClass
 
+from rpcdist._proto import handshake_pb2
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.grpc_channel import refuse
@@ -57,7 +58,8 @@ class UnaryServices:
         async def handle(data: bytes, context: Any) -> bytes:
             peer = self._proven.peer_of(path, context.invocation_metadata())
             if peer is None:
-                await refuse(context, f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first")
+                reason = f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first"
+                await refuse(context, handshake_pb2.Refusal(reason=reason))
                 raise AssertionError("unreachable")  # gRPC's `abort` raises
             try:
                 request = request_type.FromString(data)

@@ -18,20 +18,23 @@ class HubAddress:
         host: host of the TCP listener.
         port: port of the TCP listener.
         unix_name: name of the abstract Unix listener, without the leading zero byte; empty where there is none.
+        taker: which hub of the process is meant; they share the listeners.
     """
 
     host: str
     port: int
     unix_name: str = ""
+    taker: str = ""
 
     def __str__(self) -> str:
-        tcp = join_address(self.host, self.port)
+        tcp = f"{join_address(self.host, self.port)}/{self.taker}"
         return f"{tcp},@{self.unix_name}" if self.unix_name else tcp
 
     @classmethod
     def parse(cls, text: str) -> HubAddress:
         """The inverse of `str`. Raises `ConfigError` for anything else."""
         tcp, comma, unix = text.partition(",")
-        if comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100):
-            raise ConfigError(f"a hub's address is written host:port or host:port,@name, but it is {text[:200]!r}")
-        return cls(*split_address(tcp), unix[1:])
+        address, slash, taker = tcp.partition("/")
+        if not slash or (comma and (len(unix) < 2 or not unix.startswith("@") or len(unix) > 100)):
+            raise ConfigError(f"a hub's address is written host:port/hub or host:port/hub,@name, not {text[:200]!r}")
+        return cls(*split_address(address), unix[1:], taker)

@@ -5,34 +5,38 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Callable
 from typing import Final
 
+from rpcdist._proto import handshake_pb2
 from rpcdist.backoff import backoff
-from rpcdist.errors import AuthenticationFailed, ConnectFailed, RpcdistError
-from rpcdist.time_limits import LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
-from rpcdist.transport import fork
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
+from rpcdist.transport._channels.proving import prove_client
+from rpcdist.transport._channels.socket_pipe import SocketPipe
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, connected_ends
 from rpcdist.transport._socket_hub.hub_address import HubAddress
-from rpcdist.transport._socket_hub.wire import prove_client
-from rpcdist.transport.handshake import ClientHandshake
-from rpcdist.transport.unix_sockets import has_abstract_sockets, same_user
+from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
+from rpcdist.transport.unix_sockets import has_abstract_sockets
 
-__all__ = ["HubConnector", "tune"]
+__all__ = ["HubConnector", "widen"]
 
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 4 << 20
+
+Code = handshake_pb2.Refusal.Code
 
 
 class HubConnector:
     """Opens connections, on the I/O loop. Cancelling leaves nothing open.
 
     Args:
-        new_handshake: makes the client's side of one handshake.
+        credentials: what this process proves itself with.
     """
 
-    def __init__(self, new_handshake: Callable[[], ClientHandshake]) -> None:
-        self._new_handshake = new_handshake
+    def __init__(self, credentials: Credentials) -> None:
+        self._credentials = credentials
 
     async def connect(self, address: HubAddress, purpose: str, unix: bool | None) -> socket.socket:
         """A proven connection; see `SocketHub.connect`. The caller limits the time."""
@@ -41,61 +45,48 @@ class HubConnector:
             raise ConnectFailed(str(address), "it has no Unix socket that this process could reach")
         if unix or (unix is None and possible):
             try:
-                return await self._connect_unix(address, purpose)
+                return await self._attempt(address, purpose, unix=True)
             except OSError as exc:
-                if unix or isinstance(exc, RpcdistError | TimeoutError):
+                if unix or (isinstance(exc, RpcdistError | TimeoutError) and not isinstance(exc, ConnectFailed)):
                     raise
                 logger.debug("%s has no Unix socket here (%s): taking TCP", address, exc)
-        return await self._connect_tcp(address, purpose)
+        return await self._attempt(address, purpose, unix=False)
 
-    async def _connect_unix(self, address: HubAddress, purpose: str) -> socket.socket:
-        connection = _new_socket(socket.AF_UNIX)
-        try:
-            await _connect_unix(connection, address.unix_name)
-            if not same_user(connection):
-                raise AuthenticationFailed(f"the Unix socket of {address} belongs to another user")
-            return await self._prove(connection, purpose)
-        except BaseException:
+    async def _attempt(self, address: HubAddress, purpose: str, unix: bool) -> socket.socket:
+        """Connects in one way, again and again while the peer has too much to do."""
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
+        while True:
+            connection = await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
+            try:
+                if await self._prove(connection, address, purpose):
+                    widen(connection)
+                    return connection
+            except BaseException:
+                connection.close()
+                raise
             connection.close()
-            raise
+            await asyncio.sleep(next(pauses))
 
-    async def _connect_tcp(self, address: HubAddress, purpose: str) -> socket.socket:
-        connection = _new_socket(socket.AF_INET6 if ":" in address.host else socket.AF_INET)
+    async def _prove(self, connection: socket.socket, address: HubAddress, purpose: str) -> bool:
+        """Whether the peer is proven; False if it has too many handshakes under way."""
+        handshake = self._credentials.client_handshake(
+            SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=connected_ends(connection)
+        )
         try:
-            await asyncio.get_running_loop().sock_connect(connection, (address.host, address.port))
-            return await self._prove(connection, purpose)
-        except BaseException:
-            connection.close()
+            await prove_client(SocketPipe(connection, str(address)), handshake)
+        except AuthenticationFailed as exc:
+            if handshake.refusal_code == Code.BUSY:
+                return False
+            if handshake.refusal_code == Code.POLICY:
+                raise ProtocolViolation(f"no connection for {purpose!r}: {exc}") from exc
+            if handshake.refusal_code == Code.CHANNEL:
+                raise ConnectFailed(str(address), str(exc)) from exc
             raise
-
-    async def _prove(self, connection: socket.socket, purpose: str) -> socket.socket:
-        await prove_client(connection, self._new_handshake(), purpose)
-        return connection
+        return True
 
 
-def _new_socket(family: int) -> socket.socket:
-    connection = socket.socket(family, socket.SOCK_STREAM)
-    fork.note_socket(connection)
-    connection.setblocking(False)
-    tune(connection)
-    return connection
-
-
-def tune(connection: socket.socket) -> None:
-    """Small messages leave at once. TCP grows its own buffers; those of Unix sockets have to be asked for."""
-    if connection.family in (socket.AF_INET, socket.AF_INET6):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    else:
+def widen(connection: socket.socket) -> None:
+    """TCP grows its own buffers; those of Unix sockets have to be asked for."""
+    if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
-
-
-async def _connect_unix(connection: socket.socket, name: str) -> None:
-    """Connects to an abstract name; cancelling leaves the socket to its owner. Raises `OSError`."""
-    pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
-    while True:
-        try:
-            connection.connect("\0" + name)
-            return
-        except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
-            await asyncio.sleep(next(pauses))

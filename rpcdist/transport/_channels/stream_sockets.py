@@ -1,0 +1,195 @@
+"""Raw stream sockets, TCP and Unix: listening, accepting, connecting, and what both ends call their connection.
+
+[Note: two ends] A proof of the token is good for one pair of ends. Each side takes them from the system and not from
+the peer: over TCP the address and port of the serving end, over a Unix socket the processes and users of both. The
+client states them in its hello, where the proofs cover them, and the server compares. So a process that stands between
+the two, and passes the handshake on, is found out: it has another port, or another process number. So is a network that
+translates addresses, and a host that hides process numbers (containers): there the channel is not used.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import logging
+import os
+import socket
+from typing import Any, Final
+
+from rpcdist.backoff import backoff
+from rpcdist.errors import AuthenticationFailed, TransportError
+from rpcdist.time_limits import DESCRIPTOR_SHORTAGE_PAUSE_S, LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
+from rpcdist.transport import fork
+from rpcdist.transport.addresses import join_address
+from rpcdist.transport.unix_sockets import PeerProcess, peer_process, same_user
+from rpcdist.waiters import wake
+
+__all__ = [
+    "accept",
+    "accepted_ends",
+    "connect_tcp",
+    "connect_unix",
+    "connected_ends",
+    "listen_tcp",
+    "listen_unix",
+    "local_name",
+    "tune",
+]
+
+logger = logging.getLogger(__name__)
+
+_BACKLOG: Final = 512
+_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # seconds, seconds, probes
+
+
+def local_name(address: str) -> str:
+    """The abstract name of the Unix socket beside the server at `address`."""
+    return f"rpcdist-channel-{address}"
+
+
+def listen_tcp(host: str) -> socket.socket:
+    """Listens at a port that the system picks.
+
+    Raises:
+        TransportError: the address is not this machine's.
+    """
+    try:
+        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
+        return _listen(socket.socket(family, kind, protocol), place)
+    except OSError as exc:
+        raise TransportError(f"cannot listen on {host!r}: {exc.strerror or exc}") from exc
+
+
+def listen_unix(name: str) -> socket.socket:
+    """Listens under an abstract name. Raises `OSError` if it is taken."""
+    return _listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), f"\0{name}")
+
+
+def _listen(listener: socket.socket, place: Any) -> socket.socket:
+    fork.note_socket(listener)
+    try:
+        listener.bind(place)
+        listener.listen(_BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+async def accept(listener: socket.socket) -> socket.socket:
+    """The next connection; the caller closes it. Cancelled, it leaves the listener open and no connection behind."""
+    while True:
+        try:
+            connection = await _accept(listener)
+        except OSError as exc:  # no descriptors or no memory left: connections that end give some back
+            logger.warning("a connection could not be accepted (%s); trying again", exc)
+            await asyncio.sleep(DESCRIPTOR_SHORTAGE_PAUSE_S)
+            continue
+        fork.note_socket(connection)
+        connection.setblocking(False)
+        return connection
+
+
+async def _accept(listener: socket.socket) -> socket.socket:
+    """As `loop.sock_accept`, which drops a connection unclosed if it is cancelled when one has just been accepted."""
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            return listener.accept()[0]
+        except (BlockingIOError, InterruptedError):
+            readable = loop.create_future()
+            loop.add_reader(listener, wake, readable)
+            try:
+                await readable
+            finally:
+                loop.remove_reader(listener)
+
+
+async def connect_unix(name: str) -> socket.socket:
+    """Connects to a process of this user that listens under an abstract name; the caller closes it.
+
+    Raises:
+        OSError: nobody is there.
+        AuthenticationFailed: another user's process is.
+    """
+    connection = _new_socket(socket.AF_UNIX)
+    pauses = backoff(LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S)
+    try:
+        while True:
+            try:
+                connection.connect(f"\0{name}")
+                break
+            except BlockingIOError:  # the listener's backlog is full, and nothing tells when it is not
+                await asyncio.sleep(next(pauses))
+        if not same_user(connection):
+            raise AuthenticationFailed(f"another user's process listens under the name {name!r} on this host")
+        return connection
+    except BaseException:
+        connection.close()
+        raise
+
+
+async def connect_tcp(host: str, port: int) -> socket.socket:
+    """Connects to the first address of the host that answers; the caller closes it. Raises `OSError`."""
+    loop = asyncio.get_running_loop()
+    failure: OSError = OSError(f"the host name {host!r} has no address")
+    for family, _, _, _, place in await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        connection = _new_socket(family)
+        try:
+            await loop.sock_connect(connection, place)
+            return connection
+        except OSError as exc:
+            connection.close()
+            failure = exc
+        except BaseException:
+            connection.close()
+            raise
+    raise failure
+
+
+def _new_socket(family: int) -> socket.socket:
+    connection = socket.socket(family, socket.SOCK_STREAM)
+    fork.note_socket(connection)
+    connection.setblocking(False)
+    tune(connection)
+    return connection
+
+
+def tune(connection: socket.socket) -> None:
+    """Small messages leave a TCP socket at once, and the end of a dead host is noticed."""
+    if connection.family not in (socket.AF_INET, socket.AF_INET6):
+        return
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in _KEEP_ALIVE:
+        if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
+            connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def connected_ends(connection: socket.socket) -> str:
+    """The two ends of a connection, at the side that opened it. [Note: two ends]"""
+    if connection.family == socket.AF_UNIX:
+        return _unix_ends(server=peer_process(connection), client=_me())
+    return _tcp_ends(connection.getpeername())
+
+
+def accepted_ends(connection: socket.socket) -> str:
+    """The same at the side that accepted it."""
+    if connection.family == socket.AF_UNIX:
+        return _unix_ends(server=_me(), client=peer_process(connection))
+    return _tcp_ends(connection.getsockname())
+
+
+def _me() -> PeerProcess:
+    return PeerProcess(os.getpid(), os.getuid())
+
+
+def _unix_ends(server: PeerProcess, client: PeerProcess) -> str:
+    return f"unix, from process {client.pid} of user {client.uid} to process {server.pid} of user {server.uid}"
+
+
+def _tcp_ends(place: Any) -> str:
+    address = ipaddress.ip_address(str(place[0]).partition("%")[0])
+    mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+    return f"tcp, to {join_address(str(mapped or address), int(place[1]))}"

@@ -1,0 +1,187 @@
+"""Where a process takes raw connections: sessions of RPC and the sockets of the collectives, over TCP and Unix sockets.
+
+One TCP listener for each address that is asked for, usually one, and one Unix listener for each name. Every connection
+goes through the same admission; then its role says who gets it (roles.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from collections.abc import Awaitable, Callable
+from functools import partial
+from typing import Any
+
+from rpcdist._proto import handshake_pb2
+from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
+from rpcdist.transport._channels.proving import write_step
+from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport._channels.socket_pipe import SocketPipe
+from rpcdist.transport._channels.stream_sockets import (
+    accept,
+    accepted_ends,
+    listen_tcp,
+    listen_unix,
+    local_name,
+    tune,
+)
+from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.handshake import ServerHandshake, refusal
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.roles import SOCKET_ROLE, Roles
+from rpcdist.transport.unix_sockets import has_abstract_sockets, peer_process, same_user
+
+__all__ = ["ServeSession", "StreamListeners"]
+
+logger = logging.getLogger(__name__)
+
+ServeSession = Callable[[SocketChannel, ServerHandshake], Awaitable[None]]
+"""Serves a session of a proven peer to its end; closes the channel."""
+
+
+class StreamListeners:
+    """The raw listeners of a process; lives on the I/O loop.
+
+    Args:
+        io: the loop.
+        credentials: what this process proves itself with.
+        roles: who takes the connections.
+        admission: bounds what strangers may cost, on all listeners of the process together.
+        serve_session: serves sessions; cancelled when their listener ends.
+    """
+
+    def __init__(
+        self, io: IoLoop, credentials: Credentials, roles: Roles, admission: Admission, serve_session: ServeSession
+    ) -> None:
+        self._io = io
+        self._credentials = credentials
+        self._roles = roles
+        self._admission = admission
+        self._serve_session = serve_session
+        self._tcp: dict[str, tuple[str, int]] = {}  # by the host as it was asked for: address and port
+        self._accepting: dict[str, asyncio.Task[Any]] = {}  # by host, or by "@" and the name of a Unix socket
+        self._lasting_name: str | None = None  # of the Unix listener that stays as long as the process serves
+        self._ours: set[socket.socket] = set()  # accepted, and given to nobody yet
+
+    @property
+    def tcp_port(self) -> int:
+        """Of the first TCP listener; 0 if there is none."""
+        return next((port for _, port in self._tcp.values()), 0)
+
+    def open_tcp(self, host: str) -> tuple[str, int]:
+        """Listens on a host, unless it does already; returns address and port. Raises `TransportError`."""
+        if host not in self._tcp:
+            listener = listen_tcp(host)
+            address, port = listener.getsockname()[:2]
+            self._tcp[host] = address, port
+            self._start(host, listener)
+        return self._tcp[host]
+
+    def open_local(self, address: str) -> None:
+        """Listens under the name that belongs to `address`, if nobody has taken it: else peers take other channels.
+
+        The first such listener must stay to the end.
+        """
+        name = local_name(address)
+        try:
+            self._start(f"@{name}", listen_unix(name))
+        except OSError as exc:
+            logger.warning("no local channel to %s: its name is taken (%s); peers use the network", address, exc)
+            name = ""
+        if self._lasting_name is None:
+            self._lasting_name = name
+
+    def unix_name(self) -> str:
+        """A name under which it listens to the end; empty where there are no abstract sockets."""
+        if not has_abstract_sockets():
+            return ""
+        if not self._lasting_name:
+            self._lasting_name = f"rpcdist-{secrets.token_hex(16)}"
+            self._start(f"@{self._lasting_name}", listen_unix(self._lasting_name))
+        return self._lasting_name
+
+    async def close_local(self, address: str) -> None:
+        """Ends the listener of `open_local`, with all sessions that came through it; bounded."""
+        await self._stop(f"@{local_name(address)}")
+
+    async def stop(self) -> None:
+        """Ends all; bounded."""
+        self._tcp.clear()
+        await asyncio.gather(*(self._stop(key) for key in list(self._accepting)))
+
+    async def _stop(self, key: str) -> None:
+        task = self._accepting.pop(key, None)
+        if task is not None:
+            task.cancel()
+            await asyncio.wait({task}, timeout=LISTENER_STOP_LIMIT_S)
+
+    def _start(self, key: str, listener: socket.socket) -> None:
+        task = self._accepting[key] = self._io.spawn(self._accept(listener), f"rpcdist listener {key}")
+        task.add_done_callback(lambda task: listener.close())  # cancelled before its first step, it closes nothing
+
+    async def _accept(self, listener: socket.socket) -> None:
+        """Takes connections until it is cancelled; then ends them."""
+        served: set[asyncio.Task[Any]] = set()
+        try:
+            while True:
+                connection = await accept(listener)
+                self._ours.add(connection)
+                task = self._io.spawn(self._serve(connection), "rpcdist raw connection")
+                served.add(task)
+                task.add_done_callback(served.discard)
+                task.add_done_callback(partial(self._served, connection))
+                await asyncio.sleep(0)  # whoever connects in a loop must not keep others from their turn
+        finally:
+            listener.close()
+            for task in served:
+                task.cancel()
+            if served:
+                await asyncio.wait(served, timeout=LISTENER_STOP_LIMIT_S)
+
+    def _served(self, connection: socket.socket, task: asyncio.Task[Any]) -> None:
+        if connection in self._ours:
+            self._ours.remove(connection)
+            connection.close()
+
+    async def _serve(self, connection: socket.socket) -> None:
+        """One connection, until it ends or somebody else has it."""
+        try:
+            origin = _origin(connection)
+            if origin is None:
+                return  # another user's process: closed unread
+            tune(connection)
+            ends = accepted_ends(connection)
+        except OSError as exc:
+            logger.debug("a connection ended before it was looked at: %s", exc)
+            return
+        handshake = self._credentials.server_handshake(self._roles.refusal, channel=ends)
+        pipe = SocketPipe(connection, str(origin))
+
+        async def turn_away(reason: handshake_pb2.Refusal) -> None:
+            if handshake.failure is None:  # else the peer was told already, or has said so itself
+                await write_step(pipe, refusal(reason.code, reason.reason))
+
+        if not await self._admission.admit(pipe, origin, handshake, turn_away):
+            return
+        if handshake.role == SOCKET_ROLE:
+            if self._roles.hand_over(handshake.purpose, connection):
+                self._ours.remove(connection)
+            return
+        self._ours.remove(connection)
+        channel = SocketChannel(connection, handshake.peer.name)
+        try:
+            await self._serve_session(channel, handshake)
+        finally:
+            channel.abort("the connection was closed")
+
+
+def _origin(connection: socket.socket) -> Origin | None:
+    if connection.family == socket.AF_UNIX:
+        if not same_user(connection):
+            return None
+        return Origin(f"process {peer_process(connection).pid} of this host")
+    host, port = connection.getpeername()[:2]
+    return Origin(str(host), str(port))
