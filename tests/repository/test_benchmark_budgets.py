@@ -5,6 +5,9 @@ from __future__ import annotations
 import pytest
 from _cases import Metrics, Row
 from _comparison import channel_in_use, head, in_turns, make_line
+from _performance_page import BEGIN, END, PAGE, updated
+from _performance_page import cells as cells_of
+from _rpc_cases import CASES
 
 
 @pytest.fixture(autouse=True)
@@ -69,3 +72,38 @@ def test_turns_change_and_pair_up() -> None:
     samples = in_turns(lambda: measure("ours"), lambda: measure("torch"), 3)
     assert order == ["ours", "torch", "torch", "ours", "ours", "torch"]
     assert samples == [({"ours": 1}, {"torch": 2}), ({"ours": 4}, {"torch": 3}), ({"ours": 5}, {"torch": 6})]
+
+
+# ---- the page
+
+
+def test_a_column_of_the_page_is_written() -> None:
+    table = "| what | size | local | tcp |\n|---|---|---|---|\n| a call |  | 1x | 2x |\n| other |  |  |  |"
+    page = f"before\n{BEGIN}\n{table}\n{END}\nafter\n"
+    new = updated(page, "local", head("torch"), [make_line(TIME, [(0.6e-3, 1e-3)]), make_line(LIMIT, [(4e-3, 1.0)])])
+    assert new.startswith("before\n") and new.endswith(f"{END}\nafter\n")
+    rows = [cells_of(line) for line in new.splitlines() if line.startswith("|")]
+    assert rows[2:] == [("a call", "", "0.60x, missed", "2x"), ("other", "", "", "")]
+    assert updated(new, "local", head("torch"), []) == new
+
+
+def test_limits_are_shown_in_their_unit() -> None:
+    page = f"{BEGIN}\n| what | size | local |\n|---|---|---|\n| beside load |  |  |\n{END}"
+    assert "| 4.00 ms" in updated(page, "local", head("torch"), [make_line(LIMIT, [(4e-3, 1.0)])])
+
+
+@pytest.mark.parametrize("page", ["", f"{BEGIN}\n{END}", f"{BEGIN}\n| what | size |\n|---|---|\n{END}"])
+def test_a_page_without_the_column_is_refused(page: str) -> None:
+    with pytest.raises(ValueError, match="no table of budgets with a column 'local'"):
+        updated(page, "local", head("torch"), [])
+
+
+def test_the_page_has_every_row_and_its_budget() -> None:
+    table = PAGE.read_text().partition(BEGIN)[2].partition(END)[0]
+    rows = {row[:2]: row[2:4] for row in (cells_of(line) for line in table.splitlines() if line.startswith("|"))}
+    for case in CASES:
+        for row in case.rows:
+            unit = f" {row.unit}" if row.limits else "x"
+            limit = (row.limits or row.ratios).get("local")
+            expected = tuple("" if value is None else f"{value:g}{unit}" for value in (limit, row.stretch))
+            assert rows[row.what, row.size] == expected
