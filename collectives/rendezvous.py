@@ -110,7 +110,10 @@ def open_rendezvous(url: str, rank: int, world_size: int | None, **options: obje
         url = urlunsplit(parts._replace(query=text)) if parts.netloc else f"{parts.scheme}://{parts.path}?{text}"
     if parts.scheme not in _handlers:
         known = ", ".join(f"{scheme}://" for scheme in sorted(_handlers))
-        raise RendezvousError(f"No rendezvous handler for {parts.scheme}://; known are {known}, not {parts.geturl()!r}")
+        advice = "" if parts.scheme else f". Did you mean 'tcp://{parts.path}'?"
+        raise RendezvousError(
+            f"No rendezvous handler for {parts.scheme}://; known are {known}, not {parts.geturl()!r}{advice}"
+        )
     return _handlers[parts.scheme](url, **options)
 
 

@@ -70,6 +70,7 @@ __all__ = [
     "MISSING_NAMES_LIMIT_S",
     "MPI_LONG_PAUSE_S",
     "MPI_SHORT_PAUSE_S",
+    "NAME_LOOKUP_LIMIT_S",
     "NCCL_CLOSE_LIMIT_S",
     "NCCL_ERROR_POLL_S",
     "NCCL_GROUP_TIMEOUT_S",
@@ -200,6 +201,8 @@ STORE_TIMEOUT_S: Final = 300.0
 """Operations of a store that are given no timeout; torch's default. Then they fail with `DistStoreError`."""
 STORE_GRACE_S: Final = 10.0
 """What the store's answer may need beyond the wait that was asked for, on a busy machine."""
+NAME_LOOKUP_LIMIT_S: Final = 3.0
+"""Asking the name servers why a store could not be reached; then the error says that they were silent."""
 AGENT_STORE_CONNECT_LIMIT_S: Final = 5.0
 """One attempt to reach the store of torchrun's agent; further attempts follow until the rendezvous times out."""
 MIN_ATTEMPT_S: Final = 0.1
@@ -359,6 +362,7 @@ DEPENDENCIES: Final = (
     ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
     ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
     ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
+    ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),
     ("STORE_STOP_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
     ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
     ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import threading
 import weakref
 from typing import Final, Protocol
@@ -28,8 +29,15 @@ from rpcdist.errors import (
     StoreTimeout,
     TransportError,
 )
-from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_ATTEMPT_S, STORE_GRACE_S
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    MIN_ATTEMPT_S,
+    NAME_LOOKUP_LIMIT_S,
+    STORE_GRACE_S,
+)
 from rpcdist.transport import Link, Node, acquire_node
+from rpcdist.transport.addresses import split_address
 from rpcdist.transport.fork import check_not_forked, in_forked_child
 
 __all__ = ["TCPStore"]
@@ -98,12 +106,23 @@ class _Remote:
                 raise
             except TransportError as exc:
                 if deadline.expired():
-                    if isinstance(exc, ConnectFailed):
-                        reason = f"{exc.reason}. {NOBODY_THERE}"
-                        raise ConnectFailed(self.address, reason, self._timeout_s) from exc
-                    reason = f"a process answers there, but it serves no store ({exc})"
-                    raise ConnectFailed(self.address, reason, self._timeout_s) from exc
+                    raise ConnectFailed(self.address, await self._why_not(exc), self._timeout_s) from exc
             await asyncio.sleep(next(pauses))
+
+    async def _why_not(self, exc: TransportError) -> str:
+        if not isinstance(exc, ConnectFailed):
+            return f"a process answers there, but it serves no store ({exc})"
+        host = split_address(self.address)[0]
+        try:
+            async with asyncio.timeout(NAME_LOOKUP_LIMIT_S):
+                await asyncio.get_running_loop().getaddrinfo(host, None)
+        except socket.gaierror as why:
+            return f"this host does not know the name {host!r} ({why.strerror}). Check MASTER_ADDR or the init_method"
+        except TimeoutError:
+            return f"no name server said within {NAME_LOOKUP_LIMIT_S:g} s where {host!r} is. Check MASTER_ADDR"
+        if "refused" in exc.reason.lower():
+            return f"nobody listens there. {NOBODY_THERE}"
+        return f"{exc.reason.rstrip('.?')}. {NOBODY_THERE}"
 
     async def _connected(self, timeout_s: float) -> Link:
         async with self._connecting:  # used on the I/O loop only

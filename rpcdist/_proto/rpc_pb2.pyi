@@ -158,7 +158,7 @@ class Reply(_message.Message):
     def __init__(self, id: _Optional[int] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., failure: _Optional[_Union[Failure, _Mapping]] = ..., stream: bool = ..., created: bool = ...) -> None: ...
 
 class Failure(_message.Message):
-    __slots__ = ("kind", "type_name", "text", "traceback", "worker", "exception")
+    __slots__ = ("kind", "type_name", "text", "traceback", "worker", "exception", "type_module")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         USER: _ClassVar[Failure.Kind]
@@ -185,13 +185,15 @@ class Failure(_message.Message):
     TRACEBACK_FIELD_NUMBER: _ClassVar[int]
     WORKER_FIELD_NUMBER: _ClassVar[int]
     EXCEPTION_FIELD_NUMBER: _ClassVar[int]
+    TYPE_MODULE_FIELD_NUMBER: _ClassVar[int]
     kind: Failure.Kind
     type_name: str
     text: str
     traceback: str
     worker: str
     exception: _value_pb2.Value
-    def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., exception: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    type_module: str
+    def __init__(self, kind: _Optional[_Union[Failure.Kind, str]] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ..., worker: _Optional[str] = ..., exception: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., type_module: _Optional[str] = ...) -> None: ...
 
 class Cancel(_message.Message):
     __slots__ = ("id",)

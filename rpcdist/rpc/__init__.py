@@ -7,11 +7,12 @@ ours.
 from __future__ import annotations
 
 import asyncio
+import logging
 from datetime import timedelta
 
 from rpcdist.collectives import PrefixStore
 from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
-from rpcdist.errors import AlreadyInitialized, BlockingInLoop
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, RpcdistError
 from rpcdist.ids import check_worker_name
 from rpcdist.rpc import api, backend_registry, constants, functions, internal, options
 from rpcdist.rpc._agent import Agent as RpcAgent
@@ -99,6 +100,8 @@ __all__ = [
     "wait_any",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 def init_rpc(
     name: str,
@@ -145,13 +148,22 @@ def init_rpc(
         rpc_backend_options.init_method = constants.DEFAULT_INIT_METHOD
 
     check_worker_name(name)
-    if not isinstance(rpc_backend_options, RpcOptions):
-        _start(backend, name, rank, world_size, rpc_backend_options)
+    try:
+        _start_with_node(backend, name, rank, world_size, rpc_backend_options)
+    except RpcdistError as exc:
+        # The error says what to do; the way there, through sockets and stores, would hide it behind 80 lines.
+        logger.debug("init_rpc of %s failed", name, exc_info=True)
+        raise exc.with_traceback(None) from None
+
+
+def _start_with_node(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    if not isinstance(options, RpcOptions):
+        _start(backend, name, rank, world_size, options)
         return
     # The store of the rendezvous uses this process's one node, so the node needs the token of the options before it.
-    node = acquire_node(node_options(rpc_backend_options))
+    node = acquire_node(node_options(options))
     try:
-        _start(backend, name, rank, world_size, rpc_backend_options)
+        _start(backend, name, rank, world_size, options)
     finally:
         node.release()
 

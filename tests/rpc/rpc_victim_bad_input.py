@@ -7,7 +7,7 @@ import socket
 import sys
 import threading
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from rpc_victim_functions import make, pid
@@ -137,6 +137,15 @@ def raise_odd(kind: str, path: str = "") -> None:
             raise StrFails
         case "touches":
             raise Touching(path)
+
+
+def type_of_error(call: Callable[..., object], to: str, kind: str) -> str:
+    """What a call that raises raised, told here: the error itself does not pickle."""
+    try:
+        call(to, raise_odd, (kind,))
+    except Exception as exc:
+        return type(exc).__name__
+    return "nothing"
 
 
 def raise_huge() -> None:

@@ -7,6 +7,7 @@ import functools
 import math
 import operator
 import pickle
+import re
 import threading
 import uuid
 from collections.abc import Callable, Iterator
@@ -253,16 +254,25 @@ def test_an_exception_group_comes_back(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "type_name", "text"),
-    [("odd", "OddError", r"odd \(7\)"), ("locked", "LockedError", "locked"), ("homebound", "HomeboundError", "home")],
+    ("kind", "type_name", "text"), [("odd", "OddError", "odd (7)"), ("locked", "LockedError", "locked")]
 )
 @pytest.mark.parametrize("function", [remote_side.fail, remote_side.fail_async])
-def test_an_exception_that_cannot_travel_is_described(
+def test_an_exception_that_does_not_pickle_is_caught_by_its_class(
     cluster: Cluster, function: Any, kind: str, type_name: str, text: str
 ) -> None:
-    with pytest.raises(RemoteError, match=text) as caught:
+    with pytest.raises(getattr(remote_side, type_name), match=re.escape(text)) as caught:
         rpc.rpc_sync("worker1", function, (kind,))
-    assert caught.value.type_name == type_name and caught.value.worker == "worker1"
+    assert type(caught.value).__name__ == type_name and "rpc_functions.py" in str(caught.value.__cause__)
+
+
+@pytest.mark.parametrize("function", [remote_side.fail, remote_side.fail_async])
+def test_an_exception_that_cannot_be_rebuilt_is_described_and_caught_by_its_class(
+    cluster: Cluster, function: Any
+) -> None:
+    with pytest.raises(remote_side.HomeboundError, match="home") as caught:
+        rpc.rpc_sync("worker1", function, ("homebound",))
+    assert isinstance(caught.value, RemoteError)
+    assert caught.value.type_name == "HomeboundError" and caught.value.worker == "worker1"
     assert "rpc_functions.py" in caught.value.traceback
     assert rpc.rpc_sync("worker1", remote_side.add, (1, 1)) == 2
 

@@ -15,6 +15,7 @@ import traceback
 from typing import NoReturn
 
 from rpcdist.errors import Cancelled
+from rpcdist.rpc._values.exceptions import copied, pickles_itself
 
 __all__ = ["Failure", "raise_failure"]
 
@@ -51,7 +52,7 @@ class Failure:
 def _copy_of(error: BaseException) -> BaseException:
     """A copy without traceback; the same object where it cannot be copied (then frames may live longer)."""
     try:
-        twin = copy.copy(error)
+        twin = copy.copy(error) if pickles_itself(type(error)) else copied(error)
     except Exception:
         return error
     if type(twin) is not type(error) or twin is error:

@@ -15,7 +15,7 @@ import logging
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context, copy_context
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -43,6 +43,8 @@ from rpcdist.rpc.functions import ASYNC_MARK
 __all__ = ["Dispatcher", "describe_job"]
 
 logger = logging.getLogger(__name__)
+
+MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
 MAX_KNOWN_COROUTINES = 4096
 
@@ -323,13 +325,10 @@ class Dispatcher:
         failure = self._marshal.failure(exc)
         by_user = active.call.function and not active.call.function.startswith("rpcdist.")
         if failure.kind == rpc_pb2.Failure.USER and by_user:
-            logger.warning(
-                "a call of %s from %s failed on %s:\n%s",
-                active.what,
-                active.session.peer.name,
-                self._me.name,
-                failure.traceback,
-            )
+            caller = active.session.peer.name
+            error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
+            logger.warning("a call of %s from %s failed on %s: %s", active.what, caller, self._me.name, error)
+            logger.debug("the traceback of that:\n%s", failure.traceback)
         if active.entry is not None:
             self._rrefs.set_error(active.entry, exc)
         if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers

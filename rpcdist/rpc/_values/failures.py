@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 import traceback
 from collections.abc import Callable
-from typing import Final
+from typing import Any, Final
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import (
     CallRefused,
     Cancelled,
@@ -18,6 +19,7 @@ from rpcdist.errors import (
     SerializationError,
 )
 from rpcdist.rpc._values import decode, encode_into
+from rpcdist.rpc._values.exceptions import WithoutConstructor, rebuild_exception
 from rpcdist.rpc._values.function_names import FunctionLookupError
 
 __all__ = ["RemoteTraceback", "exception_of", "failure_of", "text_of", "traceback_of"]
@@ -58,6 +60,7 @@ def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
     failure = rpc_pb2.Failure(
         kind=_kind_of(exc),
         type_name=_described("the name of the type", lambda: type(exc).__qualname__),
+        type_module=_described("the module of the type", lambda: type(exc).__module__),
         text=text_of(exc),
         traceback=traceback_of(exc),
         worker=worker,
@@ -67,17 +70,41 @@ def failure_of(exc: BaseException, worker: str) -> rpc_pb2.Failure:
     try:
         _encode_exception(exc, failure)
     except BaseException as why:
-        failure.ClearField("exception")
-        failure.traceback += f"\n(the exception cannot be pickled: {_repr_of(why)})"
+        try:
+            stripped = WithoutConstructor(exc, _can_be_sent)
+            _encode_exception(stripped, failure)
+            if stripped.left_out:
+                failure.traceback += f"\n(these parts of it cannot be sent: {', '.join(stripped.left_out)})"
+        except BaseException:
+            failure.ClearField("exception")
+            failure.traceback += f"\n(the exception cannot be pickled: {_repr_of(why)})"
     return failure
 
 
-def _encode_exception(exc: BaseException, failure: rpc_pb2.Failure) -> None:
+def _encode_exception(exc: BaseException | WithoutConstructor, failure: rpc_pb2.Failure) -> None:
     large = encode_into(failure.exception, exc, None)
     if large:
         raise SerializationError("the exception carries large tensors")
-    # An exception whose constructor does not take its args pickles, and then breaks at the other end.
-    decode(failure.exception, (), None)
+    # One that pickles may still break at the other end, where `__setstate__` or `__reduce__` of its class say so.
+    _check_usable(decode(failure.exception, (), None))
+
+
+def _can_be_sent(part: object) -> bool:
+    try:
+        value = value_pb2.Value()
+        large = encode_into(value, part, None)
+        if not large:
+            decode(value, (), None)
+        return not large
+    except BaseException:  # [Note: hostile exceptions]
+        return False
+
+
+def _check_usable(exc: object) -> None:
+    """Raises if the object is no exception, or one whose attributes cannot be read: nobody could handle it."""
+    if not isinstance(exc, BaseException):
+        raise SerializationError(f"a {type(exc).__name__} arrived in the place of an exception")
+    _ = exc.args, exc.__traceback__, exc.__cause__
 
 
 def _kind_of(exc: BaseException) -> rpc_pb2.Failure.Kind:
@@ -119,13 +146,15 @@ def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> Base
     exc: BaseException | None = None
     if failure.HasField("exception") and may_unpickle:
         try:
-            exc = decode(failure.exception, (), None)  # type: ignore[assignment]
+            found = decode(failure.exception, (), None)
+            _check_usable(found)
+            exc = found  # type: ignore[assignment]
         except (Exception, SystemExit, GeneratorExit) as why:  # [Note: hostile exceptions]
             failure.text += f" (it could not be rebuilt here: {_repr_of(why)})"
     if not isinstance(exc, BaseException):
         exc = _substitute(failure)
     if not isinstance(exc, Exception):  # SystemExit or KeyboardInterrupt there must not end this process
-        exc = RemoteError(failure.worker, failure.type_name, failure.text, failure.traceback)
+        exc = _remote_error(failure)
     exc.__cause__ = RemoteTraceback(failure.worker, failure.traceback)
     return exc
 
@@ -138,4 +167,44 @@ def _substitute(failure: rpc_pb2.Failure) -> Exception:
             exc = base(f"On worker {failure.worker!r}: {failure.text}")
             assert isinstance(exc, Exception)
             return exc
-    return RemoteError(failure.worker, failure.type_name, failure.text, failure.traceback)
+    return _remote_error(failure)
+
+
+def _remote_error(failure: rpc_pb2.Failure) -> RemoteError:
+    """A `RemoteError`, which is also of the original class where this process has that already."""
+    args = (failure.worker, failure.type_name, failure.text, failure.traceback)
+    try:
+        cls = _exception_class(failure.type_module, failure.type_name)
+        if cls is not None:
+            return _also(cls, args)
+    except (Exception, SystemExit, GeneratorExit):  # the class does not want it, or cannot; [Note: hostile exceptions]
+        pass
+    return RemoteError(*args)
+
+
+def _exception_class(module_name: str, qualname: str) -> type[Exception] | None:
+    """A class by its name, if it is a loaded one that an `except` clause may name. Nothing is imported for a peer."""
+    found: Any = sys.modules.get("__main__" if module_name == "__mp_main__" else module_name)
+    for part in qualname.split("."):
+        found = getattr(found, part, None)
+    if not isinstance(found, type) or not issubclass(found, Exception) or issubclass(RemoteError, found):
+        return None
+    return None if issubclass(found, RpcdistError) else found
+
+
+def _also(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
+    def reduce(exc: RemoteError) -> Any:
+        return remote_error_again, (cls, exc.args)
+
+    both = type(f"RemoteError_{cls.__name__}", (RemoteError, cls), {"__reduce__": reduce, "__module__": __name__})
+    exc = rebuild_exception(both, args)
+    assert isinstance(exc, RemoteError)
+    exc.worker, exc.type_name, exc.text, exc.traceback = args
+    _check_usable(exc)
+    str(exc)
+    return exc
+
+
+def remote_error_again(cls: type[Exception], args: tuple[str, str, str, str]) -> RemoteError:
+    """A `RemoteError` that is also a `cls`, from its pickle."""
+    return _also(cls, args)

@@ -17,10 +17,10 @@ __all__ = ["CHECKED_FROM", "HashWork"]
 CHECKED_FROM: Final = 128
 """Dicts of fewer entries are not watched: comparing all of their keys with each other takes less than 0.1 ms."""
 
-_FREE_S: Final = 0.1
-_PER_PART_S: Final = 1e-6
-_PER_BYTE_S: Final = 5e-9
-"""What filling may cost in all: ten times what ordinary keys take, on a slow machine."""
+_FREE_WORK: Final = 100_000_000
+_WORK_PER_PART: Final = 1_000
+_WORK_PER_BYTE: Final = 5
+"""What filling may cost in all, in nanoseconds of the processor: ten times what ordinary keys take."""
 
 _KEYED: Final = frozenset((str, bytes))
 
@@ -35,11 +35,11 @@ class HashWork:
         size_bytes: of the value; hashing a long number takes time for each byte.
     """
 
-    __slots__ = ("_size_s", "_spent_s")
+    __slots__ = ("_spent", "_work_of_size")
 
     def __init__(self, size_bytes: int) -> None:
-        self._size_s = size_bytes * _PER_BYTE_S
-        self._spent_s = 0.0
+        self._work_of_size = size_bytes * _WORK_PER_BYTE
+        self._spent = 0
 
     def fill(self, made: dict[object, object], keys: list[Any], values: list[Any], num_parts: int) -> None:
         """Adds the entries to `made`.
@@ -56,13 +56,13 @@ class HashWork:
         if _KEYED.issuperset(map(type, keys)):
             made.update(zip(keys, values, strict=True))
             return
-        limit_s = _FREE_S + self._size_s + num_parts * _PER_PART_S
+        limit = _FREE_WORK + self._work_of_size + num_parts * _WORK_PER_PART
         for start in range(0, len(keys), CHECKED_FROM):
-            began_s = time.thread_time()
+            began = time.thread_time_ns()
             made.update(zip(keys[start : start + CHECKED_FROM], values[start : start + CHECKED_FROM], strict=True))
-            self._spent_s += time.thread_time() - began_s
-            if self._spent_s > limit_s:
+            self._spent += time.thread_time_ns() - began
+            if self._spent > limit:
                 raise SerializationError(
                     f"a dict of {len(keys)} keys arrived whose hashes collide: {start + CHECKED_FROM} of them took "
-                    f"{self._spent_s:.2f} s to enter. Send the entries as a list of pairs, or with keys of type str"
+                    f"{self._spent / 1e9:.2f} s to enter. Send the entries as a list of pairs, or with keys of type str"
                 )

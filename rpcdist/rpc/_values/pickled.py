@@ -21,6 +21,7 @@ from torch.nn import Parameter
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
+from rpcdist.rpc._values.exceptions import reduce_exception
 from rpcdist.rpc._values.externals import Externals
 
 __all__ = [
@@ -159,6 +160,8 @@ class _ObjectReducer:
         if self.source is not None and self.source.is_external(obj):
             self.parts.externals.append(obj)
             return external_, (len(self.parts.externals) - 1,)
+        if issubclass(kind, BaseException):
+            return reduce_exception(obj)
         if isinstance(obj, torch.UntypedStorage):
             return _reduce_storage(obj)
         if isinstance(obj, torch.storage.TypedStorage):
