@@ -1,5 +1,4 @@
 from rpcdist._proto import autograd_pb2 as _autograd_pb2
-from rpcdist._proto import handshake_pb2 as _handshake_pb2
 from rpcdist._proto import rref_pb2 as _rref_pb2
 from rpcdist._proto import value_pb2 as _value_pb2
 from google.protobuf.internal import containers as _containers
@@ -12,14 +11,8 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Envelope(_message.Message):
-    __slots__ = ("messages", "handshake", "chunk")
-    MESSAGES_FIELD_NUMBER: _ClassVar[int]
-    HANDSHAKE_FIELD_NUMBER: _ClassVar[int]
-    CHUNK_FIELD_NUMBER: _ClassVar[int]
-    messages: _containers.RepeatedCompositeFieldContainer[Message]
-    handshake: _handshake_pb2.Handshake
-    chunk: Chunk
-    def __init__(self, messages: _Optional[_Iterable[_Union[Message, _Mapping]]] = ..., handshake: _Optional[_Union[_handshake_pb2.Handshake, _Mapping]] = ..., chunk: _Optional[_Union[Chunk, _Mapping]] = ...) -> None: ...
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class Message(_message.Message):
     __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "transfer", "control_seq", "large", "loans", "wrapped")
@@ -98,18 +91,6 @@ class SegmentNews(_message.Message):
     withdrawn: _containers.RepeatedScalarFieldContainer[int]
     kept: _containers.RepeatedScalarFieldContainer[int]
     def __init__(self, returned: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
-
-class Chunk(_message.Message):
-    __slots__ = ("transfer", "buffer", "offset", "data")
-    TRANSFER_FIELD_NUMBER: _ClassVar[int]
-    BUFFER_FIELD_NUMBER: _ClassVar[int]
-    OFFSET_FIELD_NUMBER: _ClassVar[int]
-    DATA_FIELD_NUMBER: _ClassVar[int]
-    transfer: int
-    buffer: int
-    offset: int
-    data: bytes
-    def __init__(self, transfer: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., data: _Optional[bytes] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")

@@ -59,6 +59,7 @@ from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
+from rpcdist.transport.messages import CompactCall, CompactReply
 
 __all__ = ["ROLE", "Agent", "UpperParts"]
 
@@ -212,6 +213,8 @@ class Agent:
         handle = self._demultiplexer.handle
         handle("call", self.dispatcher.on_call)
         handle("reply", self.caller.on_reply)
+        handle(CompactCall, self.dispatcher.on_call)
+        handle(CompactReply, self.caller.on_reply)
         handle("cancel", self.dispatcher.on_cancel)
         handle("stream_item", self.streams.on_item)
         handle("stream_end", self.streams.on_end)

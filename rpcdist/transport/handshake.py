@@ -56,7 +56,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 2
+PROTOCOL_VERSION: Final = 3
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Channels refuse a larger message before they parse it; `receive` checks again."""

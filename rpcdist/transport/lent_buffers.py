@@ -10,6 +10,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.outgoing import OutgoingBuffer
 from rpcdist.transport.lending import Borrower, Lender
+from rpcdist.transport.messages import Loan, WireMessage
 from rpcdist.transport.shared_memory import Segment, unavailable
 
 __all__ = ["LentBuffers"]
@@ -43,7 +44,7 @@ class LentBuffers:
 
     def put_in(
         self,
-        message: rpc_pb2.Message,
+        message: WireMessage,
         buffers: Sequence[OutgoingBuffer],
         offer: Callable[[rpc_pb2.Message, Segment], None],
     ) -> Sequence[OutgoingBuffer]:
@@ -60,19 +61,25 @@ class LentBuffers:
         if not self._allowed:
             return buffers
         left = list(buffers)
+        loans = []
         for index, buffer in enumerate(buffers):
             number = self._lender.lend(buffer.view)
             if number is not None:
-                message.loans.add(buffer=index, segment=number)
+                loans.append(Loan(index, number))
                 left[index] = _NOTHING
             elif (made := self._lender.offer(buffer.view.nbytes)) is not None:
                 pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
                 offer(rpc_pb2.Message(segment_offer=pb), made.segment)
-        if message.loans:
-            message.large.extend(buffer.view.nbytes for buffer in buffers)
+        if loans:
+            sizes = [buffer.view.nbytes for buffer in buffers]
+            if isinstance(message, rpc_pb2.Message):
+                message.large.extend(sizes)
+                message.loans.extend(rpc_pb2.Loan(buffer=loan.buffer, segment=loan.segment) for loan in loans)
+            else:
+                message.large, message.loans = sizes, loans
         return left
 
-    def take_out(self, message: rpc_pb2.Message) -> dict[int, memoryview]:
+    def take_out(self, message: WireMessage) -> dict[int, memoryview]:
         """The buffers of a message that lie in segments of the peer, by their index.
 
         Raises:

@@ -11,17 +11,18 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
 from rpcdist.transport._channels.channel import Channel, DirectChannel
-from rpcdist.transport._framing.frames import CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
+from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 from rpcdist.transport.shared_payloads import SharedPayloads
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
@@ -40,8 +41,8 @@ class SessionHandler(Protocol):
     def on_opened(self, session: Session) -> None:
         """A peer opened this session; not called for sessions that this process opens itself."""
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
-        """Messages arrived whole, in the order in which they became complete."""
+    def on_messages(self, session: Session, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
+        """Messages (`WireMessage`) arrived whole, in the order in which they became complete."""
 
     def on_closed(self, session: Session, reason: str) -> None:
         """The session ended; called once. Messages that were queued and not written are lost."""
@@ -80,7 +81,7 @@ class NullHandler(HeapPayloads):
     def on_opened(self, session: Session) -> None:
         logger.debug("%s opened a session for %s", session.peer.name, session.role)
 
-    def on_messages(self, session: Session, messages: list[tuple[rpc_pb2.Message, list[IncomingBuffer]]]) -> None:
+    def on_messages(self, session: Session, messages: list[tuple[WireMessage, list[IncomingBuffer]]]) -> None:
         session.close(f"unexpected message from {session.peer.name}")
 
     def on_closed(self, session: Session, reason: str) -> None:
@@ -132,6 +133,7 @@ class Session:
         self._outgoing = Outgoing()
         self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
+        self._names: list[str] = []  # of the functions that the peer has numbered
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
@@ -156,7 +158,7 @@ class Session:
 
     # ---------------------------------------------------------------- any thread
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
+    def send(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message; any thread may call it, and it never blocks.
 
         Args:
@@ -296,24 +298,24 @@ class Session:
     def receive(self, data: bytes | bytearray) -> None:
         """Takes an envelope that arrived."""
         self.last_received = time.monotonic()
-        parsed = parse(data)
-        if isinstance(parsed, Chunk):
-            self._grant(len(data))  # also for chunks of an aborted transfer: the peer's window counts them
-            self._deliver(self._incoming.chunk(parsed))
-            return
-        messages = []
-        for message in parsed.messages:
-            kind = message.WhichOneof("body")
-            if kind in _OWN_KINDS:
-                self._handle(kind, message)
+        messages: list[Delivery] = []
+        for message in parse(data, self._names):
+            if isinstance(message, rpc_pb2.Message):
+                kind = message.WhichOneof("body")
+                if kind in _OWN_KINDS:
+                    self._handle(kind, message)
+                    continue
+            elif isinstance(message, Chunk):
+                self._grant(CHUNK_HEAD_BYTES + len(message.data))  # also of an aborted transfer: the peer counts it
+                delivery = self._incoming.chunk(message)
+                if delivery is not None:
+                    messages.append(delivery)
                 continue
             delivery = self._incoming.announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope at once: calls go to the pool with one wake-up
             self._handler.on_messages(self, messages)
-        if parsed.HasField("handshake"):
-            raise ProtocolViolation("a handshake message arrived after the handshake was finished")
 
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
         """Takes a message between the two sessions; nobody else hears of it."""
@@ -325,7 +327,7 @@ class Session:
         elif self._shared is not None:
             self._shared.handle(kind, message)
 
-    def _borrow(self, message: rpc_pb2.Message) -> dict[int, IncomingBuffer]:
+    def _borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
         if self._shared is None:
             raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
         return self._shared.borrow(message)
@@ -435,8 +437,12 @@ class Session:
         self._schedule_tick()
 
 
-def _is_awaited(message: rpc_pb2.Message) -> bool:
+def _is_awaited(message: WireMessage) -> bool:
     """Whether somebody probably waits for this message: whoever calls `remote` goes on, and sends more."""
+    if isinstance(message, CompactCall):
+        return message.result is None
+    if isinstance(message, CompactReply):
+        return not message.created
     if message.HasField("call"):
         return not message.call.HasField("result")
     if message.HasField("autograd"):

@@ -12,6 +12,7 @@ from rpcdist.transport._channels.channel import DirectChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.lent_buffers import LentBuffers
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["SharedPayloads"]
 
@@ -54,7 +55,7 @@ class SharedPayloads:
     def __repr__(self) -> str:
         return repr(self.lent)
 
-    def lend(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
+    def lend(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> Sequence[OutgoingBuffer]:
         """Moves buffers of a message into shared memory; returns what the socket has to carry instead.
 
         News for the peer go along: they travel in the same envelope, and cost no wake-up of their own.
@@ -76,7 +77,7 @@ class SharedPayloads:
         elif kind == "segment_offer":
             self._send(self.lent.answer_to(message.segment_offer, self._channel.take_descriptor()))
 
-    def borrow(self, message: rpc_pb2.Message) -> dict[int, IncomingBuffer]:
+    def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
         """The buffers of a message that lie in the peer's memory, by their index."""
         borrowed = self.lent.take_out(message)
         if self._return_handle is None:

@@ -37,6 +37,7 @@ from rpcdist._proto import membership_pb2, rpc_pb2, rref_pb2, store_pb2, value_p
 from rpcdist.errors import AuthenticationFailed, ConfigError, RpcdistError, WorldMismatch
 from rpcdist.testing import RpcWorld, WorkerPool, eventually
 from rpcdist.testing.rpc_world import join, leave
+from rpcdist.transport._framing.frames import frame
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
@@ -161,9 +162,9 @@ def test_nothing_of_an_unproven_peer_is_unpickled(world: RpcWorld, address: str,
     hello = ClientHandshake(b"a wrong token, but long enough", "default", "rpc", STRANGER).start()
     handshake = hello.SerializeToString()
     starts = [
-        [rpc_pb2.Envelope(messages=messages).SerializeToString()],
-        [hello.SerializeToString() + rpc_pb2.Envelope(messages=messages).SerializeToString()],
-        [handshake, rpc_pb2.Envelope(messages=messages).SerializeToString()],
+        [b"".join(map(frame, messages))],
+        [handshake + b"".join(map(frame, messages))],
+        [handshake, b"".join(map(frame, messages))],
         [handshake, handshake],
         [chunk_envelope(1, 0, 0, memoryview(b"x" * 100))],
         [b"\x0a" + b"\xff" * 50],

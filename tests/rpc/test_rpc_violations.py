@@ -11,7 +11,7 @@ import grpc
 import grpc.aio
 import pytest
 import rpc_victim_functions as functions
-from chunk_envelopes import chunk_envelope
+from chunk_envelopes import chunk_envelope, messages_of
 from peer_timeouts import CALM_S, UNIT_S
 from rpc_raw_peer import (
     RawClient,
@@ -26,14 +26,18 @@ from rpc_raw_peer import (
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
-from rpcdist.transport._framing.frames import frame
+from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
+from rpcdist.transport.messages import CompactCall, CompactReply, Loan
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
 
 pytestmark = pytest.mark.multiproc
 
 
 BIG = rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="builtins:print"), transfer=1, large=[1000])
+LENT, HUGE = CompactReply(1), CompactReply(1)
+LENT.transfer, LENT.large, LENT.loans = 1, [100_000], [Loan(0, 7)]
+HUGE.transfer, HUGE.large = 1, [1 << 62]
 VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "more than announced": (
         [frame(BIG), chunk_envelope(1, 0, 0, memoryview(b"x" * 1001))],
@@ -52,9 +56,13 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     ),
     "no envelope": ([b"\x0a\xff\xff\xff\xff\xff"], "that are no envelope"),
     "a second handshake": (
-        [rpc_pb2.Envelope(handshake=handshake_pb2.Handshake(hello=handshake_pb2.Hello())).SerializeToString()],
-        "a handshake message arrived after the handshake was finished",
+        [handshake_pb2.Handshake(hello=handshake_pb2.Hello()).SerializeToString()],
+        "that are no envelope",
     ),
+    "a function that has no name": ([call_frame(CompactCall(1, ""), 3)], "function 3 arrived; the peer has named 0"),
+    "functions out of order": ([call_frame(CompactCall(1, "m:f"), 2, b"m:f")], "number 2 was given a name after 0"),
+    "a reply that lends memory": ([reply_frame(LENT)], "refers to lent memory on a channel that cannot lend"),
+    "a call with more than there is memory": ([reply_frame(HUGE)], "4611686018427387904 bytes were announced"),
     "control messages out of order": (
         [frame(rpc_pb2.Message(control_seq=7, rref=rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest())))],
         "control message 7 arrived after 0",
@@ -114,23 +122,31 @@ def test_messages_that_make_no_sense_harm_nobody(world: RpcWorld, address: str) 
         rpc_pb2.Call(id=10, fetch=rpc_pb2.RRefFetch()),
     ]
     messages = [rpc_pb2.Message(call=call) for call in calls]
+    compact = [
+        call_frame(CompactCall(11, "os:no_such_function"), 1, b"os:no_such_function"),
+        call_frame(CompactCall(12, "os:getpid", body=b"no value"), 2, b"os:getpid"),
+        call_frame(CompactCall(13, "os:getpid", body=b"\x01", num_tensors=9), 2),
+        call_frame(CompactCall(14, "", target=(0, 0, 0, 0, 0, 0)), 0),
+        reply_frame(CompactReply(12345, b"\x01")),
+        reply_frame(CompactReply(12345, created=True)),
+    ]
 
     async def run() -> dict[int, rpc_pb2.Reply]:
         async with connected(address) as channel:
             client = RawClient(channel)
             await client.prove()
-            await client.call.write(b"".join(map(frame, [*odd, *messages])))
+            await client.call.write(b"".join([*map(frame, [*odd, *messages]), *compact]))
             got: dict[int, rpc_pb2.Reply] = {}
             with suppress(TimeoutError):
                 async with asyncio.timeout(3.0):
-                    while len(got) < len(calls):
-                        envelope = rpc_pb2.Envelope.FromString(await client.call.read())
-                        got.update({m.reply.id: m.reply for m in envelope.messages if m.HasField("reply")})
+                    while len(got) < 14:
+                        found = messages_of(await client.call.read())
+                        got.update({m.reply.id: m.reply for m in found if m.HasField("reply")})
             client.call.cancel()
             return got
 
     got = run_on_loop(run())
-    assert sorted(got) == list(range(1, 11))
+    assert sorted(got) == list(range(1, 15))
     assert all(reply.HasField("failure") and reply.failure.text for reply in got.values()), got
 
 

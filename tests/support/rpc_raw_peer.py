@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 import grpc
 import grpc.aio
 import rpc_victim_functions as functions
+from chunk_envelopes import messages_of
 
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, rpc_pb2
@@ -138,7 +139,7 @@ def end_of_session(address: str, envelopes: list[bytes], role: str = "rpc") -> t
 
 
 def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[rpc_pb2.Message]:
-    """What a worker answers to messages of a peer with the token."""
+    """What a worker answers in protobuf to messages of a peer with the token: not results, but failures."""
 
     async def run() -> list[rpc_pb2.Message]:
         async with connected(address) as channel:
@@ -148,8 +149,8 @@ def answers_of(address: str, messages: list[rpc_pb2.Message]) -> list[rpc_pb2.Me
             got: list[rpc_pb2.Message] = []
             async with asyncio.timeout(20.0):
                 while len(got) < len(messages):
-                    envelope = rpc_pb2.Envelope.FromString(await client.call.read())
-                    got += [message for message in envelope.messages if not message.HasField("heartbeat")]
+                    found = messages_of(await client.call.read())
+                    got += [message for message in found if not message.HasField("heartbeat")]
             client.call.cancel()
             return got
 

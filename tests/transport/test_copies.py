@@ -12,12 +12,13 @@ from typing import Any, TypeVar
 
 import pytest
 import torch
+from chunk_envelopes import chunk_of, messages_of
 from transport_nodes import is_local
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.transport import Node, Session, acquire_node
-from rpcdist.transport._framing.frames import CHUNK_BYTES, Chunk, parse
+from rpcdist.transport._framing.frames import CHUNK_BYTES
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.session import HeapPayloads
@@ -86,9 +87,7 @@ def test_receiver_copies_once() -> None:
     outgoing.add(message, large)
     first = outgoing.next_envelope()
     assert first is not None
-    announcement = parse(first)
-    assert isinstance(announcement, rpc_pb2.Envelope)
-    delivery = incoming.announce(announcement.messages[0])
+    delivery = incoming.announce(messages_of(first)[0])
     while outgoing:
         envelope = outgoing.next_envelope()
         assert envelope is not None and delivery is None
@@ -97,7 +96,9 @@ def test_receiver_copies_once() -> None:
         assert grown < SMALL, "no new memory: the one copy goes to the buffer"
     assert delivery is not None
     received, buffers = delivery
-    result, grown = heap_growth(lambda: decode(received.reply.value, buffers))  # type: ignore[arg-type]
+    assert isinstance(received, rpc_pb2.Message)
+    value = received.reply.value
+    result, grown = heap_growth(lambda: decode(value, buffers))  # type: ignore[arg-type]
     assert grown < SMALL
     assert isinstance(result, torch.Tensor) and isinstance(buffers[0], ReceiveBuffer)
     assert result.data_ptr() == buffers[0].memory.data_ptr()
@@ -105,8 +106,8 @@ def test_receiver_copies_once() -> None:
 
 
 def receive(incoming: Incoming, envelope: bytes) -> Delivery | None:
-    chunk = parse(envelope)
-    assert isinstance(chunk, Chunk)
+    chunk = chunk_of(envelope)
+    assert chunk is not None
     assert chunk.data.obj is envelope, "the chunk is a view of what gRPC returned"
     return incoming.chunk(chunk)
 

@@ -25,6 +25,7 @@ from rpcdist.transport import Node, connector
 from rpcdist.transport._channels import channel_choice, stream_sockets
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix, local_name
+from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ServerHandshake
 
@@ -252,13 +253,13 @@ def framed(data: bytes) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-CALL = rpc_pb2.Envelope(messages=[rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=b"cos\nabort\n(tR."))])
+CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=b"cos\nabort\n(tR.")))
 
 
 @pytest.mark.parametrize(
     ("data", "says"),
     [
-        (framed(CALL.SerializeToString()), b"the client version 0"),
+        (framed(CALL), b" bytes arrived that are no handshake"),
         (framed(b"\xff" * 100), b"100 bytes arrived that are no handshake"),
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a message of"),
         (LENGTH.pack(4097), b"announced a message of 4097 bytes"),

@@ -19,6 +19,7 @@ from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
 
@@ -45,12 +46,12 @@ GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
 class ReplySink(Protocol):
     """What is done with the outcome of a call."""
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
         """The reply came; called on the I/O loop (on any thread for calls to oneself).
 
         Args:
-            reply: the message.
-            payload: an `ArrivedValue`, a `Stream`, or None.
+            failure: what the callee raised, or None.
+            payload: an `Arrived` value, a `Stream`, or None.
             jobs: gets what is left to do in the pool.
         """
 
@@ -131,7 +132,7 @@ class PendingCall:
         self.transfer = 0
         self.flags = flags
         self.session: MessageSink | None = None
-        self.repeat: rpc_pb2.Message | None = None
+        self.repeat: WireMessage | None = None
         self.forks: Sequence[value_pb2.RRefFork] | None = None
         self.autograd: CallContext | None = None
         self.on: HandleState | None = None

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -27,26 +27,30 @@ from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
-from rpcdist.rpc._marshal.arrived_value import ArrivedValue
-from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
-from rpcdist.rpc._rref.identifiers import UniqueId
+from rpcdist.rpc._rref.identifiers import Share
 from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply
 
 __all__ = ["Caller", "Destination"]
 
 Destination = str | int | WorkerInfo
 INFINITE = float("inf")
+MAX_TIMEOUT_US: Final = 1 << 62  # more is as good as none
+NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 
 class Caller:
@@ -137,29 +141,38 @@ class Caller:
     def remote(
         self,
         to: int,
-        fork: value_pb2.RRefFork,
+        share: Share,
         func: Callable[..., Any],
         args: Any,
         kwargs: Any,
         timeout_s: float,
         on: HandleState | None = None,
     ) -> Future[Any]:
-        """Asks a worker to run a function and keep its result under the ids in `fork`. `on`: see `_call`."""
+        """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `_call`."""
         future: Future[Any] = Future()
-        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=fork, on=on)
+        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=share, on=on)
         return future
 
-    def fetch(self, owner: int, rref: UniqueId, fork: UniqueId, timeout_s: float) -> Future[Any]:
+    def fetch(self, owner: int, share: Share, timeout_s: float) -> Future[Any]:
         """The value of a remote reference, from its owner. Asking twice does no harm."""
         future: Future[Any] = Future()
-        message = rpc_pb2.Message()
-        _name_value(message.call.fetch, rref, fork)
-        context = self._join_autograd(message.call, owner)
+        context, context_id = self._join_autograd(owner)
         call = self._pending(
-            owner, lambda: f"to_here() of {rref}", self._deadline(timeout_s), timeout_s, self._sink(future), REPEATABLE
+            owner,
+            lambda: f"to_here() of {share.rref}",
+            self._deadline(timeout_s),
+            timeout_s,
+            self._sink(future),
+            REPEATABLE,
         )
         call.autograd = context
-        self._send(call, message, ())
+        if context is None:
+            self._send(call, CompactCall(call.id, "", target=(*share.rref, *share.fork)), ())
+        else:
+            message = rpc_pb2.Message()
+            message.call.autograd_context = context_id
+            _name_value(message.call.fetch, share)
+            self._send(call, message, ())
         future._on_cancel = lambda: self.cancel(call, None)
         return future
 
@@ -184,7 +197,7 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         reply_sink: ReplySink,
-        result: value_pb2.RRefFork | None = None,
+        result: Share | None = None,
         on: HandleState | None = None,
     ) -> PendingCall:
         """Makes a call.
@@ -197,30 +210,47 @@ class Caller:
         if not callable(func):
             raise TypeError("function should be callable.")
         deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
-        message = rpc_pb2.Message()
-        call = message.call
         func, args, kwargs = unwrap(func, _positional(args), _by_keyword(kwargs))
         name = encode_function(func, by_value=self._marshal.by_value)
+        context, context_id = self._join_autograd(to)
+        what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
+        pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
+        pending.autograd = context
+        pending.on = on
+        written = self._marshal.write((args, kwargs), to) if args or kwargs else None
+        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES and context is None:
+            value = NOTHING if written is None else self._marshal.compact(written)
+            if value is not None:
+                call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
+                if result is not None:
+                    call.result = (*result.rref, *result.fork)
+                if on is not None:
+                    call.target = (*on.rref, *on.id)
+                self._send(pending, call, value.large)
+                return pending
+        self._send_protobuf(pending, name, written, context_id, result)
+        return pending
+
+    def _send_protobuf(
+        self, pending: PendingCall, name: str | bytes, written: Written | None, context_id: int, result: Share | None
+    ) -> None:
+        """Sends a call that has parts which the compact form does not know."""
+        message = rpc_pb2.Message()
+        call = message.call
         if isinstance(name, str):
             call.function = name
         else:
             call.function_pickle = name
-            name = getattr(func, "__qualname__", repr(func))
-        context = self._join_autograd(call, to)
-        large: Sequence[LargeBuffer] = ()
-        forks: list[value_pb2.RRefFork] = []
-        if args or kwargs:  # else the field stays unset, and neither side has anything to encode or to decode
-            large, forks = self._marshal.encode(call.arguments, (args, kwargs), to, context)
+        call.autograd_context = context_id
         if result is not None:
-            call.result.CopyFrom(result)
-        if on is not None:
-            _name_value(call.on, on.rref, on.id)
-        pending = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, USER_CALL)
-        pending.forks = forks or None
-        pending.autograd = context
-        pending.on = on
+            _name_value(call.result, result)
+        if pending.on is not None:
+            _name_value(call.on, Share(pending.on.rref, pending.on.id))
+        large: Sequence[LargeBuffer] = ()
+        if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
+            large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
+            pending.forks = forks or None
         self._send(pending, message, large)
-        return pending
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
         return FutureReplySink(future, self._submit, self._marshal.allow_pickle)
@@ -228,14 +258,14 @@ class Caller:
     def _describe(self, to: int, name: str) -> str:
         return f"rpc to {self._directory.name_of(to)!r} of {name}"
 
-    def _join_autograd(self, call: rpc_pb2.Call, to: int) -> CallContext | None:
-        """Takes the autograd context of this thread or task along, if there is one."""
+    def _join_autograd(self, to: int) -> tuple[CallContext | None, int]:
+        """The autograd context of this thread or task, which the callee joins, and its id on the wire; 0 for none."""
         current = current_autograd.get()
         if current is None:
-            return None
+            return None, 0
         context = current.for_call()
-        call.autograd_context = context.joined_by(to)
-        return context if call.autograd_context else None
+        context_id = context.joined_by(to)
+        return (context, context_id) if context_id else (None, 0)
 
     def _deadline(self, timeout_s: float) -> Deadline:
         return Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
@@ -252,16 +282,20 @@ class Caller:
         timeout_s = self.timeout_of(timeout_s)
         return PendingCall(self, self.calls.next_id(), to, what, deadline, timeout_s, reply_sink, flags)
 
-    def _send(self, call: PendingCall, message: rpc_pb2.Message, large: Sequence[LargeBuffer]) -> None:
+    def _send(self, call: PendingCall, message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBuffer]) -> None:
         """Enters a call into the table, and gives its message to the router.
 
         The table comes first: the reply may be there before the router returns.
         """
         if self._lifetime.is_closed:
             raise RpcdistError("RPC is shutting down in this process")
-        message.call.id = call.id
-        if call.deadline.is_finite:
-            message.call.timeout_us = max(1, int(call.deadline.remaining_s() * 1e6))
+        at = call.deadline.at
+        timeout_us = 0 if at == INFINITE else min(max(1, int((at - time.monotonic()) * 1e6)), MAX_TIMEOUT_US)
+        if isinstance(message, CompactCall):
+            message.timeout_us = timeout_us
+        else:
+            message.call.id = call.id
+            message.call.timeout_us = timeout_us
         if call.flags.is_repeatable and not large and not call.forks:
             call.repeat = message
         self.calls.add(call)
@@ -277,25 +311,40 @@ class Caller:
     # ------------------------------------------------------------ how calls end
 
     def on_reply(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self,
+        session: MessageSink,
+        message: rpc_pb2.Message | CompactReply,
+        buffers: list[ReceiveBuffer],
+        jobs: list[PoolJob],
     ) -> None:
         """A reply arrived; on the I/O loop."""
-        reply = message.reply
-        payload: object = None
-        if reply.HasField("value"):
-            payload = self._marshal.arrived(reply.value, buffers, session.peer)
-        call = self.calls.take(reply.id)
+        failure, is_stream = None, False
+        payload: Arrived | None = None
+        if isinstance(message, CompactReply):
+            id = message.id
+            if message.body:
+                payload = self._marshal.arrived_compact(message, buffers)
+        else:
+            reply = message.reply
+            id, is_stream = reply.id, reply.stream
+            if reply.HasField("value"):
+                payload = self._marshal.arrived(reply.value, buffers, session.peer)
+            elif reply.HasField("failure"):
+                failure = reply.failure
+        call = self.calls.take(id)
         if call is None:  # it timed out or was cancelled here
-            if isinstance(payload, ArrivedValue):
+            if payload is not None:
                 payload.discard()
-            elif reply.stream:
-                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=reply.id)))
+            elif is_stream:
+                session.send(rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
             return
-        if reply.stream:
-            payload = self._streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
-        elif isinstance(payload, ArrivedValue):
+        if is_stream:
+            stream = self._streams.open(call, session, None if call.timeout_s == INFINITE else call.timeout_s)
+            call.reply_sink.replied(None, stream, jobs)
+            return
+        if payload is not None:
             payload.autograd = call.autograd
-        call.reply_sink.replied(reply, payload, jobs)
+        call.reply_sink.replied(failure, payload, jobs)
 
     def end(self, call: PendingCall, exc: BaseException) -> None:
         """Fails a call, unless it has ended; any thread."""
@@ -380,9 +429,9 @@ def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
     return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)
 
 
-def _name_value(target: rpc_pb2.RRefFetch, rref: UniqueId, fork: UniqueId) -> None:
-    target.rref.CopyFrom(id_to_pb(rref))
-    target.fork.CopyFrom(id_to_pb(fork))
+def _name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: Share) -> None:
+    target.rref.CopyFrom(id_to_pb(share.rref))
+    target.fork.CopyFrom(id_to_pb(share.fork))
 
 
 def _positional(args: Any) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import PendingCall
 from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._futures.interrupt import acquire
-from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
@@ -35,12 +35,12 @@ class Submit(Protocol):
     def __call__(self, function: Callable[..., object], /, *arguments: object) -> None: ...
 
 
-def result_of(reply: rpc_pb2.Reply, payload: object, may_unpickle: bool) -> object:
+def result_of(failure: rpc_pb2.Failure | None, payload: object, may_unpickle: bool) -> object:
     """The value of a reply; raises what the callee raised. Runs user code: never on the I/O loop."""
-    if isinstance(payload, ArrivedValue):
+    if isinstance(payload, Arrived):
         return payload.decode()
-    if reply.HasField("failure"):
-        raise exception_of(reply.failure, may_unpickle=may_unpickle)
+    if failure is not None:
+        raise exception_of(failure, may_unpickle=may_unpickle)
     return payload  # a stream, or None
 
 
@@ -56,18 +56,18 @@ class SyncReplySink:
     The lock is taken when this is made, and released by whoever ends the call.
     """
 
-    __slots__ = ("_error", "_lock", "_may_unpickle", "_payload", "_reply")
+    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload")
 
     def __init__(self, may_unpickle: bool) -> None:
         self._lock = threading.Lock()
         self._lock.acquire()
         self._may_unpickle = may_unpickle
-        self._reply: rpc_pb2.Reply | None = None
+        self._failure: rpc_pb2.Failure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
-        self._reply = reply
+    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+        self._failure = failure
         self._payload = payload
         self._lock.release()
 
@@ -97,8 +97,7 @@ class SyncReplySink:
                 raise error
             finally:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
-        assert self._reply is not None  # one of the two is set before the lock is released
-        return result_of(self._reply, self._payload, self._may_unpickle)
+        return result_of(self._failure, self._payload, self._may_unpickle)
 
 
 class FutureReplySink:
@@ -111,12 +110,12 @@ class FutureReplySink:
         self._submit = submit
         self._may_unpickle = may_unpickle
 
-    def replied(self, reply: rpc_pb2.Reply, payload: object, jobs: list[PoolJob]) -> None:
+    def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
         future = self.future
-        if future._deliver(partial(result_of, reply, payload, self._may_unpickle)):
-            context = payload.autograd if isinstance(payload, ArrivedValue) else None
+        if future._deliver(partial(result_of, failure, payload, self._may_unpickle)):
+            context = payload.autograd if isinstance(payload, Arrived) else None
             jobs.append((future._settle, ()) if context is None else (_settle_inside, (context, future)))
-        elif future.cancelled() and isinstance(payload, ArrivedValue):
+        elif future.cancelled() and isinstance(payload, Arrived):
             payload.discard()
 
     def failed(self, exc: BaseException) -> None:

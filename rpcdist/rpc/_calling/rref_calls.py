@@ -18,6 +18,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.identifiers import Share
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -64,7 +65,7 @@ class RRefCalls:
     def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         """The value of a reference that another worker owns. A lost worker goes through `fetch_error`."""
         check_not_forked()
-        future = self._caller.fetch(self._rrefs.owner_of(state), state.rref, state.id, timeout_s)
+        future = self._caller.fetch(self._rrefs.owner_of(state), Share(state.rref, state.id), timeout_s)
         future.is_quiet = True
         return future
 
@@ -103,14 +104,14 @@ class RRefCalls:
     ) -> Any:
         """Calls a function whose result stays there; returns a reference to it at once."""
         owner = self._directory.resolve(to)
-        rref, fork = self._rrefs.create_remote(owner)
+        rref, share = self._rrefs.create_remote(owner)
         try:
-            created = self._caller.remote(owner, fork, func, args, kwargs, timeout_s, on)
+            created = self._caller.remote(owner, share, func, args, kwargs, timeout_s, on)
         except BaseException as exc:
-            self._rrefs.on_creation_failed(fork, exc)
+            self._rrefs.on_creation_failed(share, exc)
             raise
         rref._creation = created
-        self._rrefs.track_creation(fork, created)
+        self._rrefs.track_creation(share, created)
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:

@@ -14,23 +14,51 @@ from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
+from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc.future import Future
 
-__all__ = ["ArrivedValue", "OutgoingRRefs"]
+__all__ = ["Arrived", "ArrivedCompact", "ArrivedValue", "OutgoingRRefs"]
 
 
-class ArrivedValue:
+class Arrived:
     """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
+
+    Attributes:
+        autograd: the autograd context to which the value belongs, or None.
+    """
+
+    __slots__ = ("autograd",)
+
+    autograd: CallContext | None
+
+    @property
+    def is_simple(self) -> bool:
+        """Whether `decode` is quick and runs no code of users, so that it may run on a loop."""
+        return False
+
+    def confirmation(self) -> Future[None] | None:
+        """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
+        return None
+
+    def decode(self) -> object:
+        """The value. Runs user code when it is pickled."""
+        raise NotImplementedError
+
+    def discard(self) -> None:
+        """Gives back the remote references that nobody claimed; idempotent."""
+
+
+class ArrivedValue(Arrived):
+    """A value that came in a protobuf message.
 
     The shares of remote references are received when this is made, on the I/O loop; what decoding does not claim is
     given back.
 
     Attributes:
         plain_only: refuse pickles.
-        autograd: the autograd context to which the value belongs, or None.
     """
 
-    __slots__ = ("_buffers", "_manager", "_sender", "_tokens", "_value", "autograd", "plain_only")
+    __slots__ = ("_buffers", "_manager", "_sender", "_tokens", "_value", "plain_only")
 
     def __init__(
         self,
@@ -51,12 +79,15 @@ class ArrivedValue:
         if value.rrefs:
             self._tokens = [manager.receive(fork, sender.id, sender.incarnation) for fork in value.rrefs]
 
+    @property
+    def is_simple(self) -> bool:
+        value = self._value
+        return value.encoding == value_pb2.Value.PLAIN and not value.rrefs and not len(value.buffers)
+
     def confirmation(self) -> Future[None] | None:
-        """Done when the owners of the references in it have counted them; None if there is nothing to wait for."""
         return self._manager.confirmation(self._tokens) if self._tokens else None
 
     def decode(self) -> object:
-        """The value. Runs user code when it is pickled."""
         try:
             context = self.autograd
             attach = None if context is None else partial(self._attach, context)
@@ -69,10 +100,28 @@ class ArrivedValue:
         context.received(self._value, tensors, self._sender)
 
     def discard(self) -> None:
-        """Gives back the remote references that nobody claimed; idempotent."""
         tokens, self._tokens = self._tokens, None
         for token in tokens or ():
             self._manager.discard(token)
+
+
+class ArrivedCompact(Arrived):
+    """A value in compact form: it has no references and no history, so there is nothing to give back or to wait for."""
+
+    __slots__ = ("_body", "_buffers", "_num_tensors")
+
+    def __init__(self, body: bytes, num_tensors: int, buffers: Sequence[ReceiveBuffer]) -> None:
+        self._body = body
+        self._num_tensors = num_tensors
+        self._buffers = buffers
+        self.autograd = None
+
+    @property
+    def is_simple(self) -> bool:
+        return not self._num_tensors
+
+    def decode(self) -> object:
+        return read_compact(self._body, self._num_tensors, self._buffers)
 
 
 class _IncomingRRefs:
@@ -97,25 +146,26 @@ class _IncomingRRefs:
 
 
 class OutgoingRRefs:
-    """`Externals` of the encoder: shares every remote reference that it meets with the receiver."""
+    """`Externals` of the encoder: shares every remote reference that it meets with the receiver.
 
-    __slots__ = ("_manager", "_to", "_type", "_value", "forks")
+    Attributes:
+        forks: the shares, in the order in which they belong into the value.
+    """
 
-    def __init__(self, manager: RRefManager, rref_type: type, to: int, value: value_pb2.Value) -> None:
+    __slots__ = ("_manager", "_to", "_type", "forks")
+
+    def __init__(self, manager: RRefManager, rref_type: type, to: int) -> None:
         self._manager = manager
         self._type = rref_type
         self._to = to
-        self._value = value
         self.forks: list[value_pb2.RRefFork] = []
 
     def is_external(self, obj: object) -> bool:
         return isinstance(obj, self._type)
 
     def externalize(self, obj: object) -> int:
-        fork = self._manager.share(obj, self._to)
-        self._value.rrefs.append(fork)
-        self.forks.append(fork)
-        return len(self._value.rrefs) - 1
+        self.forks.append(self._manager.share(obj, self._to))
+        return len(self.forks) - 1
 
     def internalize(self, index: int) -> object:
         raise SerializationError("an encoder cannot decode")

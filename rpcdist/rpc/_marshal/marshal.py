@@ -8,19 +8,40 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
-from rpcdist.rpc._marshal.arrived_value import ArrivedValue, OutgoingRRefs
+from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedValue, OutgoingRRefs
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer, encode_into
+from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
+from rpcdist.rpc._values.codec import fill_value, write_plain
+from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.failures import failure_of
+from rpcdist.rpc._values.plain import PlainWriter
+from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 
-__all__ = ["Marshal"]
+__all__ = ["Marshal", "Written"]
+
+
+class Written(NamedTuple):
+    """An object on its way into a message.
+
+    Attributes:
+        obj: the object.
+        to: the id of the worker that it is for.
+        writer: has written it without pickle; None if that is impossible.
+        externals: takes its remote references.
+    """
+
+    obj: object
+    to: int
+    writer: PlainWriter | None
+    externals: OutgoingRRefs
 
 
 class Marshal:
@@ -69,18 +90,35 @@ class Marshal:
         Returns:
             The large buffers, and the shares, for `give_back`.
         """
-        externals = OutgoingRRefs(self._rrefs, self._rref_type, to, value)
+        return self.fill(value, self.write(obj, to), autograd)
+
+    def write(self, obj: object, to: int) -> Written:
+        """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
+        externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
+        return Written(obj, to, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
+
+    def compact(self, written: Written) -> CompactValue | None:
+        """The value in compact form; None if it has none, and needs `fill`."""
+        return None if written.writer is None else compact_value(written.writer)
+
+    def fill(
+        self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
+    ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
+        """See `encode`."""
+        externals, to = written.externals, written.to
         record = None if autograd is None else partial(_record, autograd, value, to)
         try:
-            large = encode_into(
+            large = fill_value(
                 value,
-                obj,
+                written.obj,
+                written.writer,
                 externals,
                 by_value=self.by_value,
                 plain_only=not self.allow_pickle,
                 map_device=self._device_map(to),
                 on_tensors=record,
             )
+            value.rrefs.extend(externals.forks)
         except BaseException:
             self.give_back(externals.forks, to)
             raise
@@ -94,7 +132,7 @@ class Marshal:
     def send(
         self,
         session: MessageSink,
-        message: rpc_pb2.Message,
+        message: WireMessage,
         large: Sequence[LargeBuffer],
         forks: list[value_pb2.RRefFork],
     ) -> None:
@@ -112,6 +150,10 @@ class Marshal:
     ) -> ArrivedValue:
         """A value that came; its shares are received at once, the rest is decoded later. On the I/O loop."""
         return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd)
+
+    def arrived_compact(self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer]) -> ArrivedCompact:
+        """The value of a compact message; any thread."""
+        return ArrivedCompact(message.body, message.num_tensors, buffers)
 
     def failure(self, exc: BaseException) -> rpc_pb2.Failure:
         """An exception of this worker, for the wire; raises nothing."""

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 
 __all__ = ["Demultiplexer", "Handler", "PoolJob"]
 
 PoolJob = tuple[Callable[..., object], tuple[object, ...]]
 """A function and its arguments, to be called by a thread of the pool."""
 
-Handler = Callable[[MessageSink, rpc_pb2.Message, list[ReceiveBuffer], list[PoolJob]], object]
-"""Takes the session, the message, its large buffers, and the list to which it adds what the pool shall do."""
+Handler = Callable[[MessageSink, Any, list[ReceiveBuffer], list[PoolJob]], object]
+"""Takes the session, the message (of the kind that it is registered for), its large buffers, and the list to which it
+adds what the pool shall do."""
 
 
 class Demultiplexer:
@@ -29,22 +32,23 @@ class Demultiplexer:
     def __init__(self, submit_many: Callable[[list[PoolJob]], object], lifetime: Lifetime) -> None:
         self._submit_many = submit_many
         self._lifetime = lifetime
-        self._handlers: dict[str | None, Handler] = {}
+        self._handlers: dict[str | type | None, Handler] = {}
 
     def __repr__(self) -> str:
         return f"<Demultiplexer [{', '.join(map(str, self._handlers))}]>"
 
-    def handle(self, kind: str, handler: Handler) -> None:
-        """Says who takes messages whose body is of this kind. Messages of unknown kinds are dropped."""
+    def handle(self, kind: str | type[CompactCall | CompactReply], handler: Handler) -> None:
+        """Says who takes messages of a class, or those of protobuf whose body is of a kind; others are dropped."""
         self._handlers[kind] = handler
 
-    def on_messages(self, session: MessageSink, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""
         if self._lifetime.is_closed:
             return
         jobs: list[PoolJob] = []
         for message, buffers in messages:
-            handler = self._handlers.get(message.WhichOneof("body"))
+            kind = message.WhichOneof("body") if isinstance(message, rpc_pb2.Message) else type(message)
+            handler = self._handlers.get(kind)
             if handler is not None:
                 handler(session, message, buffers, jobs)
         if jobs:

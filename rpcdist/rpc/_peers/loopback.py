@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["Loopback"]
 
@@ -26,7 +26,7 @@ class Loopback:
     def __init__(
         self,
         identity: Identity,
-        deliver: Callable[[MessageSink, list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]], None],
+        deliver: Callable[[MessageSink, list[tuple[WireMessage, list[ReceiveBuffer]]]], None],
     ) -> None:
         self.peer = identity
         self._deliver = deliver
@@ -38,7 +38,7 @@ class Loopback:
     def last_received(self) -> float:
         return time.monotonic()
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
         return 0
 

@@ -12,11 +12,11 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["Connection", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
 
@@ -39,7 +39,7 @@ class MessageSink(Protocol):
     def last_received(self) -> float:
         """When the peer was last heard of, in seconds of the monotonic clock."""
 
-    def send(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = ()) -> int:
+    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message; any thread, never blocks. Returns the number of the transfer, 0 if it needs none."""
 
     def abort_transfer(self, number: int, reason: str) -> None:
@@ -69,8 +69,11 @@ class SessionTaker(Protocol):
     def on_opened(self, session: PeerSession) -> None:
         """A peer opened this session; not called for those that this process opens itself."""
 
-    def on_messages(self, session: PeerSession, messages: list[tuple[rpc_pb2.Message, list[Any]]]) -> None:
-        """Messages arrived whole, in the order in which they became complete, with buffers that `allocate` made."""
+    def on_messages(self, session: PeerSession, messages: list[tuple[Any, list[Any]]]) -> None:
+        """Messages (`WireMessage`) arrived whole, in the order in which they became complete.
+
+        Their buffers were made by `allocate` or `borrow`.
+        """
 
     def on_closed(self, session: PeerSession, reason: str) -> None:
         """The session ended; called once."""

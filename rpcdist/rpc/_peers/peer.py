@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.rpc._peers.control import ControlOutbox
@@ -36,6 +36,7 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     REFUSED_GRACE_S,
 )
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["Peer", "PeerOwner", "PeerState"]
 
@@ -64,7 +65,7 @@ class PeerOwner(Protocol):
     def max_incoming_bytes(self) -> int | None:
         """What a peer may have announced and not sent; None for the memory of this machine."""
 
-    def on_messages(self, session: MessageSink, messages: list[tuple[rpc_pb2.Message, list[ReceiveBuffer]]]) -> None:
+    def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on the connection."""
 
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
@@ -104,7 +105,7 @@ class Peer:
         self._owner = owner
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
-        self._waiting: list[tuple[rpc_pb2.Message, Sequence[LargeBuffer], SendObserver | None]] = []
+        self._waiting: list[tuple[WireMessage, Sequence[LargeBuffer], SendObserver | None]] = []
         self._control = ControlOutbox()
         self._connection: Connection | None = None
         self._task: asyncio.Task[None] | None = None
@@ -115,9 +116,7 @@ class Peer:
 
     # ------------------------------------------------------------ any thread
 
-    def send(
-        self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer] = (), sent: SendObserver | None = None
-    ) -> None:
+    def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = (), sent: SendObserver | None = None) -> None:
         """Sends a message, or keeps it until the connection stands.
 
         Args:
@@ -139,7 +138,7 @@ class Peer:
         if sent is not None:
             sent.on_sent(session, number)
 
-    def _queue(self, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], sent: SendObserver | None) -> None:
+    def _queue(self, message: WireMessage, buffers: Sequence[LargeBuffer], sent: SendObserver | None) -> None:
         if self.state in (PeerState.LOST, PeerState.CLOSED):
             raise TransportError(self.lost_reason or "this process has shut down RPC")
         self._waiting.append((message, buffers, sent))
@@ -237,8 +236,8 @@ class Peer:
             self.state = PeerState.UP
             self.lost_reason = None
             session = connection.session
-            for message in self._control.to_resend():  # before anything new: the peer applies them in order
-                session.send(message)
+            for control in self._control.to_resend():  # before anything new: the peer applies them in order
+                session.send(control)
             waiting, self._waiting = self._waiting, []
             for message, buffers, sent in waiting:
                 if sent is not None and sent.ended:

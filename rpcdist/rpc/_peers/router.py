@@ -25,6 +25,7 @@ from rpcdist.rpc._peers.peer import Peer, PeerState
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["REPLACED", "ControlBody", "Router"]
 
@@ -79,9 +80,7 @@ class Router:
 
     # ------------------------------------------------------------ sending
 
-    def send_call(
-        self, to: int, message: rpc_pb2.Message, buffers: Sequence[LargeBuffer], observer: SendObserver
-    ) -> None:
+    def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
         """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.
 
         Raises:
@@ -96,7 +95,7 @@ class Router:
     def send(
         self,
         to: int,
-        message: rpc_pb2.Message,
+        message: WireMessage,
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
     ) -> None:
@@ -119,7 +118,7 @@ class Router:
         except TransportError as exc:
             logger.debug("not sent to worker %s: %s", to, exc)
 
-    def send_again(self, identity: Identity, message: rpc_pb2.Message, observer: SendObserver) -> None:
+    def send_again(self, identity: Identity, message: WireMessage, observer: SendObserver) -> None:
         """Sends a message once more, to the same process only; on the I/O loop. Raises `TransportError`."""
         peer = self._peers.get(identity.id)
         if peer is None or peer.identity != identity:

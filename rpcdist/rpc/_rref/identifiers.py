@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ForkId", "Incarnation", "RRefId", "UniqueId"]
+__all__ = ["ForkId", "Incarnation", "RRefId", "Share", "UniqueId"]
 
 
 class UniqueId(NamedTuple):
@@ -41,3 +41,10 @@ class Incarnation(NamedTuple):
 
 RRefId = UniqueId  # the referenced value
 ForkId = UniqueId  # one holder's share of it
+
+
+class Share(NamedTuple):
+    """A reference, and one holder's share of it."""
+
+    rref: RRefId
+    fork: ForkId

@@ -19,7 +19,7 @@ from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, Share, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
@@ -51,7 +51,7 @@ class RRefManager:
         self._numbers = itertools.count()
         self._states: dict[UniqueId, HandleState] = {}
         self._values: dict[RRefId, OwnerValue] = {}
-        self._fetches: dict[tuple[RRefId, ForkId], list[Future[Any]]] = {}
+        self._fetches: dict[Share, list[Future[Any]]] = {}
         self._losses = Losses()
         self._dropped: deque[tuple[RRefId, UniqueId]] = deque()
         self.closed = False
@@ -68,8 +68,8 @@ class RRefManager:
         owned.set(value)
         return self._add_handle(rref, rref, self.me, self.my_name, owned)
 
-    def create_remote(self, owner: int) -> tuple[Any, value_pb2.RRefFork]:
-        """Begins a `remote()`: the reference, and what goes into `Call.result`.
+    def create_remote(self, owner: int) -> tuple[Any, Share]:
+        """Begins a `remote()`: the reference, and what the call says that its result is.
 
         The caller reports how the call ends: `on_created` or `on_creation_failed`, also when it could not be sent.
 
@@ -84,38 +84,37 @@ class RRefManager:
         handle = self._feed_new(event, rref, fork, node, self._host.name_of(owner))
         if handle.state.error is not None:
             raise fresh_copy(handle.state.error)
-        return self._wrap(handle), self._fork_pb(handle.state, fork, None)
+        return self._wrap(handle), Share(rref, fork)
 
-    def track_creation(self, fork: value_pb2.RRefFork, future: Future[Any]) -> None:
+    def track_creation(self, share: Share, future: Future[Any]) -> None:
         """Has the end of the call of a `remote()` reported."""
         future.is_quiet = True  # the error surfaces where the reference is used
 
         def ended(future: Future[Any]) -> None:  # must not hold the reference, which the future would keep alive
             error = future.exception()
             if error is None:
-                self.on_created(fork)
+                self.on_created(share)
             else:
-                self.on_creation_failed(fork, error)
+                self.on_creation_failed(share, error)
 
         future.add_done_callback(ended)
 
-    def on_created(self, fork: value_pb2.RRefFork) -> None:
+    def on_created(self, share: Share) -> None:
         """The reply to `remote()` says that the owner holds the result."""
-        self._feed(events.Created(id_from_pb(fork.rref), id_from_pb(fork.fork)))
+        self._feed(events.Created(share.rref, share.fork))
 
-    def on_creation_failed(self, fork: value_pb2.RRefFork, exc: BaseException) -> None:
+    def on_creation_failed(self, share: Share, exc: BaseException) -> None:
         """`remote()` failed. The error surfaces where the reference is used."""
-        rref, id = id_from_pb(fork.rref), id_from_pb(fork.fork)
         with self._lock:
-            state = self._states.get(id)
-            waiters = [] if state is None else self._set_error(state, creation_error(exc, fork.owner_name))
+            state = self._states.get(share.fork)
+            waiters = [] if state is None else self._set_error(state, creation_error(exc, state.owner_name))
         for waiter in waiters:
             waiter()
-        self._feed(events.CreationFailed(rref, id))
+        self._feed(events.CreationFailed(share.rref, share.fork))
 
     # ------------------------------------------------------------ remote() at the owner
 
-    def accept_creation(self, fork: value_pb2.RRefFork, creator: int, incarnation: int | None = None) -> OwnerValue:
+    def accept_creation(self, share: Share, creator: int, incarnation: int | None = None) -> OwnerValue:
         """The call of a `remote()` arrived. Its outcome goes to `set_value` or `set_error`.
 
         Raises:
@@ -123,8 +122,8 @@ class RRefManager:
         """
         if self.closed:
             raise RRefError(GONE)
-        rref = id_from_pb(fork.rref)
-        event = events.CreationAccepted(rref, id_from_pb(fork.fork), self._node(creator, incarnation))
+        rref, fork = share
+        event = events.CreationAccepted(rref, fork, self._node(creator, incarnation))
         value = OwnerValue(rref)
 
         def prepare() -> None:
@@ -145,18 +144,15 @@ class RRefManager:
         entry.fail(exc)
         self._feed(events.CreationFinished(entry.rref))
 
-    def get_value_future(
-        self, rref: value_pb2.UniqueId, fork: value_pb2.UniqueId, requester: int, incarnation: int | None = None
-    ) -> Future[Any]:
+    def get_value_future(self, share: Share, requester: int, incarnation: int | None = None) -> Future[Any]:
         """The value for a user's fetch: also before its `remote()` has arrived. Fails if the value is gone."""
-        key = id_from_pb(rref), id_from_pb(fork)
         future: Future[Any] = Future()
         future.is_quiet = True  # the error goes to the requester
         if self.closed:
             future.set_exception(RRefError(GONE))
             return future
-        event = events.FetchArrived(*key, self._node(requester, incarnation))
-        self._feed(event, lambda: self._fetches.setdefault(key, []).append(future))
+        event = events.FetchArrived(*share, self._node(requester, incarnation))
+        self._feed(event, lambda: self._fetches.setdefault(share, []).append(future))
         return future
 
     # ------------------------------------------------------------ references in messages
@@ -451,12 +447,12 @@ class RRefManager:
 
     def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
         value = self._values[action.rref]
-        for future in self._fetches.pop((action.rref, action.fork), ()):
+        for future in self._fetches.pop(Share(action.rref, action.fork), ()):
             effects.append(lambda f=future: value.future.add_done_callback(lambda done: copy_outcome(done, f)))  # type: ignore[misc]
 
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self._error(action.reason, str(action.rref), self.me)
-        for future in self._fetches.pop((action.rref, action.fork), ()):
+        for future in self._fetches.pop(Share(action.rref, action.fork), ()):
             effects.append(lambda f=future: f._fail(error))  # type: ignore[misc]
 
     def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.deadline import Deadline
+from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._executors.user_call import UserCall
-from rpcdist.rpc._marshal.arrived_value import ArrivedValue
+from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
+from rpcdist.rpc._rref.identifiers import Share, UniqueId
+from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
 from rpcdist.rpc.future import Future
+from rpcdist.transport.messages import CompactCall, NamedReference
 
 __all__ = ["ActiveCall"]
 
@@ -22,39 +25,54 @@ class ActiveCall:
 
     Attributes:
         session: where it came from, and where the reply goes.
-        call: the message.
+        id: the caller's number of it.
+        function: its name; empty for one that was pickled, and where only a value is fetched.
+        function_pickle: of a function without a name.
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
         cancelled: its caller does not want the result any more.
         handle: of the user loop, while a coroutine runs.
         producer: of the stream that is its result.
+        result: for `remote()`: the share that its caller has of the result.
         entry: for `remote()`: where the result is kept.
         autograd: the caller's context, in which the function runs.
+        value: the share of the reference whose method is called, or whose value is fetched.
         target: of a method: the value that it is called on, which may not be there yet.
+        counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_chained: the function has returned a future, and that is waited for.
     """
 
     __slots__ = (
         "arguments",
         "autograd",
-        "call",
         "cancelled",
+        "counts_as_idle",
         "deadline",
         "entry",
+        "function",
+        "function_pickle",
         "handle",
+        "id",
         "is_chained",
         "producer",
+        "result",
         "session",
         "target",
+        "value",
     )
 
     def __init__(
-        self, session: MessageSink, call: rpc_pb2.Call, arguments: ArrivedValue | None, deadline: Deadline
+        self, session: MessageSink, id: int, function: str, arguments: Arrived | None, deadline: Deadline
     ) -> None:
         self.session = session
-        self.call = call
+        self.id = id
+        self.function = function
+        self.function_pickle: bytes | None = None
         self.arguments = arguments
         self.deadline = deadline
+        self.result: Share | None = None
+        self.value: Share | None = None
+        self.counts_as_idle = False
         self.cancelled = False
         self.handle: UserCall | None = None
         self.producer: Producer | None = None
@@ -64,7 +82,39 @@ class ActiveCall:
         self.is_chained = False
 
     def __repr__(self) -> str:
-        return f"<call {self.call.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
+        return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
+
+    @classmethod
+    def of_compact(cls, session: MessageSink, call: CompactCall, arguments: Arrived | None) -> ActiveCall:
+        """A call that came in compact form."""
+        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
+        active = cls(session, call.id, call.function, arguments, deadline)
+        if call.result is not None:
+            active.result = _share_of(call.result)
+        if call.target is not None:
+            active.value = _share_of(call.target)
+        return active
+
+    @classmethod
+    def of_protobuf(cls, session: MessageSink, call: rpc_pb2.Call, arguments: Arrived | None) -> ActiveCall:
+        """A call that came in a protobuf message."""
+        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
+        active = cls(session, call.id, call.function, arguments, deadline)
+        active.counts_as_idle = call.counts_as_idle
+        if call.HasField("function_pickle"):
+            active.function_pickle = call.function_pickle
+        if call.HasField("result"):
+            active.result = Share(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
+        for named in ("fetch", "on"):
+            if call.HasField(named):
+                value = getattr(call, named)
+                active.value = Share(id_from_pb(value.rref), id_from_pb(value.fork))
+        return active
+
+    @property
+    def is_fetch(self) -> bool:
+        """Whether nothing is called, and the value of a reference is the result."""
+        return self.value is not None and not self.function and self.function_pickle is None
 
     @property
     def is_abandoned(self) -> bool:
@@ -74,11 +124,13 @@ class ActiveCall:
     @property
     def counts_as_work(self) -> bool:
         """Whether a shutdown of this worker waits for it."""
-        return not self.call.counts_as_idle and not self.is_abandoned
+        return not self.counts_as_idle and not self.is_abandoned
 
     @property
     def what(self) -> str:
-        return self.call.function or self.call.WhichOneof("target") or "?"
+        if self.function:
+            return self.function
+        return "function_pickle" if self.function_pickle is not None else "fetch" if self.value is not None else "?"
 
     def cancel(self) -> None:
         """Stops what runs; any thread."""
@@ -87,3 +139,7 @@ class ActiveCall:
             self.producer.cancel()
         if self.handle is not None:
             self.handle.cancel()
+
+
+def _share_of(ids: NamedReference) -> Share:
+    return Share(UniqueId(*ids[:3]), UniqueId(*ids[3:]))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rpcdist._proto import rpc_pb2
 from rpcdist.errors import CallRefused
 from rpcdist.rpc._values.function_names import decode_function, function_name
 from rpcdist.rpc.options import RpcOptions
@@ -28,11 +27,15 @@ class Callables:
         self._always = always
         self._worker_name = worker_name
 
-    def find(self, call: rpc_pb2.Call) -> Callable[..., Any]:
-        """Imports or unpickles what is to be called; raises `CallRefused` for what may not be."""
-        if call.HasField("function_pickle"):
-            return self._unpickled(call.function_pickle)
-        name = call.function
+    def find(self, name: str, pickle: bytes | None = None) -> Callable[..., Any]:
+        """Imports or unpickles what is to be called; raises `CallRefused` for what may not be.
+
+        Args:
+            name: "module:qualified.name".
+            pickle: of a function without a name.
+        """
+        if pickle is not None:
+            return self._unpickled(pickle)
         if name in self._always:
             return self._always[name]
         if self._options.allow_functions is None:

@@ -19,8 +19,8 @@ from typing import Any, Final
 
 import torch
 
-from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import NEVER, Deadline, current_deadline
+from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
@@ -28,10 +28,12 @@ from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._rref.identifiers import Share
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -39,6 +41,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK
+from rpcdist.transport.messages import CompactCall, CompactReply
 
 __all__ = ["Dispatcher", "describe_job"]
 
@@ -104,48 +107,57 @@ class Dispatcher:
     # ------------------------------------------------------------ I/O loop
 
     def on_call(
-        self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+        self,
+        session: MessageSink,
+        message: rpc_pb2.Message | CompactCall,
+        buffers: list[ReceiveBuffer],
+        jobs: list[PoolJob],
     ) -> None:
         """Takes a call; appends what the pool must do to `jobs`.
 
         Whatever the loop can do without running code of users is done here, so that a thread of the pool has less to
         do: the shares of references in the arguments are received, and a `remote()` is entered as being created.
         """
-        call = message.call
-        arguments = None
-        if call.HasField("arguments"):
-            arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
-        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
-        active = ActiveCall(session, call, arguments, deadline)
-        if call.autograd_context:
-            active.autograd = self._admit_context(call.autograd_context, session.peer)
-            if arguments is not None:
-                arguments.autograd = active.autograd
-        self._active[session, call.id] = active
+        if isinstance(message, CompactCall):
+            arguments: Arrived | None = None
+            if message.body:
+                arguments = self._marshal.arrived_compact(message, buffers)
+            active = ActiveCall.of_compact(session, message, arguments)
+        else:
+            call = message.call
+            arguments = None
+            if call.HasField("arguments"):
+                arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
+            active = ActiveCall.of_protobuf(session, call, arguments)
+            if call.autograd_context:
+                active.autograd = self._admit_context(call.autograd_context, session.peer)
+                if arguments is not None:
+                    arguments.autograd = active.autograd
+        self._active[session, active.id] = active
         if not self.accepting:
             self.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
-        if call.HasField("result"):
+        if active.result is not None:
             try:
-                active.entry = self._rrefs.accept_creation(call.result, session.peer.id, session.peer.incarnation)
+                active.entry = self._rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
             except RpcdistError as exc:
                 self.fail(active, exc)
                 return
-        if call.HasField("on") and not self._find_target(active):
+        if active.value is not None and not active.is_fetch and not self._find_target(active, active.value):
             return
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
             # A function may rely on its arguments: their owners have counted them before it runs.
             confirmed.add_done_callback(lambda _: self._pool.submit(self.run, active))
-        elif call.function in self._coroutine_functions and _decodes_without_user_code(call):
+        elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
         else:
             jobs.append((self.run, (active,)))
 
-    def _find_target(self, active: ActiveCall) -> bool:
+    def _find_target(self, active: ActiveCall, value: Share) -> bool:
         """Looks up the value that a method is called on; False if the call runs later, when the value is there."""
-        named, peer = active.call.on, active.session.peer
-        active.target = target = self._rrefs.get_value_future(named.rref, named.fork, peer.id, peer.incarnation)
+        peer = active.session.peer
+        active.target = target = self._rrefs.get_value_future(value, peer.id, peer.incarnation)
         if target.done():
             return True
         active.is_chained = True
@@ -177,7 +189,7 @@ class Dispatcher:
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """A connection has ended: nobody waits for the replies to its calls. What `remote()` creates stays wanted."""
         for key, active in list(self._active.items()):
-            if key[0] is session and not active.call.HasField("result"):
+            if key[0] is session and active.result is None:
                 active.cancel()
 
     def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
@@ -199,7 +211,7 @@ class Dispatcher:
                 return
             if self.gil_wait is not None:
                 self.gil_wait.sample()
-            if active.call.HasField("fetch"):
+            if active.is_fetch:
                 self._fetch(active)
             else:
                 self._invoke(active)
@@ -219,12 +231,12 @@ class Dispatcher:
         return True
 
     def _invoke(self, active: ActiveCall) -> None:
-        function = self._callables.find(active.call)
+        function = self._callables.find(active.function, active.function_pickle)
         args, kwargs = _arguments(active)
         result = function(*args, **kwargs)
         if inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
-                self._remember(active.call.function)
+                self._remember(active.function)
             self._start_coroutine(active, result)
         elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
@@ -250,8 +262,9 @@ class Dispatcher:
         future.add_done_callback(completed)
 
     def _fetch(self, active: ActiveCall) -> None:
-        fetch, peer = active.call.fetch, active.session.peer
-        future = self._rrefs.get_value_future(fetch.rref, fetch.fork, peer.id, peer.incarnation)
+        assert active.value is not None
+        peer = active.session.peer
+        future = self._rrefs.get_value_future(active.value, peer.id, peer.incarnation)
         self._chain(active, future)
 
     # ------------------------------------------------------------ user loop
@@ -264,7 +277,7 @@ class Dispatcher:
         async def run() -> object:
             if coroutine is not None:
                 return await coroutine
-            function = self._callables.find(active.call)
+            function = self._callables.find(active.function, active.function_pickle)
             args, kwargs = _arguments(active)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
@@ -292,25 +305,31 @@ class Dispatcher:
         try:
             if active.entry is not None:
                 self._rrefs.set_value(active.entry, result)
-                reply = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, created=True))
-                active.session.send(reply)
+                active.session.send(CompactReply(active.id, created=True))
                 self._forget(active)
             elif isinstance(result, (Generator, AsyncGenerator)):
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)
             elif result is None:  # as most functions return: a reply without an outcome
-                active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id)))
+                active.session.send(CompactReply(active.id))
                 self._forget(active)
             else:
-                message = rpc_pb2.Message()
-                message.reply.id = active.call.id
-                peer = active.session.peer.id
-                large, forks = self._marshal.encode(message.reply.value, result, peer, active.autograd)
-                self._marshal.send(active.session, message, large, forks)
+                self._send_result(active, result)
                 self._forget(active)
         except BaseException as exc:
             self.fail(active, exc)
+
+    def _send_result(self, active: ActiveCall, result: object) -> None:
+        written = self._marshal.write(result, active.session.peer.id)
+        value = self._marshal.compact(written) if active.autograd is None else None
+        if value is not None:
+            active.session.send(CompactReply(active.id, value.body, value.num_tensors), value.large)
+            return
+        message = rpc_pb2.Message()
+        message.reply.id = active.id
+        large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
+        self._marshal.send(active.session, message, large, forks)
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
         """Answers a call with an exception."""
@@ -323,7 +342,7 @@ class Dispatcher:
         if active.arguments is not None:
             active.arguments.discard()
         failure = self._marshal.failure(exc)
-        by_user = active.call.function and not active.call.function.startswith("rpcdist.")
+        by_user = active.function and not active.function.startswith("rpcdist.")
         if failure.kind == rpc_pb2.Failure.USER and by_user:
             caller = active.session.peer.name
             error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
@@ -332,14 +351,12 @@ class Dispatcher:
         if active.entry is not None:
             self._rrefs.set_error(active.entry, exc)
         if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
-            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, failure=failure))
+            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
             active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
-        active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.call.id, stream=True)))
-        sender = StreamSender(
-            self._marshal, active.session, active.call.id, active.autograd, lambda: self._forget(active)
-        )
+        active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, stream=True)))
+        sender = StreamSender(self._marshal, active.session, active.id, active.autograd, lambda: self._forget(active))
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
             producer = SyncProducer(self._pool, sender, generator, self._new_context())
@@ -351,7 +368,7 @@ class Dispatcher:
             producer.cancel()
 
     def _forget(self, active: ActiveCall) -> None:
-        self._active.pop((active.session, active.call.id), None)
+        self._active.pop((active.session, active.id), None)
         if self._idle_waiters:
             with self._idle:
                 self._idle.notify_all()
@@ -364,7 +381,7 @@ class Dispatcher:
 
     def wait_gathered(self, timeout_s: float) -> bool:
         """Waits until the workers that wait here for others have been answered; False when the time is over."""
-        return self._wait(lambda: not any(active.call.counts_as_idle for active in self._calls()), timeout_s)
+        return self._wait(lambda: not any(active.counts_as_idle for active in self._calls()), timeout_s)
 
     def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
         with self._idle:
@@ -388,12 +405,6 @@ class Dispatcher:
         """Cancels what is left."""
         for active in self._calls():
             active.cancel()
-
-
-def _decodes_without_user_code(call: rpc_pb2.Call) -> bool:
-    """Whether decoding the arguments runs no user code, so that the pool can be skipped."""
-    arguments = call.arguments
-    return arguments.encoding == value_pb2.Value.PLAIN and not arguments.rrefs and not len(arguments.buffers)
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

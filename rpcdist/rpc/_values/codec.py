@@ -17,13 +17,23 @@ from rpcdist.rpc._values.rebuild import rebuild_tensors
 from rpcdist.rpc._values.refusals import why_not_plain
 from rpcdist.rpc._values.tensors import MapDevice, UnsupportedTensor, pack_tensors
 
-__all__ = ["OnTensors", "decode", "encode_into"]
+__all__ = ["OnTensors", "decode", "encode_into", "fill_value", "write_plain"]
 
 OnTensors = Callable[[list[torch.Tensor]], object]
 """Is given the tensor table of a value; the order is the same at both ends."""
 
 PLAIN_ITEMS: Final = 48
 """Values of more parts are pickled: the plain writer is Python, and slower from here on."""
+
+
+def write_plain(obj: object, externals: Externals | None = None, *, plain_only: bool = False) -> PlainWriter | None:
+    """Writes `obj` without pickle; None if it has a part that this cannot write, or too many of them."""
+    writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
+    try:
+        writer.write(obj)
+    except NotPlain:
+        return None
+    return writer
 
 
 def encode_into(
@@ -52,16 +62,36 @@ def encode_into(
         SerializationError: the value cannot be sent; with `plain_only`, the text names the part.
         AttributeError, TypeError, pickle.PicklingError: from pickle, with a note. `value` is left empty in all cases.
     """
+    writer = write_plain(obj, externals, plain_only=plain_only)
+    return fill_value(
+        value,
+        obj,
+        writer,
+        externals,
+        by_value=by_value,
+        plain_only=plain_only,
+        map_device=map_device,
+        on_tensors=on_tensors,
+    )
+
+
+def fill_value(
+    value: value_pb2.Value,
+    obj: object,
+    writer: PlainWriter | None,
+    externals: Externals | None,
+    *,
+    by_value: bool,
+    plain_only: bool,
+    map_device: MapDevice | None,
+    on_tensors: OnTensors | None,
+) -> list[LargeBuffer]:
+    """As `encode_into`, for an object that `write_plain` has written, or could not write."""
     large: list[LargeBuffer] = []
     try:
-        writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
-        try:
-            writer.write(obj)
-            _fill(value, bytes(writer.body), writer, large, map_device)
-            tensors = writer.tensors
-        except (NotPlain, UnsupportedTensor):
+        if writer is None or not _fill_plainly(value, writer, large, map_device):
             if plain_only:
-                raise SerializationError(why_not_plain(obj, externals)) from None
+                raise SerializationError(why_not_plain(obj, externals))
             value.Clear()
             large.clear()
             parts = write_pickle(obj, externals, by_value)
@@ -69,7 +99,7 @@ def encode_into(
             _fill(value, parts.body, parts, large, map_device)
             found, tensors = parts.externals, parts.tensors
         else:
-            found = writer.externals
+            found, tensors = writer.externals, writer.tensors
         if found:
             _externalize(found, externals)
         if on_tensors is not None and tensors:
@@ -78,6 +108,17 @@ def encode_into(
         value.Clear()
         raise
     return large
+
+
+def _fill_plainly(
+    value: value_pb2.Value, writer: PlainWriter, large: list[LargeBuffer], map_device: MapDevice | None
+) -> bool:
+    """False if it has a tensor that only pickle can take apart."""
+    try:
+        _fill(value, bytes(writer.body), writer, large, map_device)
+    except UnsupportedTensor:
+        return False
+    return True
 
 
 def _fill(

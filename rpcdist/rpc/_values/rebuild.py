@@ -19,7 +19,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
 
-__all__ = ["rebuild_tensors"]
+__all__ = ["contiguous_strides", "over_storage", "rebuild_tensors"]
 
 MAX_DIMS: Final = 64  # torch's own limit
 MAX_UNTRUSTED_TENSORS: Final = 1 << 17
@@ -105,7 +105,7 @@ def _rebuild(
             f"a tensor of dtype number {message.dtype} arrived; torch {torch.__version__} has no such type"
         )
     shape = message.shape[:]
-    stride, count = _contiguous(shape, info.itemsize)
+    stride, count = contiguous_strides(shape, info.itemsize)
     dense = not message.stride
     if not dense:
         stride = _checked_stride(shape, message.stride[:], info.itemsize)
@@ -125,7 +125,7 @@ def _rebuild(
             owner = owners.get(index)
             if owner is None:
                 owners[index] = owner = buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
-            tensor = _over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
+            tensor = over_storage(owner.untyped_storage(), message.offset, info, shape, stride)
         if device:
             tensor = tensor.to(device)
     if message.requires_grad:
@@ -137,7 +137,7 @@ def _rebuild(
     return tensor
 
 
-def _over_storage(
+def over_storage(
     storage: torch.UntypedStorage, offset: int, info: DtypeInfo, shape: list[int], stride: list[int]
 ) -> torch.Tensor:
     """A tensor with elements over a part of the memory of a buffer."""
@@ -160,7 +160,7 @@ def _copied(data: bytes) -> torch.Tensor:
     return memory
 
 
-def _contiguous(shape: list[int], itemsize: int) -> tuple[list[int], int]:
+def contiguous_strides(shape: list[int], itemsize: int) -> tuple[list[int], int]:
     """The strides of a contiguous tensor, and its number of elements."""
     if len(shape) > MAX_DIMS:
         raise SerializationError(f"a tensor of {len(shape)} dimensions arrived; torch has at most {MAX_DIMS}")

@@ -28,7 +28,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, memory_view
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 
-__all__ = ["MapDevice", "UnsupportedTensor", "pack_tensors"]
+__all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
 
 MapDevice = Callable[[torch.device], torch.device]
 """From a device of the sender to the one at the receiver; raises where no mapping is set."""
@@ -97,7 +97,7 @@ def pack_tensors(
         size = tensor.nbytes
         if tensor.is_contiguous():
             if size and not tensor.is_meta:
-                start = _address(tensor, size)
+                start = address_of(tensor, size)
                 views.append(_View(start, start + size, message, tensor))
         else:
             stride = tensor.stride()
@@ -105,7 +105,7 @@ def pack_tensors(
             if size and not tensor.is_meta:
                 span = sum((length - 1) * step for length, step in zip(shape, stride, strict=True)) + 1
                 size = span * tensor.itemsize
-                start = _address(tensor, size)
+                start = address_of(tensor, size)
                 views.append(_View(start, start + size, message, tensor))
                 has_strides = True
     if not has_strides and (len(views) < 2 or _are_apart(views)):
@@ -150,7 +150,7 @@ def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDev
     return tensor.detach().cpu()
 
 
-def _address(tensor: torch.Tensor, size: int) -> int:
+def address_of(tensor: torch.Tensor, size: int) -> int:
     """Where the tensor's first element lies; checks that `size` bytes from there are its own."""
     try:
         storage_size = tensor.untyped_storage().nbytes()

@@ -1,18 +1,42 @@
-"""How messages become bytes: pure functions over the protobuf wire format of `proto/rpc.proto`.
+"""How messages become bytes: pure functions. An envelope is what a channel carries at once; it is frames, joined.
 
-The writer joins messages that were serialized where they were made, so an envelope costs one copy of its bytes and no
-protobuf object; a chunk of a large buffer is written around the buffer's own memory for the same reason. What comes out
-is an ordinary `Envelope`, which any protobuf implementation reads.
+Every frame begins with the same 28 bytes, little endian, and `size` bytes follow them:
+
+     0        4      5       6         8          12      20          28
+     | size   | kind | flags | tensors | function | id    | timeout   | body ...
+     | u32    | u8   | u8    | u16     | u32      | u64   | u64, us   |
+
+    kind      fields that are used                      body
+    MESSAGE   none                                      a protobuf `Message`
+    CALL      all                                       what the flags announce, then the arguments
+    REPLY     flags, tensors, id                        what the flags announce, then the result
+    CHUNK     function: buffer, id: transfer,           bytes of a large buffer
+              timeout: offset
+
+    flag      in        what it announces, in this order
+    LARGE     both      transfer (u64), number of large buffers (u16), size (u64) and segment (u64, 0: none) of each
+    NAMED     CALL      size (u16) and UTF-8 of the function's name, for which `function`, if not 0, stands from now on
+    RESULT    CALL      two ids (`NamedReference`): `remote()`
+    TARGET    CALL      two ids: a method of that reference; or its value, if no function is named
+    CREATED   REPLY     nothing: the callee keeps the result
+
+Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
+
+Whatever arrives, `parse` returns messages or raises `ProtocolViolation`; it believes no size before it has compared it
+with the bytes that are there.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from struct import Struct
+from struct import error as StructError
+from typing import Final, NamedTuple
 
 from google.protobuf.message import DecodeError
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, NamedReference, WireMessage
 
 __all__ = [
     "CHUNK_BYTES",
@@ -20,13 +44,15 @@ __all__ = [
     "CHUNK_WINDOW_BYTES",
     "MAX_ENVELOPE_BYTES",
     "MAX_FRAME_BYTES",
+    "MAX_FUNCTIONS",
     "Chunk",
     "ChunkHead",
+    "call_frame",
     "chunk_head",
     "frame",
     "parse",
     "parse_chunk_head",
-    "varint",
+    "reply_frame",
 ]
 
 CHUNK_BYTES = 1 << 19
@@ -39,11 +65,24 @@ MAX_FRAME_BYTES = 1 << 20
 """A message above this travels as chunks itself."""
 MAX_ENVELOPE_BYTES = 1 << 20
 """The writer starts a new envelope when this is reached, so no envelope exceeds the sum of this and one frame."""
+MAX_FUNCTIONS: Final = 4096
+"""Functions that have a number in one direction of a session; the names of others travel with each call."""
 
-CHUNK_HEAD_BYTES = 64
-"""No `chunk_head` is longer: five tags and as many numbers of at most ten bytes."""
+_HEAD: Final = Struct("<IBBHIQQ")
+_pack, _unpack = _HEAD.pack, _HEAD.unpack_from
+_HEAD_BYTES: Final = _HEAD.size
+CHUNK_HEAD_BYTES: Final = _HEAD_BYTES
 
-_CHUNK_TAG = 0x7A  # Envelope.chunk, field 15, length-delimited
+_MESSAGE, _CALL, _REPLY, _CHUNK = range(1, 5)
+_LARGE, _NAMED, _RESULT, _TARGET = 1, 2, 4, 8
+_CREATED: Final = 2
+_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET
+_REPLY_FLAGS: Final = _LARGE | _CREATED
+
+_TRANSFER: Final = Struct("<QH")
+_BUFFER: Final = Struct("<QQ")
+_NAME_SIZE: Final = Struct("<H")
+_IDS: Final = Struct("<qqQqqQ")
 
 
 class Chunk(NamedTuple):
@@ -65,91 +104,186 @@ class ChunkHead(NamedTuple):
     head_size: int
 
 
-def varint(value: int) -> bytes:
-    """Protobuf's base-128 encoding of a number >= 0."""
-    out = bytearray()
-    while value > 0x7F:
-        out.append(value & 0x7F | 0x80)
-        value >>= 7
-    out.append(value)
-    return bytes(out)
+# ---------------------------------------------------------------- writing
 
 
 def frame(message: rpc_pb2.Message) -> bytes:
-    """The message as one entry of an envelope; envelopes are such entries joined."""
+    """A message of protobuf."""
     body = message.SerializeToString()
-    size = len(body)
-    if size < 0x80:
-        return b"\x0a%c%b" % (size, body)
-    return b"\x0a" + varint(size) + body
+    return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
+
+
+def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes:
+    """A call.
+
+    Args:
+        number: of its function; 0 if it has none.
+        name: of its function, if the receiver does not know the number.
+    """
+    body = call.body
+    flags = 0
+    if call.large or name or call.result is not None or call.target is not None:
+        parts = []
+        if call.large:
+            flags = _LARGE
+            parts.append(_transfer_of(call))
+        if name:
+            flags |= _NAMED
+            parts += (_NAME_SIZE.pack(len(name)), name)
+        if call.result is not None:
+            flags |= _RESULT
+            parts.append(_IDS.pack(*call.result))
+        if call.target is not None:
+            flags |= _TARGET
+            parts.append(_IDS.pack(*call.target))
+        body = b"".join((*parts, body))
+    return _pack(len(body), _CALL, flags, call.num_tensors, number, call.id, call.timeout_us) + body
+
+
+def reply_frame(reply: CompactReply) -> bytes:
+    """A reply."""
+    body = reply.body
+    flags = _CREATED if reply.created else 0
+    if reply.large:
+        flags |= _LARGE
+        body = _transfer_of(reply) + body
+    return _pack(len(body), _REPLY, flags, reply.num_tensors, 0, reply.id, 0) + body
+
+
+def _transfer_of(message: CompactCall | CompactReply) -> bytes:
+    segments = {loan.buffer: loan.segment for loan in message.loans}
+    sizes = [_BUFFER.pack(size, segments.get(index, 0)) for index, size in enumerate(message.large)]
+    return b"".join((_TRANSFER.pack(message.transfer, len(sizes)), *sizes))
 
 
 def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
     """The first bytes of an envelope that carries one chunk; the `size` bytes of the chunk follow."""
-    head = b"\x08%b\x10%b\x18%b\x22%b" % (varint(transfer), varint(buffer), varint(offset), varint(size))
-    return b"".join((b"\x7a", varint(len(head) + size), head))
+    return _pack(size, _CHUNK, 0, 0, buffer, transfer, offset)
 
 
-def parse(data: bytes | bytearray) -> rpc_pb2.Envelope | Chunk:
+# ---------------------------------------------------------------- reading
+
+
+def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk]:
     """Reads an envelope.
+
+    Args:
+        data: an envelope.
+        names: of the functions that the peer has numbered, which begin with 1; new ones are added.
 
     Raises:
         ProtocolViolation: the bytes are no envelope.
     """
-    if data and data[0] == _CHUNK_TAG:
-        chunk = _parse_chunk(data)
-        if chunk is not None:
-            return chunk
+    found: list[WireMessage | Chunk] = []
+    at, end = 0, len(data)
     try:
-        envelope = rpc_pb2.Envelope.FromString(bytes(data))
-    except DecodeError as exc:
-        raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope") from exc
-    if envelope.HasField("chunk"):  # written by another implementation, in another order of fields
-        chunk_pb = envelope.chunk
-        return Chunk(chunk_pb.transfer, chunk_pb.buffer, chunk_pb.offset, memoryview(chunk_pb.data))
-    return envelope
-
-
-def _read_varint(data: bytes | bytearray | memoryview, at: int) -> tuple[int, int]:
-    value = shift = 0
-    while shift < 64:
-        byte = data[at]
-        at += 1
-        value |= (byte & 0x7F) << shift
-        if byte < 0x80:
-            return value, at
-        shift += 7
-    raise IndexError
+        while at < end:
+            size, kind, flags, num_tensors, number, id, extra = _unpack(data, at)
+            body = at + _HEAD_BYTES
+            at = body + size
+            if at > end:
+                raise ProtocolViolation(f"{end} bytes arrived that are no envelope: one frame has {size}")
+            if kind == _REPLY:
+                reply = CompactReply(id, b"", num_tensors)
+                if flags:
+                    body = _read_reply_flags(reply, flags, data, body, at)
+                if body < at:
+                    reply.body = bytes(data[body:at])
+                found.append(reply)
+            elif kind == _CALL:
+                call = CompactCall(id, "", extra, b"", num_tensors)
+                if flags:
+                    body = _read_call_flags(call, flags, number, names, data, body, at)
+                if not call.function and (number or call.target is None):
+                    if not 0 < number <= len(names):
+                        raise ProtocolViolation(f"a call of function {number} arrived; the peer has named {len(names)}")
+                    call.function = names[number - 1]
+                if body < at:
+                    call.body = bytes(data[body:at])
+                found.append(call)
+            elif kind == _MESSAGE:
+                found.append(rpc_pb2.Message.FromString(bytes(data[body:at])))
+            elif kind == _CHUNK:
+                found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
+            else:
+                raise ProtocolViolation(f"a frame of an unknown kind ({kind}) arrived")
+    except (StructError, DecodeError, UnicodeDecodeError) as exc:
+        raise ProtocolViolation(f"{len(data)} bytes arrived that are no envelope: {exc}") from exc
+    return found
 
 
 def parse_chunk_head(data: bytes | bytearray | memoryview, size: int) -> ChunkHead | None:
-    """What the first bytes of an envelope say, if it carries a chunk in the layout of `chunk_head`; else None.
+    """What the first bytes of an envelope say, if it carries one chunk and nothing else; else None.
 
     Args:
-        data: the envelope's first `CHUNK_HEAD_BYTES`, or all of it.
+        data: the envelope's first `CHUNK_HEAD_BYTES`, or more.
         size: size of the whole envelope, in bytes.
     """
-    fields = []
-    try:
-        if data[0] != _CHUNK_TAG:
-            return None
-        length, at = _read_varint(data, 1)
-        if at + length != size:
-            return None
-        for tag in (0x08, 0x10, 0x18, 0x22):
-            if data[at] != tag:
-                return None
-            value, at = _read_varint(data, at + 1)
-            fields.append(value)
-    except IndexError:
+    if len(data) < _HEAD_BYTES:
         return None
-    head = ChunkHead(fields[0], fields[1], fields[2], fields[3], at)
-    return head if at + head.size == size else None
+    chunk_size, kind, _, _, buffer, transfer, offset = _unpack(data)
+    if kind != _CHUNK or _HEAD_BYTES + chunk_size != size:
+        return None
+    return ChunkHead(transfer, buffer, offset, chunk_size, _HEAD_BYTES)
 
 
-def _parse_chunk(data: bytes | bytearray) -> Chunk | None:
-    """The chunk in the layout that `chunk_head` begins, without a copy; None if the layout is another."""
-    head = parse_chunk_head(data, len(data))
-    if head is None:
-        return None
-    return Chunk(head.transfer, head.buffer, head.offset, memoryview(data)[head.head_size :])
+def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, at: int, end: int) -> int:
+    """Reads what the flags announce; returns where the result begins."""
+    if flags & ~_REPLY_FLAGS:
+        raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
+    reply.created = bool(flags & _CREATED)
+    return _read_large(reply, data, at, end) if flags & _LARGE else at
+
+
+def _read_call_flags(
+    call: CompactCall, flags: int, number: int, names: list[str], data: bytes | bytearray, at: int, end: int
+) -> int:
+    """Reads what the flags announce; returns where the arguments begin."""
+    if flags & ~_CALL_FLAGS:
+        raise ProtocolViolation(f"a call arrived with unknown flags ({flags:#x})")
+    if flags & _LARGE:
+        at = _read_large(call, data, at, end)
+    if flags & _NAMED:
+        (size,) = _NAME_SIZE.unpack_from(data, at)
+        at += _NAME_SIZE.size
+        if not 0 < size <= MAX_NAME_BYTES or at + size > end:
+            raise ProtocolViolation(f"a function's name of {size} bytes arrived")
+        call.function = data[at : at + size].decode()
+        at += size
+        if number:
+            _define(names, number, call.function)
+    if flags & _RESULT:
+        call.result, at = _read_ids(data, at, end)
+    if flags & _TARGET:
+        call.target, at = _read_ids(data, at, end)
+    return at
+
+
+def _define(names: list[str], number: int, name: str) -> None:
+    if number != len(names) + 1 or number > MAX_FUNCTIONS:
+        raise ProtocolViolation(f"function number {number} was given a name after {len(names)} others")
+    names.append(name)
+
+
+def _read_ids(data: bytes | bytearray, at: int, end: int) -> tuple[NamedReference, int]:
+    if at + _IDS.size > end:
+        raise ProtocolViolation("a call arrived whose reference is cut off")
+    ids: NamedReference = _IDS.unpack_from(data, at)
+    return ids, at + _IDS.size
+
+
+def _read_large(message: CompactCall | CompactReply, data: bytes | bytearray, at: int, end: int) -> int:
+    count: int
+    message.transfer, count = _TRANSFER.unpack_from(data, at)
+    at += _TRANSFER.size
+    after = at + count * _BUFFER.size
+    if not count or after > end:
+        raise ProtocolViolation(f"{count} large buffers were announced in a frame that has no room for their sizes")
+    large, loans = [], []
+    for index in range(count):
+        size, segment = _BUFFER.unpack_from(data, at + index * _BUFFER.size)
+        large.append(size)
+        if segment:
+            loans.append(Loan(index, segment))
+    message.large, message.loans = large, loans
+    return after

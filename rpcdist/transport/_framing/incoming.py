@@ -17,6 +17,7 @@ from typing import Final, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
+from rpcdist.transport.messages import WireMessage
 
 __all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer", "memory_of_machine_bytes"]
 
@@ -44,12 +45,12 @@ def heap_buffer(size_bytes: int) -> IncomingBuffer:
     return _HeapBuffer(size_bytes)
 
 
-Delivery = tuple[rpc_pb2.Message, list[IncomingBuffer]]
-Borrow = Callable[[rpc_pb2.Message], Mapping[int, IncomingBuffer]]
+Delivery = tuple[WireMessage, list[IncomingBuffer]]
+Borrow = Callable[[WireMessage], Mapping[int, IncomingBuffer]]
 """The buffers of a message that lie in memory which the peer lends, by their index."""
 
 
-def _nothing_is_lent(message: rpc_pb2.Message) -> Mapping[int, IncomingBuffer]:
+def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
     raise ProtocolViolation("a message refers to lent memory on a channel that cannot lend any")
 
 
@@ -60,7 +61,7 @@ class _IncomingTransfer:
 
     def __init__(
         self,
-        message: rpc_pb2.Message,
+        message: WireMessage,
         lent: Mapping[int, IncomingBuffer],
         allocate: Callable[[int], IncomingBuffer],
     ) -> None:
@@ -114,7 +115,7 @@ class Incoming:
             f"<Incoming {len(self._transfers)} transfers, {sum(t.missing for t in self._transfers.values())} B missing>"
         )
 
-    def announce(self, message: rpc_pb2.Message) -> Delivery | None:
+    def announce(self, message: WireMessage) -> Delivery | None:
         """Takes a message; returns it with its buffers when nothing is missing.
 
         Raises:
@@ -184,7 +185,7 @@ class Incoming:
         del self._transfers[number]
         return self._deliver(transfer)
 
-    def abort(self, number: int) -> rpc_pb2.Message | None:
+    def abort(self, number: int) -> WireMessage | None:
         """Forgets a transfer; returns its message, which will not be delivered."""
         transfer = self._transfers.pop(number, None)
         if transfer is None:

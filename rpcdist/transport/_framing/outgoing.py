@@ -21,9 +21,13 @@ from rpcdist.transport._framing.frames import (
     CHUNK_WINDOW_BYTES,
     MAX_ENVELOPE_BYTES,
     MAX_FRAME_BYTES,
+    MAX_FUNCTIONS,
+    call_frame,
     chunk_head,
     frame,
+    reply_frame,
 )
+from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 from rpcdist.transport.shared_memory import Segment
 
 __all__ = ["Outgoing", "OutgoingBuffer"]
@@ -88,13 +92,22 @@ class _OutgoingTransfer:
 _Entry = tuple[bytes, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
 
 
-def _stream_of(message: rpc_pb2.Message) -> int:
+def _stream_of(message: WireMessage) -> int:
     """The number of the stream that the message is a part of; 0 for none."""
+    if not isinstance(message, rpc_pb2.Message):
+        return 0
     if message.HasField("stream_item"):
         return message.stream_item.id
     if message.HasField("stream_end"):
         return message.stream_end.id
     return 0
+
+
+def _set_sizes(message: WireMessage, views: list[memoryview]) -> None:
+    if isinstance(message, rpc_pb2.Message):
+        message.large.extend(map(len, views))
+    else:
+        message.large = list(map(len, views))
 
 
 class Outgoing:
@@ -108,6 +121,8 @@ class Outgoing:
         self._chunk_is_due = False
         self._credit_bytes = CHUNK_WINDOW_BYTES
         self._numbers = itertools.count(1)
+        self._functions: dict[str, int] = {}  # by name: the numbers that the peer knows, or will before it needs them
+        self._naming = threading.Lock()
         self._aborted: set[int] = set()
         self._lock = threading.Lock()  # around all but appending to `_frames`, which is atomic
 
@@ -128,8 +143,18 @@ class Outgoing:
         with self._lock:
             self._credit_bytes += num_bytes
 
-    def add(self, message: rpc_pb2.Message, buffers: Sequence[OutgoingBuffer] = ()) -> int:
+    def add(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
+        if not buffers:  # most calls and replies
+            if type(message) is CompactReply:
+                self._frames.append((reply_frame(message), None, 0))
+                return 0
+            if type(message) is CompactCall:
+                self._add_call(message, None)
+                return 0
+        return self._add_any(message, buffers)
+
+    def _add_any(self, message: WireMessage, buffers: Sequence[OutgoingBuffer]) -> int:
         stream = _stream_of(message)
         number = 0
         transfer = None
@@ -137,14 +162,38 @@ class Outgoing:
             message.transfer = number = next(self._numbers)
             views = [buffer.view for buffer in buffers]
             if not message.large:  # else some of them were lent, and leave an empty view here
-                message.large.extend(map(len, views))
+                _set_sizes(message, views)
             transfer = _OutgoingTransfer(number, stream, views)
-        data = frame(message)
-        if len(data) > MAX_FRAME_BYTES:
-            number = number or next(self._numbers)
-            data, transfer = self._wrap(message, number, stream, transfer)
+        if isinstance(message, CompactCall):
+            self._add_call(message, transfer)
+            return number
+        if isinstance(message, CompactReply):
+            data = reply_frame(message)
+        else:
+            data = frame(message)
+            if len(data) > MAX_FRAME_BYTES:
+                number = number or next(self._numbers)
+                data, transfer = self._wrap(message, number, stream, transfer)
         self._frames.append((data, transfer, stream))
         return number
+
+    def _add_call(self, call: CompactCall, transfer: _OutgoingTransfer | None) -> None:
+        function = call.function
+        number = self._functions.get(function)
+        if number is not None or not function:
+            self._frames.append((call_frame(call, number or 0), transfer, 0))
+            return
+        name = function.encode()
+        with self._naming:
+            number = self._functions.get(function)
+            if number is not None:
+                self._frames.append((call_frame(call, number), transfer, 0))
+            elif len(self._functions) == MAX_FUNCTIONS:
+                self._frames.append((call_frame(call, 0, name), transfer, 0))
+            else:
+                number = len(self._functions) + 1
+                self._frames.append((call_frame(call, number, name), transfer, 0))
+                self._functions[function] = number  # last: whoever finds it there queues behind the frame that names it
 
     def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
         """Queues a message that a descriptor travels with; only the writer of a channel that passes them takes it."""

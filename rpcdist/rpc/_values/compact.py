@@ -1,0 +1,166 @@
+"""Plain values in their most compact form: a table of tensors, and the body that `PlainWriter` wrote.
+
+    entry of the table: dtype (u8, a number of `dtypes.py`), number of dimensions (u8), flags (u8), 0 (u8), lengths (i64
+    each); then the bytes of the tensor, unless the flag SEPARATE says that they are the message's next large buffer
+
+The table holds dense tensors on the CPU that own their memory and need no gradient. A value with any other one, with
+remote references, or with long texts travels as a `Value` of protobuf, which can say all of that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from ctypes import memmove, string_at
+from struct import Struct
+from struct import error as StructError
+from typing import Final, NamedTuple
+
+import torch
+
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, memory_view
+from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
+from rpcdist.rpc._values.plain import PlainWriter, read_plain
+from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
+from rpcdist.rpc._values.tensors import address_of
+from rpcdist.transport.messages import MAX_COMPACT_BODY_BYTES
+
+__all__ = ["CompactValue", "compact_value", "read_compact"]
+
+MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
+_SEPARATE: Final = 1
+_ENTRY: Final = Struct("<BBBB")
+_SHAPES: Final = tuple(Struct(f"<{count}q") for count in range(MAX_DIMS + 1))
+_CPU: Final = torch.device("cpu")
+
+
+class CompactValue(NamedTuple):
+    """A value on its way out.
+
+    Attributes:
+        body: the table and the plain body.
+        num_tensors: entries of the table.
+        large: the buffers beside it.
+    """
+
+    body: bytes
+    num_tensors: int
+    large: Sequence[LargeBuffer]
+
+
+def compact_value(writer: PlainWriter) -> CompactValue | None:
+    """What `writer` wrote, in compact form; None if it has parts that need a `Value`.
+
+    Large tensors are not copied: see `encode_into`.
+    """
+    body = writer.body
+    if writer.externals or writer.buffers or len(body) > INLINE_LIMIT:
+        return None
+    tensors = writer.tensors
+    if not tensors:
+        return CompactValue(bytes(body), 0, ())
+    parts: list[bytes | bytearray] = []
+    large: list[LargeBuffer] = []
+    spans: list[tuple[int, int]] = []
+    num_bytes = 0
+    for tensor in tensors:
+        code = DTYPE_CODES.get(tensor.dtype)
+        if not _is_simple(tensor) or code is None:
+            return None
+        shape = tensor.shape
+        size = tensor.nbytes
+        parts.append(_ENTRY.pack(code, len(shape), _SEPARATE if size > INLINE_LIMIT else 0, 0))
+        parts.append(_SHAPES[len(shape)].pack(*shape))
+        if size:
+            start = address_of(tensor, size)
+            spans.append((start, start + size))
+            if size > INLINE_LIMIT:
+                large.append(LargeBuffer(memory_view(start, size, tensor)))
+            else:
+                parts.append(string_at(start, size))
+                num_bytes += size
+    if num_bytes + INLINE_LIMIT > MAX_COMPACT_BODY_BYTES or (len(spans) > 1 and not _are_apart(spans)):
+        return None
+    parts.append(body)
+    return CompactValue(b"".join(parts), len(tensors), large)
+
+
+def _is_simple(tensor: torch.Tensor) -> bool:
+    return (
+        type(tensor) is torch.Tensor
+        and tensor.is_cpu
+        and not tensor.requires_grad
+        and not tensor.is_nested
+        and tensor.is_contiguous()
+        and not tensor.is_complex()  # it may be a conjugate view
+        and not tensor.is_neg()
+        and tensor.dim() <= MAX_DIMS
+    )
+
+
+def _are_apart(spans: list[tuple[int, int]]) -> bool:
+    """Whether no two tensors share memory; what is shared stays shared in a `Value` only."""
+    spans.sort()
+    return all(spans[index][1] <= spans[index + 1][0] for index in range(len(spans) - 1))
+
+
+def read_compact(body: bytes, num_tensors: int, large: Sequence[ReceiveBuffer]) -> object:
+    """The value that `compact_value` was made of.
+
+    Args:
+        body: what arrived.
+        num_tensors: entries of the table in it.
+        large: the buffers that arrived beside it, complete.
+
+    Raises:
+        SerializationError: the value is damaged, or cannot be rebuilt here.
+    """
+    if not num_tensors and not large:
+        return read_plain(body, [], [], None)
+    try:
+        if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
+            with torch.inference_mode(False):
+                tensors, at = _read_tensors(body, num_tensors, large)
+        else:
+            tensors, at = _read_tensors(body, num_tensors, large)
+    except (StructError, RuntimeError, ValueError, OverflowError, MemoryError) as exc:
+        if isinstance(exc, SerializationError):
+            raise
+        raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
+    return read_plain(body[at:], tensors, [], None)
+
+
+def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tuple[list[torch.Tensor], int]:
+    """The tensors of the table, and where it ends."""
+    tensors = []
+    at = num_large = 0
+    for _ in range(count):
+        code, num_dims, flags, _ = _ENTRY.unpack_from(body, at)
+        at += _ENTRY.size
+        info = DTYPES.get(code)
+        if info is None or num_dims > MAX_DIMS or flags & ~_SEPARATE:
+            raise SerializationError(
+                f"a tensor of dtype number {code}, {num_dims} dimensions and flags {flags} arrived, which torch "
+                f"{torch.__version__} or this version of rpcdist does not know"
+            )
+        shape = list(_SHAPES[num_dims].unpack_from(body, at))
+        at += _SHAPES[num_dims].size
+        stride, num_elements = contiguous_strides(shape, info.itemsize)
+        size = num_elements * info.itemsize
+        if flags:
+            if num_large == len(large) or large[num_large].size != size or not size:
+                raise SerializationError(f"a tensor of {size} bytes did not arrive as announced")
+            memory = large[num_large].memory
+            num_large += 1
+            tensors.append(over_storage(memory.untyped_storage(), 0, info, shape, stride))
+            continue
+        if at + size > len(body):
+            raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
+        tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
+        if size:
+            memmove(tensor.data_ptr(), body[at : at + size], size)
+            at += size
+        tensors.append(tensor)
+    if num_large != len(large):
+        raise SerializationError(f"{len(large)} large buffers arrived for a value that has {num_large}")
+    return tensors, at

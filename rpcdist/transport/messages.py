@@ -1,0 +1,124 @@
+"""Messages as the layers above exchange them with a session: protobuf's, and calls and replies in a compact form.
+
+Protobuf can say everything, but it costs a call more than its network: objects, a serialization and a parse, on each
+side. So the calls and replies that are common, those whose values are plain, have a form of their own, which one
+`struct` packs and unpacks (`rpcdist/transport/_framing/frames.py`). Whoever takes messages takes both forms.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final, NamedTuple
+
+from rpcdist._proto import rpc_pb2
+
+__all__ = [
+    "MAX_COMPACT_BODY_BYTES",
+    "MAX_NAME_BYTES",
+    "CompactCall",
+    "CompactReply",
+    "Loan",
+    "NamedReference",
+    "WireMessage",
+]
+
+MAX_COMPACT_BODY_BYTES: Final = 1 << 18
+"""A value whose bytes (large buffers aside) are more travels in a protobuf message, which may be cut into chunks."""
+
+MAX_NAME_BYTES: Final = 1000
+"""A call of a function with a longer name travels in a protobuf message: of this form, receivers keep the names."""
+
+NamedReference = tuple[int, int, int, int, int, int]
+"""A remote reference and the share of it that is used: of each, worker, number and incarnation of its `UniqueId`."""
+
+
+class Loan(NamedTuple):
+    """See `rpc.proto`: a large buffer that lies in memory which the sender lends."""
+
+    buffer: int
+    segment: int
+
+
+class CompactCall:
+    """A call whose arguments are plain values without references, outside of any autograd context.
+
+    Attributes:
+        id: the caller's number of it.
+        function: "module:qualified.name"; empty where the value of `target` is wanted.
+        timeout_us: what was left of the deadline when this was sent; 0: none.
+        body: the arguments, see `rpcdist/rpc/_values/compact.py`; empty for a call without any.
+        num_tensors: how many tensors are in `body`.
+        result: of `remote()`: the ids under which the callee keeps the result.
+        target: the reference whose value comes first among the arguments, or is wanted itself.
+        transfer, large, loans: of its large buffers, as in a protobuf `Message`; the session fills them in.
+    """
+
+    __slots__ = (
+        "body",
+        "function",
+        "id",
+        "large",
+        "loans",
+        "num_tensors",
+        "result",
+        "target",
+        "timeout_us",
+        "transfer",
+    )
+
+    wrapped: Final = False
+
+    def __init__(
+        self,
+        id: int,
+        function: str,
+        timeout_us: int = 0,
+        body: bytes = b"",
+        num_tensors: int = 0,
+        result: NamedReference | None = None,
+        target: NamedReference | None = None,
+    ) -> None:
+        self.id = id
+        self.function = function
+        self.timeout_us = timeout_us
+        self.body = body
+        self.num_tensors = num_tensors
+        self.result = result
+        self.target = target
+        self.transfer = 0
+        self.large: Sequence[int] = ()
+        self.loans: Sequence[Loan] = ()
+
+    def __repr__(self) -> str:
+        return f"<CompactCall {self.id} of {self.function!r}, {len(self.body)} B, {self.num_tensors} tensors>"
+
+
+class CompactReply:
+    """The reply to a call that returned None, or a plain value without references.
+
+    Attributes:
+        id: of the call.
+        body: the result, like `CompactCall.body`; empty for None.
+        num_tensors: how many tensors are in `body`.
+        created: the answer to `remote()`: the callee holds the result.
+        transfer, large, loans: as in `CompactCall`.
+    """
+
+    __slots__ = ("body", "created", "id", "large", "loans", "num_tensors", "transfer")
+
+    wrapped: Final = False
+
+    def __init__(self, id: int, body: bytes = b"", num_tensors: int = 0, created: bool = False) -> None:
+        self.id = id
+        self.body = body
+        self.num_tensors = num_tensors
+        self.created = created
+        self.transfer = 0
+        self.large: Sequence[int] = ()
+        self.loans: Sequence[Loan] = ()
+
+    def __repr__(self) -> str:
+        return f"<CompactReply {self.id}, {len(self.body)} B, {self.num_tensors} tensors>"
+
+
+WireMessage = rpc_pb2.Message | CompactCall | CompactReply

@@ -1,0 +1,187 @@
+"""Compact calls and replies as bytes: they come back as they went, and nothing that a peer writes does harm."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from chunk_envelopes import chunk_envelope
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.frames import MAX_FUNCTIONS, Chunk, call_frame, frame, parse, reply_frame
+from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, WireMessage
+
+U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
+I64 = st.integers(-(2**63), 2**63 - 1)
+BODIES = st.binary(max_size=100)
+REFERENCES = st.none() | st.tuples(I64, I64, U64, I64, I64, U64)
+
+
+@st.composite
+def with_large(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Any:
+    """A message that may have large buffers, some of them lent."""
+    message = draw(messages)
+    sizes = draw(st.lists(U64, max_size=4))
+    if sizes:
+        message.transfer, message.large = draw(U64), sizes
+        segments = draw(st.lists(U64, min_size=len(sizes), max_size=len(sizes)))
+        message.loans = [Loan(index, segment) for index, segment in enumerate(segments) if segment]
+    return message
+
+
+CALLS = with_large(st.builds(CompactCall, U64, st.just("m:f"), U64, BODIES, U16, REFERENCES, REFERENCES))
+REPLIES = with_large(st.builds(CompactReply, U64, BODIES, U16, st.booleans()))
+
+
+def fields(message: WireMessage | Chunk) -> dict[str, Any]:
+    assert isinstance(message, CompactCall | CompactReply)
+    return {name: getattr(message, name) for name in type(message).__slots__} | {
+        "large": list(message.large),
+        "loans": list(message.loans),
+    }
+
+
+@given(CALLS, st.integers(1, 3))
+def test_a_call_comes_back(call: CompactCall, number: int) -> None:
+    [found] = parse(call_frame(call, number), ["m:f"] * number)
+    assert fields(found) == fields(call)
+
+
+@given(REPLIES)
+def test_a_reply_comes_back(reply: CompactReply) -> None:
+    [found] = parse(reply_frame(reply), [])
+    assert fields(found) == fields(reply)
+
+
+def test_a_function_is_named_once_in_the_order_of_numbers() -> None:
+    names: list[str] = []
+    first = call_frame(CompactCall(1, "m:f"), 1, b"m:f")
+    second = call_frame(CompactCall(2, "größe:g"), 2, "größe:g".encode())
+    found = parse(first + second + call_frame(CompactCall(3, "m:f"), 1), names)
+    found += parse(call_frame(CompactCall(4, "größe:g"), 2), names)
+    assert [(call.id, call.function) for call in found if isinstance(call, CompactCall)] == [
+        (1, "m:f"),
+        (2, "größe:g"),
+        (3, "m:f"),
+        (4, "größe:g"),
+    ]
+    assert names == ["m:f", "größe:g"]
+
+
+def test_a_name_without_a_number_is_not_kept() -> None:
+    names: list[str] = []
+    [call] = parse(call_frame(CompactCall(1, "m:f"), 0, b"m:f"), names)
+    assert isinstance(call, CompactCall) and call.function == "m:f" and names == []
+
+
+def test_a_fetch_names_no_function() -> None:
+    [call] = parse(call_frame(CompactCall(1, "", target=(1, 2, 3, 4, 5, 6)), 0), [])
+    assert isinstance(call, CompactCall) and (call.function, call.target) == ("", (1, 2, 3, 4, 5, 6))
+
+
+NAMED = call_frame(CompactCall(1, "m:f"), 1, b"m:f")
+LARGE = CompactReply(1)
+LARGE.large = [5]
+
+
+@pytest.mark.parametrize(
+    ("envelope", "says"),
+    [
+        (NAMED[:-1], "no envelope"),
+        (NAMED[:27], "no envelope"),
+        (NAMED + b"\0", "no envelope"),
+        (call_frame(CompactCall(1, ""), 1), "function 1 arrived; the peer has named 0"),
+        (call_frame(CompactCall(1, ""), 0), "function 0 arrived"),
+        (call_frame(CompactCall(1, "", target=(1, 2, 3, 4, 5, 6)), 9), "function 9 arrived"),
+        (NAMED + NAMED, "number 1 was given a name after 1 others"),
+        (call_frame(CompactCall(1, "m:f"), 2, b"m:f"), "number 2 was given a name after 0 others"),
+        (call_frame(CompactCall(1, "m:f"), 1, b"x" * (MAX_NAME_BYTES + 1)), "a function's name of 1001 bytes"),
+        (call_frame(CompactCall(1, "m:f"), 1, b"\xff\xff"), "no envelope"),
+        (NAMED[:5] + b"\x80" + NAMED[6:], "unknown flags (0x80)"),
+        (NAMED[:5] + b"\x04" + NAMED[6:], "cut off"),
+        (NAMED[:5] + b"\x01" + NAMED[6:], "no envelope"),
+        (reply_frame(CompactReply(1))[:5] + b"\x02" + bytes(22), ""),
+        (reply_frame(CompactReply(1))[:5] + b"\x04" + bytes(22), "unknown flags (0x4)"),
+        (reply_frame(LARGE)[:36] + b"\xff\xff" + reply_frame(LARGE)[38:], "65535 large buffers were announced"),
+        (reply_frame(LARGE)[:36] + b"\0\0" + reply_frame(LARGE)[38:], "0 large buffers were announced"),
+        (b"\0" * 28, "unknown kind (0)"),
+        (frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="m:f")))[:-1] + b"\xff", "no envelope"),
+    ],
+)
+def test_what_is_malformed_is_named(envelope: bytes, says: str) -> None:
+    if not says:  # what the rows beside it differ from
+        parse(envelope, [])
+        return
+    with pytest.raises(ProtocolViolation) as caught:
+        parse(envelope, [])
+    assert says in str(caught.value)
+
+
+def test_no_more_functions_than_the_limit_are_kept() -> None:
+    names = [f"m:f{number}" for number in range(MAX_FUNCTIONS)]
+    with pytest.raises(ProtocolViolation, match=f"number {MAX_FUNCTIONS + 1} was given a name"):
+        parse(call_frame(CompactCall(1, "m:f"), MAX_FUNCTIONS + 1, b"m:f"), names)
+    assert len(names) == MAX_FUNCTIONS
+
+
+SAMPLES = [NAMED, reply_frame(LARGE), chunk_envelope(1, 0, 0, b"x" * 50), frame(rpc_pb2.Message(ack=rpc_pb2.Ack()))]
+
+
+@given(st.data())
+def test_whatever_arrives_is_messages_or_a_violation(data: st.DataObject) -> None:
+    envelope = bytearray(b"".join(data.draw(st.lists(st.sampled_from(SAMPLES), max_size=3))) or data.draw(BODIES))
+    for _ in range(data.draw(st.integers(0, 4))):
+        if envelope:
+            envelope[data.draw(st.integers(0, len(envelope) - 1))] = data.draw(st.integers(0, 255))
+    names = ["m:f"] * data.draw(st.integers(0, 2))
+    try:
+        found = parse(bytes(envelope[: data.draw(st.integers(0, len(envelope)))]), names)
+    except ProtocolViolation as exc:
+        assert str(exc)
+    else:
+        assert all(isinstance(message, WireMessage | Chunk) for message in found)
+        assert sum(len(m.body) for m in found if isinstance(m, CompactCall | CompactReply)) <= len(envelope)
+
+
+# ---------------------------------------------------------------- numbering at the sender
+
+
+def sent(outgoing: Outgoing, names: list[str]) -> list[str]:
+    found = []
+    while (envelope := outgoing.next_envelope()) is not None:
+        found += [call.function for call in parse(envelope, names) if isinstance(call, CompactCall)]
+    return found
+
+
+def test_the_sender_stops_numbering_at_the_limit() -> None:
+    outgoing, names = Outgoing(), list[str]()
+    functions = [f"m:f{number}" for number in range(MAX_FUNCTIONS + 3)]
+    for _ in range(2):
+        for function in functions:
+            outgoing.add(CompactCall(1, function))
+    assert sent(outgoing, names) == functions * 2
+    assert names == functions[:MAX_FUNCTIONS]
+
+
+def test_threads_that_name_functions_at_once_confuse_nobody() -> None:
+    outgoing, names = Outgoing(), list[str]()
+    functions = [f"m:f{number}" for number in range(300)]
+    barrier = threading.Barrier(4)
+
+    def send() -> None:
+        barrier.wait(20)
+        for function in functions:
+            outgoing.add(CompactCall(1, function))
+
+    threads = [threading.Thread(target=send) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert sorted(sent(outgoing, names)) == sorted(functions * 4)
+    assert sorted(names) == sorted(functions)
