@@ -19,6 +19,7 @@ from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_sender import PassSender
+from rpcdist.autograd._releases import Releases
 from rpcdist.autograd._wire_format import decode_error, encode_error
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError
@@ -46,6 +47,7 @@ class AutogradWorker:
         self._sender = PassSender(host)
         self._numbers = itertools.count(1)  # of the passes that begin here
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
+        self._releases = Releases(host)
         self._to_drop: deque[Context] = deque()
         self._drop_timer: Timer | None = None  # I/O loop
 
@@ -136,11 +138,8 @@ class AutogradWorker:
         for current in self._passes_in(context):
             if not current.is_finishing:
                 current.fail(_released(context))
-        body = autograd_pb2.AutogradMessage(context=context_id)
-        body.release.SetInParent()
-        for worker in context.neighbours() - {told_by, self.id}:
-            if not self.host.is_closed:
-                self.host.send_control(worker, body)
+        at_once = told_by is not None or context.is_heavy or not context.is_spent
+        self._releases.tell(context.neighbours() - {told_by, self.id}, context_id, at_once)
         return context
 
     def _released_by(self, worker_id: int, context_id: int) -> None:
@@ -191,6 +190,9 @@ class AutogradWorker:
             if worker_of(context.id) == identity.id:
                 self._released_by(identity.id, context.id)
 
+    def flush(self) -> None:
+        self._releases.flush()
+
     def close(self) -> None:
         for current in list(self._passes.values()):
             current.fail(RpcdistError("RPC was shut down in this process during the backward pass"))
@@ -207,7 +209,8 @@ class AutogradWorker:
     ) -> None:
         kind = message.WhichOneof("end")
         if kind == "release":
-            self._released_by(sender.id, message.context)
+            for context_id in (message.context, *message.release.others):
+                self._released_by(sender.id, context_id)
             return
         begins = message.HasField("begin")
         context = self.contexts.join(message.context) if begins else self.contexts.look_up(message.context)

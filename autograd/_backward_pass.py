@@ -163,6 +163,8 @@ class BackwardPass:
             decode: returns its gradients, a list of tensors and None for each message of the graph; None if it has
                 none.
         """
+        if message.done.is_heavy:
+            self.context.is_heavy_elsewhere = True
         arrived = [] if decode is None else self._keep_gradients(message.gradients.messages, decode())
         starts = message.HasField("begin") and not self.is_started
         if starts:
@@ -268,6 +270,8 @@ class BackwardPass:
         for to, merged in self._outbox.take().items():
             message = self._message()
             encode_merged(merged, self._options, self._counts, message)
+            if merged.done:
+                message.done.is_heavy = self.context.is_heavy
             large = self._sender.encode_gradients(to, message, merged.gradients) if merged.gradients else ()
             self._sender.send(to, message, self, large)
         if ends:

@@ -58,6 +58,7 @@ class Context:
         callers: the workers that called this one in the context.
         ended_passes: the backward passes that have ended, by id, with the error of those that failed.
         is_spent: whether the last pass has freed the graph's saved tensors.
+        is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
         gradients: the gradients of the leaves on this worker.
     """
 
@@ -68,6 +69,7 @@ class Context:
         self.callers: set[int] = set()
         self.ended_passes: dict[int, BaseException | None] = {}
         self.is_spent = False
+        self.is_heavy_elsewhere = False
         self.gradients = GradientTable()
         self._worker_id = worker_id
         self._next_message = next_message
@@ -157,7 +159,15 @@ class Context:
 
     def is_light(self) -> bool:
         """Whether `drop` has little memory to free, because a backward pass has freed the saved tensors."""
-        return self.is_spent and self.gradients.size_bytes() <= MAX_LIGHT_BYTES
+        return self.is_spent and not self._has_many_gradients()
+
+    @property
+    def is_heavy(self) -> bool:
+        """Whether much memory is held for the context after a pass, here or where passes went on from here."""
+        return self.is_heavy_elsewhere or self._has_many_gradients()
+
+    def _has_many_gradients(self) -> bool:
+        return self.gradients.size_bytes() > MAX_LIGHT_BYTES
 
     # ------------------------------------------------------------ torch's private names
 

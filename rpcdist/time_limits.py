@@ -23,6 +23,7 @@ __all__ = [
     "CONNECT_FIRST_PAUSE_S",
     "CONNECT_LONGEST_PAUSE_S",
     "CONTEXT_DROP_DELAY_S",
+    "CONTEXT_RELEASE_DELAY_S",
     "COORDINATOR_CONNECT_LIMIT_S",
     "COORDINATOR_GRACE_S",
     "DDP_NOTICE_POLL_S",
@@ -307,6 +308,8 @@ ACKNOWLEDGE_DELAY_S: Final = 0.01
 """Control messages that arrive within this time are acknowledged together."""
 CONTEXT_DROP_DELAY_S: Final = 0.05
 """Autograd contexts that hold little memory and end within this time are released together on other workers."""
+CONTEXT_RELEASE_DELAY_S: Final = 0.05
+"""The ends of autograd contexts that hold little memory are told to other workers within this time, together."""
 GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel to other workers together."""
 BURST_GAP_S: Final = 60e-6

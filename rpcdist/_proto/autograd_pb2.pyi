@@ -74,8 +74,10 @@ class Gradients(_message.Message):
     def __init__(self, messages: _Optional[_Iterable[int]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
 
 class BackwardDone(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("is_heavy",)
+    IS_HEAVY_FIELD_NUMBER: _ClassVar[int]
+    is_heavy: bool
+    def __init__(self, is_heavy: bool = ...) -> None: ...
 
 class BackwardAborted(_message.Message):
     __slots__ = ("worker", "worker_name", "type_name", "text", "traceback")
@@ -92,5 +94,7 @@ class BackwardAborted(_message.Message):
     def __init__(self, worker: _Optional[int] = ..., worker_name: _Optional[str] = ..., type_name: _Optional[str] = ..., text: _Optional[str] = ..., traceback: _Optional[str] = ...) -> None: ...
 
 class ContextRelease(_message.Message):
-    __slots__ = ()
-    def __init__(self) -> None: ...
+    __slots__ = ("others",)
+    OTHERS_FIELD_NUMBER: _ClassVar[int]
+    others: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, others: _Optional[_Iterable[int]] = ...) -> None: ...

@@ -81,6 +81,10 @@ class AutogradHooks(Protocol):
         """For the debug information."""
         ...
 
+    def flush(self) -> None:
+        """Sends what was put off, before the agent shuts down."""
+        ...
+
     def close(self) -> None:
         """The agent shuts down: passes under way fail, contexts end."""
         ...

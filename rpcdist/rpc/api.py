@@ -295,6 +295,7 @@ def _close(agent: Agent, finished: bool, flush: bool) -> None:
         leak = exc
     try:
         if flush:  # also after a shutdown that failed: the others wait for the reason
+            agent.autograd.flush()
             agent.leaving.send_last_replies(together=finished)
     finally:
         try:

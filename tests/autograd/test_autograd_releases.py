@@ -1,0 +1,85 @@
+"""When the ends of contexts are told to other workers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import pytest
+
+from rpcdist._proto import autograd_pb2
+from rpcdist.autograd import _releases
+from rpcdist.autograd._releases import Releases
+from rpcdist.rpc._autograd_hooks import AutogradHost
+
+
+class Host:
+    """The parts of an agent that count here, with a clock that the test moves."""
+
+    def __init__(self) -> None:
+        self.is_closed = False
+        self.sent: list[tuple[int, list[int]]] = []
+        self.timers: list[Callable[[], object]] = []
+
+    def call_later(self, delay_s: float, function: Callable[[], object]) -> None:
+        self.timers.append(function)
+
+    def send_control(self, to: int, message: autograd_pb2.AutogradMessage) -> None:
+        assert message.HasField("release")
+        self.sent.append((to, [message.context, *message.release.others]))
+
+    def pass_time(self) -> None:
+        due, self.timers = self.timers, []
+        for function in due:
+            function()
+
+
+@pytest.fixture
+def host() -> Host:
+    return Host()
+
+
+@pytest.fixture
+def releases(host: Host) -> Releases:
+    return Releases(cast(AutogradHost, cast(Any, host)))
+
+
+def test_one_that_holds_memory_is_told_at_once(host: Host, releases: Releases) -> None:
+    releases.tell({1, 2}, 7, at_once=True)
+    assert host.sent == [(1, [7]), (2, [7])]
+    assert not host.timers
+
+
+def test_light_ones_are_told_together(host: Host, releases: Releases) -> None:
+    releases.tell({1}, 7, at_once=False)
+    releases.tell({1, 2}, 8, at_once=False)
+    assert not host.sent
+    assert len(host.timers) == 1
+    host.pass_time()
+    assert host.sent == [(1, [7, 8]), (2, [8])]
+    releases.tell({2}, 9, at_once=False)
+    host.pass_time()
+    assert host.sent[2:] == [(2, [9])]
+
+
+def test_nobody_to_tell(host: Host, releases: Releases) -> None:
+    releases.tell((), 7, at_once=False)
+    assert not host.timers
+
+
+def test_many_do_not_wait(host: Host, releases: Releases) -> None:
+    for context_id in range(_releases.MAX_PUT_OFF):
+        releases.tell({1}, context_id, at_once=False)
+    assert host.sent == [(1, list(range(_releases.MAX_PUT_OFF)))]
+    host.pass_time()
+    assert len(host.sent) == 1
+
+
+def test_flush_before_the_agent_closes(host: Host, releases: Releases) -> None:
+    releases.tell({1}, 7, at_once=False)
+    releases.flush()
+    assert host.sent == [(1, [7])]
+    releases.tell({1}, 8, at_once=False)
+    host.is_closed = True
+    host.pass_time()
+    assert len(host.sent) == 1
