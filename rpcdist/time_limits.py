@@ -50,6 +50,9 @@ __all__ = [
     "HOST_PROBE_LIMIT_S",
     "HUB_OPEN_LIMIT_S",
     "IDLE_RECHECK_S",
+    "KEEP_ALIVE_IDLE_S",
+    "KEEP_ALIVE_PROBES",
+    "KEEP_ALIVE_PROBE_S",
     "LAST_ATTEMPT_SHARE",
     "LAST_REPLIES_LIMIT_S",
     "LATE_JOINERS_LIMIT_S",
@@ -156,6 +159,13 @@ HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
 """The same on the local channel, measured by the side that connects; then it connects over the network."""
+KEEP_ALIVE_IDLE_S: Final = 30.0
+"""Silence on a TCP connection after which the kernel asks whether the other host is there. Sessions ask by themselves
+and sooner; this is for the sockets of the collectives."""
+KEEP_ALIVE_PROBE_S: Final = 10.0
+"""How long the kernel waits for the answer before it asks again."""
+KEEP_ALIVE_PROBES: Final = 3
+"""Questions without an answer after which the connection is broken."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
 REFUSAL_LIMIT_S: Final = 1.0

@@ -35,13 +35,17 @@ CALLS = [
     ("rref.rpc_sync", WorkerLost, "_invoke"),
     ("large", WorkerLost, "clone"),
 ]
-CHANNELS = ("auto", "grpc")  # how an end is noticed is a matter of the channel; what comes of it is not: so by turns
+CHANNELS = (
+    "auto",
+    "tcp",
+    "grpc",
+)  # how an end is noticed is a matter of the channel; what comes of it is not: so by turns
 
 
 @pytest.mark.parametrize(
     ("how", "kind", "call", "channels"),
-    [(*case, CHANNELS[number % 2]) for number, case in enumerate(CALLS)],
-    ids=[f"{how}, {CHANNELS[number % 2]}" for number, (how, _, _) in enumerate(CALLS)],
+    [(*case, CHANNELS[number % len(CHANNELS)]) for number, case in enumerate(CALLS)],
+    ids=[f"{how}, {CHANNELS[number % len(CHANNELS)]}" for number, (how, _, _) in enumerate(CALLS)],
 )
 def test_calls_to_a_killed_worker_fail_and_name_it(
     worker_pool: WorkerPool, tmp_path: Path, how: str, kind: type[WorkerLost], call: str, channels: str
@@ -90,7 +94,7 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("how", "channels"), [("rpc_sync", "auto"), ("stream", "grpc"), ("to_here", "auto")])
+@pytest.mark.parametrize(("how", "channels"), [("rpc_sync", "tcp"), ("stream", "grpc"), ("to_here", "auto")])
 def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
     worker_pool: WorkerPool, tmp_path: Path, how: str, channels: str
 ) -> None:
@@ -116,7 +120,7 @@ def _answers(outcome: object) -> bool:
     return isinstance(outcome, int)
 
 
-@pytest.mark.parametrize(("how", "channels"), [("os._exit", "grpc"), ("abort", "auto"), ("SIGKILL", "auto")])
+@pytest.mark.parametrize(("how", "channels"), [("os._exit", "grpc"), ("abort", "auto"), ("SIGKILL", "tcp")])
 def test_a_handler_that_ends_its_process_fails_its_call(worker_pool: WorkerPool, how: str, channels: str) -> None:
     worker_pool.environment["RPCDIST_CHANNELS"] = channels
     world = worker_pool.world("a", "b", peer_timeout=CALM_S)

@@ -18,7 +18,14 @@ from typing import Any, Final
 
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, TransportError
-from rpcdist.time_limits import DESCRIPTOR_SHORTAGE_PAUSE_S, LOCK_FIRST_PAUSE_S, LOCK_LONGEST_PAUSE_S
+from rpcdist.time_limits import (
+    DESCRIPTOR_SHORTAGE_PAUSE_S,
+    KEEP_ALIVE_IDLE_S,
+    KEEP_ALIVE_PROBE_S,
+    KEEP_ALIVE_PROBES,
+    LOCK_FIRST_PAUSE_S,
+    LOCK_LONGEST_PAUSE_S,
+)
 from rpcdist.transport import fork
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.unix_sockets import PeerProcess, peer_process, same_user
@@ -39,7 +46,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _BACKLOG: Final = 512
-_KEEP_ALIVE: Final = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # seconds, seconds, probes
+_KEEP_ALIVE: Final = (
+    ("TCP_KEEPIDLE", int(KEEP_ALIVE_IDLE_S)),
+    ("TCP_KEEPINTVL", int(KEEP_ALIVE_PROBE_S)),
+    ("TCP_KEEPCNT", KEEP_ALIVE_PROBES),
+)
 
 
 def local_name(address: str) -> str:

@@ -1,0 +1,346 @@
+"""Sessions over TCP: when they are taken, what happens where they cannot be, and who cannot stand between."""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import pytest
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, kind_of, open_link
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ConnectFailed
+from rpcdist.testing import eventually
+from rpcdist.transport import Link, Node, connector
+from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.stream_sockets import accepted_ends, connected_ends, local_name
+from rpcdist.transport.sockets import HubAddress, SocketHub
+
+LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract sockets")
+
+
+@pytest.fixture(autouse=True)
+def channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+def serve(nodes: Nodes, host: str = "127.0.0.1") -> Node:
+    server = nodes.make("server")
+    server.serve(host, 0)
+    server.handle_role("echo", Recorder(echo=True))
+    return server
+
+
+def works(link: Link, answers: Recorder) -> str:
+    """Sends something there and back; says over which channel."""
+    already = len(answers.messages)
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1)), [Memory(b"x" * 3_000_000)])
+    answers.wait(already + 1)
+    assert answers.buffers[-1] == [b"x" * 3_000_000]
+    return kind_of(link)
+
+
+def tcp_port(server: Node) -> int:
+    return server._server._streams.tcp_port
+
+
+# ---------------------------------------------------------------- which channel
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
+def test_sessions_take_tcp_and_unary_calls_go_beside_them(nodes: Nodes, host: str) -> None:
+    if host == "::1" and not has_ipv6():
+        pytest.skip("this machine has no IPv6")
+    server, answers = serve(nodes, host), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers, expected=server.identity)
+    assert works(link, answers) == "tcp" and link.peer == server.identity
+    assert len(server.sessions) == 1  # the handshake on gRPC left none behind
+    eventually(lambda: server._server.num_unproven == 0)
+
+
+def has_ipv6() -> bool:
+    with suppress(OSError), socket.socket(socket.AF_INET6) as probe:
+        probe.bind(("::1", 0))
+        return True
+    return False
+
+
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("choice", ["grpc", "local"])
+def test_either_side_may_do_without_tcp(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, side: str, choice: str) -> None:
+    with monkeypatch.context() as patch:
+        if side == "server":
+            patch.setenv(CHANNELS_VARIABLE, choice)
+        server, answers = serve(nodes), Recorder()
+    if side == "client":
+        monkeypatch.setenv(CHANNELS_VARIABLE, choice)
+    link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "grpc"
+
+
+@LINUX
+def test_of_all_channels_the_local_one_comes_first(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    server, answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "local"
+
+
+@LINUX
+def test_where_the_local_channel_does_not_work_tcp_does(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As between containers that share a network and a user, and hide their processes from each other."""
+    caplog.set_level(logging.INFO)
+    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    server, answers = serve(nodes), Recorder()
+
+    def as_seen_from_elsewhere(connection: socket.socket) -> str:
+        ends = connected_ends(connection)
+        return ends.replace(f"process {os.getpid()}", "process 0") if connection.family == socket.AF_UNIX else ends
+
+    monkeypatch.setattr(connector, "connected_ends", as_seen_from_elsewhere)
+    link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "tcp"
+    assert "no local channel" in caplog.text and "relays it or translates addresses" in caplog.text
+
+
+# ---------------------------------------------------------------- where it cannot be
+
+
+@contextmanager
+def instead_of_the_tcp_port(server: Node, monkeypatch: pytest.MonkeyPatch, port: int) -> Iterator[None]:
+    """The client gets there when it wants the server's TCP port."""
+    real = connector.connect_tcp
+
+    async def connect(host: str, wanted: int) -> socket.socket:
+        assert wanted == tcp_port(server)
+        return await real(host, port)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(connector, "connect_tcp", connect)
+        yield
+
+
+def test_a_port_that_is_closed_leaves_grpc(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    server, answers = serve(nodes), Recorder()
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        with instead_of_the_tcp_port(server, monkeypatch, bound.getsockname()[1]):
+            link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "grpc" and len(server.sessions) == 1
+    assert f"no TCP channel to {server.address}, so gRPC is used" in caplog.text
+
+
+def test_a_port_that_swallows_everything_leaves_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connector, "TCP_CHANNEL_LIMIT_S", UNIT_S)
+    server, answers = serve(nodes), Recorder()
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        instead_of_the_tcp_port(server, monkeypatch, silent.getsockname()[1]),
+    ):
+        link = open_link(nodes.make("client"), server, handler=answers)
+        assert works(link, answers) == "grpc"
+
+
+def test_a_neighbour_at_the_port_leaves_grpc(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It belongs to the job, but is not the one who was asked for; the caller had not even said whom it expects."""
+    server, neighbour, answers = serve(nodes), serve(nodes), Recorder()
+    with instead_of_the_tcp_port(server, monkeypatch, tcp_port(neighbour)):
+        link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "grpc" and link.peer == server.identity
+    assert not neighbour.sessions
+
+
+def test_nobody_at_the_address_is_no_matter_of_tcp(nodes: Nodes) -> None:
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{bound.getsockname()[1]}"
+        client = nodes.make("client")
+        with pytest.raises(ConnectFailed, match="refused"):
+            client.run(client.connect(address, "echo", LIMIT_S, handler=Recorder(), retry=False), LIMIT_S)
+
+
+def test_cancelling_leaves_nothing_open(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, client = serve(nodes), nodes.make("client")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as silent,
+        instead_of_the_tcp_port(server, monkeypatch, silent.getsockname()[1]),
+    ):
+        with pytest.raises(ConnectFailed):
+            client.run(client.connect(server.address or "", "echo", UNIT_S, handler=Recorder()), LIMIT_S)
+        silent.settimeout(LIMIT_S)
+        with silent.accept()[0] as arrived:
+            arrived.settimeout(LIMIT_S)
+            while arrived.recv(1 << 16):  # the hello, and then the end
+                pass
+    eventually(lambda: server._server.num_unproven == 0)
+    assert not client.links and not server.sessions
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_a_channel_that_breaks_ends_its_session_and_the_next_one_works(nodes: Nodes) -> None:
+    server, client, answers = serve(nodes), nodes.make("client"), Recorder()
+    link = open_link(client, server, handler=answers)
+    assert works(link, answers) == "tcp"
+    link.session._channel._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    assert "broke" in answers.wait_closed()
+    again = Recorder()
+    assert works(open_link(client, server, handler=again), again) == "tcp"
+
+
+def test_the_last_word_arrives(nodes: Nodes) -> None:
+    server, answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    assert works(link, answers) == "tcp"
+    nodes.stop(server)
+    assert "the peer shut down" in answers.wait_closed()
+
+
+# ---------------------------------------------------------------- who stands between
+
+
+class Relay:
+    """Passes on, byte by byte, what comes in at its own listener, and writes down what it could read.
+
+    Args:
+        listener: where victims come to.
+        connect: opens a connection to the real server.
+    """
+
+    def __init__(self, listener: socket.socket, connect: Any) -> None:
+        self.heard = b""
+        self.num_victims = 0
+        self._listener = listener
+        self._connect = connect
+        self._ends = False
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def _run(self) -> None:
+        selector, pairs = selectors.DefaultSelector(), {}
+        selector.register(self._listener, selectors.EVENT_READ)
+        while not self._ends:
+            for key, _ in selector.select(0.05):
+                here: Any = key.fileobj
+                if here is self._listener:
+                    victim, target = here.accept()[0], self._connect()
+                    self.num_victims += 1
+                    pairs.update({victim: target, target: victim})
+                    for end in (victim, target):
+                        selector.register(end, selectors.EVENT_READ)
+                    continue
+                data = b""
+                with suppress(OSError):
+                    data = here.recv(1 << 16)
+                self.heard += data
+                try:
+                    if not data:
+                        raise OSError
+                    pairs[here].sendall(data)
+                except OSError:
+                    for end in (here, pairs[here]):
+                        with suppress(KeyError):
+                            selector.unregister(end)
+                        end.close()
+        for end in pairs:
+            end.close()
+        selector.close()
+
+    def close(self) -> None:
+        self._ends = True
+        self._thread.join(LIMIT_S)
+        self._listener.close()
+
+
+SECRET = b"a payload that nobody else should read"
+
+
+def test_a_relay_on_tcp_is_found_out(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    server, answers = serve(nodes), Recorder()
+    port = tcp_port(server)
+    relay = Relay(socket.create_server(("127.0.0.1", 0)), lambda: socket.create_connection(("127.0.0.1", port)))
+    try:
+        with instead_of_the_tcp_port(server, monkeypatch, relay._listener.getsockname()[1]):
+            link = open_link(nodes.make("client"), server, handler=answers)
+        link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function=SECRET.decode())))
+        answers.wait()
+        assert kind_of(link) == "grpc" and relay.num_victims == 1
+    finally:
+        relay.close()
+    assert b"relays it or translates addresses" in relay.heard and SECRET not in relay.heard
+
+
+RELAY = """
+import os, socket, sys, threading
+name, target = sys.argv[1:]
+listener = socket.socket(socket.AF_UNIX)
+listener.bind("\\0" + name)
+listener.listen()
+print("listens", flush=True)
+victim = listener.accept()[0]
+server = socket.socket(socket.AF_UNIX)
+server.connect("\\0" + target)
+def pump(a, b):
+    while data := a.recv(65536):
+        b.sendall(data)
+    b.shutdown(socket.SHUT_WR)
+threads = [threading.Thread(target=pump, args=pair, daemon=True) for pair in ((victim, server), (server, victim))]
+[thread.start() for thread in threads]
+threads[1].join()
+print("the server hung up", flush=True)
+"""
+
+
+@LINUX
+@pytest.mark.multiproc
+def test_a_relay_between_unix_sockets_is_found_out(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of this user took the worker's name first, and passes everything on to another name of the worker."""
+    monkeypatch.setenv(CHANNELS_VARIABLE, "local")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server, answers = nodes.make("server"), Recorder()
+    hub = SocketHub(server)
+    target = HubAddress.parse(hub.open("127.0.0.1")).unix_name
+    command = [sys.executable, "-c", RELAY, local_name(f"127.0.0.1:{port}"), target]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as relay:
+        assert relay.stdout is not None and relay.stdout.readline() == "listens\n"
+        server.serve("127.0.0.1", port)
+        server.handle_role("echo", Recorder(echo=True))
+        link = open_link(nodes.make("client"), server, handler=answers)
+        assert works(link, answers) == "grpc"
+        assert relay.stdout.readline() == "the server hung up\n"
+    hub.close()
+    assert len(server.sessions) == 1
+
+
+def test_both_sides_name_the_same_two_ends() -> None:
+    pairs = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        pairs.append((socket.create_connection(listener.getsockname()), listener.accept()[0]))
+    if hasattr(socket, "AF_UNIX") and sys.platform == "linux":
+        pairs.append(socket.socketpair())
+    for client, server in pairs:
+        with client, server:
+            assert connected_ends(client) == accepted_ends(server)
