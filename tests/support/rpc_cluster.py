@@ -28,7 +28,7 @@ START_LIMIT_S = 100.0
 SHUTDOWN_LIMIT_S = 20.0
 CALL_LIMIT_S = 60.0
 SETTLE_LIMIT_S = 10.0
-GRPC_RANKS = (2,)  # its connections, and no others, run over gRPC although all workers are on one host
+CHANNELS = {2: "grpc", 3: "tcp"}  # of the connections that these ranks take part in; all workers are on one host
 NAMES = tuple(f"worker{rank}" for rank in range(WORLD_SIZE))
 
 
@@ -106,7 +106,7 @@ def cluster(running_cluster: Cluster, nothing_is_left_behind: None) -> Iterator[
 
 
 def channels(rank: int) -> dict[str, str | None]:
-    return {"RPCDIST_CHANNELS": "grpc"} if rank in GRPC_RANKS else {}
+    return {"RPCDIST_CHANNELS": CHANNELS[rank]} if rank in CHANNELS else {}
 
 
 def join_in_worker(rank: int, url: str) -> None:

@@ -21,7 +21,7 @@ from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
-from rpcdist.transport._channels.stream_sockets import accepted_ends, connected_ends, local_name
+from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends, local_name
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
 LINUX = pytest.mark.skipif(sys.platform != "linux", reason="there are no abstract sockets")
@@ -126,11 +126,10 @@ def test_where_the_local_channel_does_not_work_tcp_does(
 @contextmanager
 def instead_of_the_tcp_port(server: Node, monkeypatch: pytest.MonkeyPatch, port: int) -> Iterator[None]:
     """The client gets there when it wants the server's TCP port."""
-    real = connector.connect_tcp
 
     async def connect(host: str, wanted: int) -> socket.socket:
         assert wanted == tcp_port(server)
-        return await real(host, port)
+        return await connect_tcp(host, port)
 
     with monkeypatch.context() as patch:
         patch.setattr(connector, "connect_tcp", connect)
