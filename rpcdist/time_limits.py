@@ -16,6 +16,7 @@ __all__ = [
     "ADD_SERVICE_LIMIT_S",
     "AGENT_STORE_CONNECT_LIMIT_S",
     "AGENT_TICK_S",
+    "ANNOUNCE_LIMIT_S",
     "BURST_GAP_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
@@ -120,6 +121,7 @@ __all__ = [
     "TORCH_STORE_LONGEST_PAUSE_S",
     "UNARY_DRAIN_LIMIT_S",
     "UNEXPECTED_SOCKET_LIMIT_S",
+    "UNREAD_STREAM_LIMIT_S",
     "WITHDRAW_RETRY_S",
 ]
 
@@ -186,6 +188,8 @@ COORDINATOR_GRACE_S: Final = 5.0
 """What the coordinator's answer may need beyond the time for which it waits for members; then the request fails."""
 COORDINATOR_CONNECT_LIMIT_S: Final = 3600.0
 """A worker tries this long at most to reach the coordinator, whatever timeout its user gave."""
+ANNOUNCE_LIMIT_S: Final = 2.0
+"""A newcomer waits until the other workers have heard of it, so that they reach it; then it goes on all the same."""
 LATE_JOINERS_LIMIT_S: Final = 5.0
 """A coordinator whose job did not form stays this long to tell the other workers why."""
 MISSING_NAMES_LIMIT_S: Final = 2.0
@@ -235,6 +239,8 @@ LAST_REPLIES_LIMIT_S: Final = 2.0
 """Replies under way at a graceful `shutdown`; then the connections are closed in any case."""
 RREF_DELETION_LIMIT_S: Final = 10.0
 """A worker that leaves gives its references back; what the owners did not confirm by then ends with the lease."""
+UNREAD_STREAM_LIMIT_S: Final = 5.0
+"""When all workers have called `shutdown`: a stream from which nobody has read this long is closed, and logged."""
 LEAVE_CONNECT_LIMIT_S: Final = 1.0
 """A worker that leaves tries this long to tell the coordinator, which otherwise notices by itself."""
 GENERATORS_LIMIT_S: Final = 1.0

@@ -9,12 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("identity", "address")
+    __slots__ = ("identity", "address", "role")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    ROLE_FIELD_NUMBER: _ClassVar[int]
     identity: _handshake_pb2.Identity
     address: str
-    def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ...) -> None: ...
+    role: str
+    def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("member", "world_size", "timeout_ms")
@@ -73,3 +75,21 @@ class LeaveReply(_message.Message):
 class MembersRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
+
+class MembershipMessage(_message.Message):
+    __slots__ = ("version", "members", "departures")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    DEPARTURES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    members: _containers.RepeatedCompositeFieldContainer[Member]
+    departures: _containers.RepeatedCompositeFieldContainer[Departure]
+    def __init__(self, version: _Optional[int] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
+
+class Departure(_message.Message):
+    __slots__ = ("identity", "reason")
+    IDENTITY_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    identity: _handshake_pb2.Identity
+    reason: str
+    def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., reason: _Optional[str] = ...) -> None: ...

@@ -1,4 +1,5 @@
 from rpcdist._proto import autograd_pb2 as _autograd_pb2
+from rpcdist._proto import membership_pb2 as _membership_pb2
 from rpcdist._proto import rref_pb2 as _rref_pb2
 from rpcdist._proto import value_pb2 as _value_pb2
 from google.protobuf.internal import containers as _containers
@@ -15,7 +16,7 @@ class Envelope(_message.Message):
     def __init__(self) -> None: ...
 
 class Message(_message.Message):
-    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "transfer", "control_seq", "large", "loans", "wrapped")
+    __slots__ = ("call", "reply", "cancel", "stream_item", "stream_end", "stream_credit", "rref", "ack", "heartbeat", "transfer_aborted", "chunk_credit", "autograd", "segment_offer", "segment_answer", "segment_news", "membership", "transfer", "control_seq", "large", "loans", "wrapped")
     CALL_FIELD_NUMBER: _ClassVar[int]
     REPLY_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -31,6 +32,7 @@ class Message(_message.Message):
     SEGMENT_OFFER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_ANSWER_FIELD_NUMBER: _ClassVar[int]
     SEGMENT_NEWS_FIELD_NUMBER: _ClassVar[int]
+    MEMBERSHIP_FIELD_NUMBER: _ClassVar[int]
     TRANSFER_FIELD_NUMBER: _ClassVar[int]
     CONTROL_SEQ_FIELD_NUMBER: _ClassVar[int]
     LARGE_FIELD_NUMBER: _ClassVar[int]
@@ -51,12 +53,13 @@ class Message(_message.Message):
     segment_offer: SegmentOffer
     segment_answer: SegmentAnswer
     segment_news: SegmentNews
+    membership: _membership_pb2.MembershipMessage
     transfer: int
     control_seq: int
     large: _containers.RepeatedScalarFieldContainer[int]
     loans: _containers.RepeatedCompositeFieldContainer[Loan]
     wrapped: bool
-    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
+    def __init__(self, call: _Optional[_Union[Call, _Mapping]] = ..., reply: _Optional[_Union[Reply, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., stream_item: _Optional[_Union[StreamItem, _Mapping]] = ..., stream_end: _Optional[_Union[StreamEnd, _Mapping]] = ..., stream_credit: _Optional[_Union[StreamCredit, _Mapping]] = ..., rref: _Optional[_Union[_rref_pb2.RRefMessage, _Mapping]] = ..., ack: _Optional[_Union[Ack, _Mapping]] = ..., heartbeat: _Optional[_Union[Heartbeat, _Mapping]] = ..., transfer_aborted: _Optional[_Union[TransferAborted, _Mapping]] = ..., chunk_credit: _Optional[_Union[ChunkCredit, _Mapping]] = ..., autograd: _Optional[_Union[_autograd_pb2.AutogradMessage, _Mapping]] = ..., segment_offer: _Optional[_Union[SegmentOffer, _Mapping]] = ..., segment_answer: _Optional[_Union[SegmentAnswer, _Mapping]] = ..., segment_news: _Optional[_Union[SegmentNews, _Mapping]] = ..., membership: _Optional[_Union[_membership_pb2.MembershipMessage, _Mapping]] = ..., transfer: _Optional[int] = ..., control_seq: _Optional[int] = ..., large: _Optional[_Iterable[int]] = ..., loans: _Optional[_Iterable[_Union[Loan, _Mapping]]] = ..., wrapped: bool = ...) -> None: ...
 
 class Loan(_message.Message):
     __slots__ = ("buffer", "segment")

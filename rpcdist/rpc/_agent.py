@@ -5,6 +5,7 @@
     rrefs               counts remote references           marshal       encodes values with their references
     pool, user_loop     run code of users                  directory     knows who is in the job
     leader, gatherings  barriers and the like              leaving       waits until everybody may go
+    news, watch         who comes and goes                 departures    agree that everybody may go
 
 Nothing else happens here: what a part needs, it gets in its constructor. Threads: public functions run on the caller's
 thread; `on_*` run on the I/O loop and never run code of users there; that runs in the pool and on the user loop.
@@ -15,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextvars import Context
 from typing import Any, NamedTuple
 
@@ -38,13 +39,17 @@ from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
+from rpcdist.rpc._membership.departing import Departing
+from rpcdist.rpc._membership.departures import Departures
 from rpcdist.rpc._membership.gatherings import Gatherings
 from rpcdist.rpc._membership.leader import Leader
 from rpcdist.rpc._membership.leaving import Leaving
+from rpcdist.rpc._membership.membership_news import MembershipNews
+from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
-from rpcdist.rpc._peers.directory import Directory, Member
+from rpcdist.rpc._peers.directory import Directory, Roster
 from rpcdist.rpc._peers.inbound import Inbound
 from rpcdist.rpc._peers.lease_watch import LeaseWatch
 from rpcdist.rpc._peers.lifetime import Lifetime
@@ -91,7 +96,7 @@ class Agent:
         network: the transport; the agent holds one share of it.
         coordinator: knows who is in the job.
         me: this worker.
-        members: everybody who is there at the start.
+        roster: everybody who is there at the start.
         options: the options of `init_rpc`.
         world_size: None where workers come and go.
         store: where the workers found each other; closed with the agent.
@@ -104,7 +109,7 @@ class Agent:
         network: Network,
         coordinator: Coordinator,
         me: Identity,
-        members: Iterable[Member],
+        roster: Roster,
         options: RpcOptions,
         world_size: int | None,
         store: Store,
@@ -135,7 +140,9 @@ class Agent:
         self.user_loop = UserLoop()
 
         self.events = events = PeerEvents()
-        self.directory = Directory(me, members, options.device_maps, coordinator, io, events.replaced.publish)
+        self.directory = Directory(
+            me, roster, options.device_maps, coordinator, io, events.replaced.publish, events.member.publish
+        )
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
         self.router = Router(network, self.directory, self._demultiplexer, self._control, events, lifetime, options)
@@ -173,13 +180,18 @@ class Agent:
             self.rrefs, self.caller, self.directory, self.autograd, options.autograd_mode, lifetime
         )
         self.leader = Leader(me, self.directory, self.router.watch)
+        self._departures = Departures(self.directory, self.router.watch)
+        self._news = MembershipNews(
+            self.directory, coordinator.service, self.router.send_control, self.router.watch, lifetime
+        )
+        self.watch = MembershipWatch(self.pool.submit)
         self.dispatcher = Dispatcher(
             pool=self.pool,
             user_loop=self.user_loop,
             new_context=context.copy,
             marshal=self.marshal,
             rrefs=self.rrefs,
-            callables=Callables(options, self.leader.callables, me.name),
+            callables=Callables(options, {**self.leader.callables, **self._departures.callables}, me.name),
             admit_context=self.autograd.admit,
             me=me,
             lifetime=lifetime,
@@ -194,9 +206,11 @@ class Agent:
             caller=self.caller,
             dispatcher=self.dispatcher,
             rrefs=self.rrefs,
+            streams=self.streams,
             leader=self.leader,
-            gatherings=self.gatherings,
-            watch=self.router.watch,
+            departures=self._departures,
+            departing=Departing(self.caller, self.directory, lifetime),
+            watch=self.watch,
         )
         self._interrupts = InterruptWatch(io, self.caller.interrupt)
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -221,8 +235,10 @@ class Agent:
         handle("stream_credit", self.dispatcher.on_credit)
         handle("rref", self._control.on_message)
         handle("autograd", self._control.on_message)
+        handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         self._control.handle("autograd", self.autograd.on_message)
+        self._control.handle("membership", self._news.on_message)
         self._control.handle(
             "rref", lambda sender, body, buffers: self.rrefs.on_message(sender.id, sender.incarnation, body)
         )
@@ -243,8 +259,14 @@ class Agent:
         events.replaced.listen(references.on_replaced)
         events.lease_ended.listen(references.on_lease_ended)
         events.lost.listen(references.on_lost)
+        events.lost.listen(self.directory.on_lost)
         events.lost.listen(self._coordinator.on_lost)
         events.lost.listen(self.leader.on_lost)
+        events.found.listen(self.directory.on_found)
+        events.found.listen(self._coordinator.on_found)
+        events.broken.listen(self._news.on_broken)
+        events.member.listen(self.watch.on_member)
+        events.member.listen(self._departures.on_member)
 
     # ------------------------------------------------------------ beginning and end
 
@@ -261,6 +283,7 @@ class Agent:
         ):
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
+        network.io.call_soon(self._news.start)
         network.io.call_soon(self._tick)
 
     def _tick(self) -> None:
@@ -353,9 +376,9 @@ class Agent:
     def get_metrics(self) -> dict[str, str]:
         return self.get_debug_info()
 
-    def join(self, shutdown: bool = False, timeout: float = 0) -> None:
+    def join(self, shutdown: bool = False, timeout: float = 0) -> dict[str, str]:
         """Waits for outstanding work here and everywhere; 0 for no limit. See `Leaving.wait_for_work`."""
-        self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout)
+        return self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout)
 
     def sync(self) -> None:
         """Nothing to do: an agent that exists is ready."""

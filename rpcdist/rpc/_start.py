@@ -94,17 +94,17 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         service = serve_membership(network, me, options.peer_timeout)
         store.set(COORDINATOR_KEY, address)
     coordinator = Coordinator(network, address if me.id == 0 else _find_coordinator(store, timeout_s), me, service)
-    reply = coordinator.join(address, world_size, timeout_s)
+    reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
-    members = members_of(reply, me, coordinator.address, time.monotonic() - started)
-    _check_device_maps(me, members, options)
+    roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
+    _check_device_maps(me, roster.members, options)
     agent = Agent(
         network=network,
         coordinator=coordinator,
         me=me,
-        members=members,
+        roster=roster,
         options=options,
         world_size=world_size,
         store=getattr(store, "underlying_store", store),  # a prefix store closes nothing

@@ -244,18 +244,21 @@ def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
 # ---------------------------------------------------------------- the end
 
 
-def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
+def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:
     """Leaves the job; this process may call `init_rpc` again afterwards.
 
     Args:
-        graceful: wait until all workers have called it and nobody has work outstanding. Otherwise end at once: calls in
-            flight fail.
+        graceful: serve until all workers have called it and nobody has work outstanding. A worker that dies is not
+            waited for, but a process that takes its place meanwhile is. Otherwise end at once: calls in flight fail.
         timeout: limit of the graceful part, in seconds. 0 takes `RpcOptions.shutdown_timeout`; without one it waits as
-            long as the others live, and fails when one of them dies.
+            long as the others live.
+
+    Returns:
+        The workers that were lost and not replaced, and why, by name; empty if all came, and without `graceful`.
 
     Raises:
         NotInitialized: there is nothing to shut down.
-        RuntimeError: somebody did not come in time, or died; the text says who. The local side is closed all the same.
+        DeadlineExceeded: somebody did not come in time; the text says who. The local side is closed all the same.
         BlockingInLoop: called on an event loop; nothing is closed.
     """
     if asyncio._get_running_loop() is not None:
@@ -264,19 +267,18 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     if not isinstance(agent, Agent):  # a registered backend's own
         agent.join(shutdown=True)
         set_current_agent(None)
-        return
+        return {}
     if not timeout:
         timeout = agent.options.shutdown_timeout or 0
     finished = False
+    lost: dict[str, str] = {}
     try:
         if graceful:
-            if agent.world_size is not None:
-                _wait_all_workers(timeout)
-                _delete_all_user_and_unforked_owner_rrefs()
-            agent.join(shutdown=True, timeout=timeout)
+            lost = agent.join(shutdown=True, timeout=timeout)
             finished = True
     finally:
         _finalize_shutdown(agent, finished, graceful)
+    return lost
 
 
 def _finalize_shutdown(agent: Agent, finished: bool, flush: bool) -> None:

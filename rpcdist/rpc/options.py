@@ -39,6 +39,8 @@ __all__ = [
 DeviceType = int | str | torch.device
 DeviceMap = dict[torch.device, torch.device]
 
+MAX_ROLE_LENGTH = 128
+
 # What torch accepts as private arguments. The names mean nothing here: channels are negotiated by the transport layer.
 _TRANSPORTS = frozenset({"ibv", "shm", "uv"})
 _CHANNELS = frozenset({"basic", "cma", "cuda_basic", "cuda_gdr", "cuda_ipc", "cuda_xth", "mpt_uv", "xth"})
@@ -137,6 +139,7 @@ class RpcOptions(RpcBackendOptions):
         autograd_mode: of `rpcdist.autograd.backward`: "smart", or "fast" for torch's, which hangs on unused results.
         allow_pickle: whether values that need pickle may be received, and sent. Without it only plain values get
             through: None, bool, numbers, str, bytes, tensors, and lists, tuples and dicts of them.
+        role: what this worker is for, in a word of your choice such as "ps"; `rpc.workers("ps")` finds it by that.
         share_payloads: whether tensors of 64 KiB and more travel through shared memory between processes of one host.
             A received one then behaves as after `share_memory_()`: a forked child sees the same memory, and it cannot
             be resized to more bytes.
@@ -172,6 +175,7 @@ class RpcOptions(RpcBackendOptions):
         autograd_mode: str = "smart",
         share_payloads: bool = True,
         max_incoming_bytes: int | None = None,
+        role: str = "",
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -203,6 +207,7 @@ class RpcOptions(RpcBackendOptions):
         self.max_incoming_bytes = (
             None if max_incoming_bytes is None else _at_least_one("max_incoming_bytes", max_incoming_bytes)
         )
+        self.role = _role(role)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 
@@ -385,3 +390,11 @@ def _to_device_list(devices: Iterable[DeviceType]) -> list[torch.device]:
         if device.type != "cuda":
             raise ValueError(f"`set_devices` expect a list of CUDA devices, but got device type {device.type}.")
     return result
+
+
+def _role(role: object) -> str:
+    if not isinstance(role, str):
+        raise TypeError(f"role is a text, but got {role!r}")
+    if len(role) > MAX_ROLE_LENGTH:
+        raise ConfigError(f"role has {len(role)} characters; the limit is {MAX_ROLE_LENGTH}")
+    return role

@@ -16,7 +16,7 @@ from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousEr
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
 from rpcdist.rpc._membership.membership_table import MembershipTable
-from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.transport.identities import identity_to_proto
 
 Outcome = pb.JoinReply.Outcome
@@ -190,7 +190,7 @@ def test_invariants_hold_whatever_happens(happenings: list[tuple[str, str, int, 
 
 
 def request(identity: Identity, world_size: int = 2, timeout_s: float = 30.0) -> pb.JoinRequest:
-    return join_request(identity, record(identity).address, world_size, timeout_s)
+    return join_request(record(identity), world_size, timeout_s)
 
 
 def ask(
@@ -219,7 +219,7 @@ async def test_everybody_is_answered_when_the_last_one_comes() -> None:
     assert await settled(first, second, third) == [OK, OK, OK]
     for task in (first, second, third):
         reply = task.result()
-        assert members_of(reply, A, "here", 1.0) == [record(A), record(B), record(C)]
+        assert members_of(reply, A, "here", 1.0) == Roster(3, [record(A), record(B), record(C)])
         assert reply.version == 3
     assert (await service.members(A, pb.MembersRequest())).members == reply.members
 
@@ -340,10 +340,10 @@ async def test_the_world_forms_or_the_time_ends_but_never_both() -> None:
 async def test_a_lost_worker_is_replaced_under_its_name() -> None:
     service = MembershipService()
     assert await settled(ask(service, A), ask(service, B)) == [OK, OK]
-    assert service.lost(B) and not service.lost(B)
+    assert service.lost(B, "silent") and not service.lost(B, "silent")
     replacement = ask(service, B2)
     assert await settled(replacement) == [OK]
-    assert members_of(replacement.result(), B2, "here", 0.0) == [record(A), record(B2)]
+    assert members_of(replacement.result(), B2, "here", 0.0).members == [record(A), record(B2)]
     ghost = ask(service, B)
     assert await settled(ghost) == [GONE]
     with pytest.raises(RendezvousError, match="declared lost"):
@@ -381,5 +381,5 @@ def test_every_outcome_is_known_to_the_client() -> None:
 
 @pytest.mark.parametrize(("timeout_s", "timeout_ms"), [(-1.0, 0), (0.5, 500), (float("inf"), 604_800_000)])
 def test_the_time_of_a_request_is_bounded(timeout_s: float, timeout_ms: int) -> None:
-    made = join_request(A, "127.0.0.1:1", None, timeout_s)
+    made = join_request(record(A), None, timeout_s)
     assert (made.timeout_ms, made.world_size) == (timeout_ms, 0)

@@ -232,8 +232,7 @@ def test_every_init_method(worker_pool: WorkerPool, tmp_path: Path, scheme: str)
     for process in processes:
         assert [process.run(rpc.rpc_sync, rank, functions.pid) for rank in range(3)] == [p.pid for p in processes]
     leaving = [process.begin(rpc.shutdown) for process in processes]
-    for pending in leaving:
-        pending.result()
+    assert [pending.result() for pending in leaving] == [{}] * 3
     assert not (tmp_path / "store").exists()
 
 

@@ -8,6 +8,7 @@ round trip per item.
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 import time
 import weakref
@@ -30,6 +31,8 @@ from rpcdist.rpc._values.failures import exception_of
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["DEFAULT_WINDOW", "Stream", "StreamState", "StreamTable"]
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_WINDOW = 16
 T = TypeVar("T")
@@ -69,6 +72,8 @@ class StreamState:
         self._may_unpickle = may_unpickle
         self._condition = threading.Condition()
         self._async_waiters: list[asyncio.Future[None]] = []
+        self._readers = 0
+        self._last_read = time.monotonic()
 
     def __repr__(self) -> str:
         return f"<stream {self.id} of {self.what} [{len(self._items)} waiting{', ended' if self._ended else ''}]>"
@@ -104,11 +109,15 @@ class StreamState:
         deadline = Deadline.after(timeout_s)
         slice_s = longest_sleep_s()
         with self._condition:
-            while not self._items and not self._ended:
-                if deadline.expired():
-                    raise self._late(timeout_s)
-                self._condition.wait(min(slice_s, deadline.remaining_s()))
-            return self._next_locked()
+            self._readers += 1
+            try:
+                while not self._items and not self._ended:
+                    if deadline.expired():
+                        raise self._late(timeout_s)
+                    self._condition.wait(min(slice_s, deadline.remaining_s()))
+                return self._next_locked()
+            finally:
+                self._readers -= 1
 
     async def take_async(self, timeout_s: float | None) -> object:
         """The next item, or `_END`. Cancellation takes no item."""
@@ -120,16 +129,25 @@ class StreamState:
                     return self._next_locked()
                 future: asyncio.Future[None] = loop.create_future()
                 self._async_waiters.append(future)
+                self._readers += 1
             try:
                 async with asyncio.timeout_at(limit):
                     await future
             except TimeoutError:
                 raise self._late(timeout_s) from None
+            finally:
+                with self._condition:
+                    self._readers -= 1
 
     def _late(self, timeout_s: float | None) -> DeadlineExceeded:
         return DeadlineExceeded(f"no item of the stream of {self.what} arrived within {timeout_s} s")
 
+    def unread_s(self) -> float:
+        """Seconds since somebody read from it; 0 while somebody waits for an item."""
+        return 0.0 if self._readers else time.monotonic() - self._last_read
+
     def _next_locked(self) -> object:
+        self._last_read = time.monotonic()
         if not self._items:
             return _END
         item = self._items.popleft()
@@ -251,6 +269,8 @@ class StreamTable:
         self._marshal = marshal
         self._streams: dict[int, tuple[StreamState, MessageSink]] = {}
         self._dropped: deque[StreamState] = deque()
+        self._changed = threading.Condition()
+        self._waiters = 0
 
     def __len__(self) -> int:
         return len(self._streams)
@@ -266,7 +286,7 @@ class StreamTable:
             self._send(peer, rpc_pb2.Message(stream_credit=rpc_pb2.StreamCredit(id=id, items=items)))
 
         def cancel() -> None:
-            self._streams.pop(id, None)
+            self._pop(id)
             self._send(peer, rpc_pb2.Message(cancel=rpc_pb2.Cancel(id=id)))
 
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, self._marshal.allow_pickle)
@@ -292,7 +312,7 @@ class StreamTable:
     ) -> None:
         """The producer has sent its last item."""
         end = message.stream_end
-        entry = self._streams.pop(end.id, None)
+        entry = self._pop(end.id)
         if entry is not None:
             entry[0].end(end.failure if end.HasField("failure") else None)
 
@@ -305,10 +325,42 @@ class StreamTable:
         """Ends all streams here; nobody is told."""
         self._fail(lambda on: True, lambda what: RpcdistError(text))
 
+    def _pop(self, id: int) -> tuple[StreamState, MessageSink] | None:
+        entry = self._streams.pop(id, None)
+        if not self._streams and self._waiters:
+            with self._changed:
+                self._changed.notify_all()
+        return entry
+
     def _fail(self, matches: Callable[[MessageSink], bool], error: Callable[[str], BaseException]) -> None:
         for id, (state, session) in list(self._streams.items()):
-            if matches(session) and self._streams.pop(id, None) is not None:
+            if matches(session) and self._pop(id) is not None:
                 state.end(error(state.what))
+
+    def close_unread(self, limit_s: float) -> None:
+        """Closes the streams from which nobody has read for this long, in seconds; each is logged."""
+        for state, _ in list(self._streams.values()):
+            if (unread_s := state.unread_s()) >= limit_s:
+                logger.warning(
+                    "the stream of %s was closed by shutdown: nobody has read from it for %.0f s; close streams that "
+                    "are not read to their end",
+                    state.what,
+                    unread_s,
+                )
+                state.cancel()
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Waits until no stream is open; False when the time is over."""
+        with self._changed:
+            self._waiters += 1
+            try:
+                return self._changed.wait_for(lambda: not self._streams, timeout_s)
+            finally:
+                self._waiters -= 1
+
+    def describe(self) -> list[str]:
+        """The open streams, for messages."""
+        return [repr(state) for state, _ in list(self._streams.values())]
 
     def drain(self) -> None:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""

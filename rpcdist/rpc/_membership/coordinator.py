@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import asyncio
+import time
+
 from rpcdist._proto import membership_pb2
-from rpcdist.errors import TransportError, WorkerLost
+from rpcdist.backoff import backoff
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
-from rpcdist.rpc._peers.directory import Member
+from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.rpc._peers.network import Network
-from rpcdist.time_limits import COORDINATOR_CONNECT_LIMIT_S, COORDINATOR_GRACE_S, LEAVE_CONNECT_LIMIT_S
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    COORDINATOR_CONNECT_LIMIT_S,
+    COORDINATOR_GRACE_S,
+    LEAVE_CONNECT_LIMIT_S,
+    MIN_ATTEMPT_S,
+    REFUSED_GRACE_S,
+)
 from rpcdist.transport.identities import identity_to_proto
 
 __all__ = ["Coordinator", "serve_membership"]
@@ -26,14 +38,26 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
     """
 
     async def answers(member: Member) -> bool:
+        """Whether a member is alive; it is dead by the rules by which every worker judges its peers."""
         if member.identity == me:
             return True
-        try:
-            link = await network.connect(member.address, "probe", peer_timeout_s, expected=member.identity, retry=False)
-        except TransportError:
-            return False
-        await link.close()
-        return True
+        started = time.monotonic()
+        for pause_s in backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S):
+            left_s = max(started + peer_timeout_s - time.monotonic(), MIN_ATTEMPT_S)
+            try:
+                link = await network.connect(member.address, "probe", left_s, expected=member.identity, retry=False)
+            except AuthenticationFailed:  # somebody else listens there now
+                return False
+            except TransportError as exc:
+                waited_s = time.monotonic() - started
+                refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+                if waited_s >= (REFUSED_GRACE_S if refused else peer_timeout_s):
+                    return False
+            else:
+                await link.close()
+                return True
+            await asyncio.sleep(pause_s)
+        raise AssertionError("backoff without a deadline does not end")
 
     service = MembershipService(answers)
     network.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
@@ -62,10 +86,15 @@ class Coordinator:
     def on_lost(self, identity: Identity, error: WorkerLost) -> None:
         """A worker is declared dead: if the service is here, its place is free. On the I/O loop."""
         if self.service is not None:
-            self.service.lost(identity)
+            self.service.lost(identity, error.reason)
 
-    def join(self, my_address: str, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
-        request = join_request(self._me, my_address, world_size, timeout_s)
+    def on_found(self, identity: Identity) -> None:
+        """A worker lives; if the service is here and had it declared lost, it is in the job again. On the I/O loop."""
+        if self.service is not None:
+            self.service.found(identity)
+
+    def join(self, me: Member, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
+        request = join_request(me, world_size, timeout_s)
         limit_s = None if timeout_s == float("inf") else timeout_s + COORDINATOR_GRACE_S
         if self.service is not None:
             return self._network.run(self.service.join(self._me, request), limit_s)
@@ -73,11 +102,11 @@ class Coordinator:
             self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + COORDINATOR_GRACE_S
         )
 
-    def members(self) -> list[Member]:
+    def members(self) -> Roster:
         """Everybody who is in the job now; blocks."""
         return self._network.run(self.members_async(), 2 * COORDINATOR_GRACE_S)
 
-    async def members_async(self) -> list[Member]:
+    async def members_async(self) -> Roster:
         """As `members`, on the I/O loop. Cancellation leaves nothing behind."""
         request = membership_pb2.MembersRequest()
         if self.service is not None:

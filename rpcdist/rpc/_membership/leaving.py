@@ -2,22 +2,24 @@
 
 Graceful, with a static world: everybody waits for everybody's outstanding work, in rounds, until a round in which
 nobody had any. The wait has no clock by default, since a parameter server calls `shutdown` at once and its trainers
-hours later; it ends with an error when a worker that is waited for dies.
+hours later. A worker that dies is not waited for; one that takes its place is.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
 
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._membership.coordinator import Coordinator
-from rpcdist.rpc._membership.gatherings import Gatherings
+from rpcdist.rpc._membership.departing import Departing
+from rpcdist.rpc._membership.departures import Departures
 from rpcdist.rpc._membership.leader import Leader
+from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import Network
@@ -29,6 +31,7 @@ from rpcdist.time_limits import (
     SHUTDOWN_POLL_S,
     SHUTDOWN_REPORT_INTERVAL_S,
     THREAD_GRACE_S,
+    UNREAD_STREAM_LIMIT_S,
 )
 
 __all__ = ["Leaving"]
@@ -42,15 +45,17 @@ class Leaving:
     Args:
         network: runs what waits on the I/O loop.
         connections: carry the last replies.
-        directory: who is in the job.
+        directory: who is in the job, and who is lost.
         coordinator: knows who is still there where workers come and go.
         is_static: whether the members are the same from beginning to end.
         caller: has calls outstanding.
         dispatcher: handles calls of others.
         rrefs: holds references to values elsewhere.
+        streams: may be open here, with nobody who reads them.
         leader: leads gatherings that may still be open.
-        gatherings: joins those in which everybody says whether it has work.
-        watch: connects to a worker, so that its death is noticed.
+        departures: leads the rounds in which everybody says whether it has work.
+        departing: takes part in them.
+        watch: is told when everybody leaves.
     """
 
     def __init__(
@@ -64,9 +69,11 @@ class Leaving:
         caller: Caller,
         dispatcher: Dispatcher,
         rrefs: RRefManager,
+        streams: StreamTable,
         leader: Leader,
-        gatherings: Gatherings,
-        watch: Callable[[int, str], WorkerLost | None],
+        departures: Departures,
+        departing: Departing,
+        watch: MembershipWatch,
     ) -> None:
         self._network = network
         self._connections = connections
@@ -76,9 +83,12 @@ class Leaving:
         self._caller = caller
         self._dispatcher = dispatcher
         self._rrefs = rrefs
+        self._streams = streams
         self._leader = leader
-        self._gatherings = gatherings
+        self._departures = departures
+        self._departing = departing
         self._watch = watch
+        self._led_last = False
 
     def __repr__(self) -> str:
         return f"<Leaving of {self._me.name}>"
@@ -87,29 +97,37 @@ class Leaving:
     def _me(self) -> Identity:
         return self._directory.me
 
-    def wait_for_work(self, timeout_s: float) -> None:
+    def wait_for_work(self, timeout_s: float) -> dict[str, str]:
         """Waits for outstanding work, here and (in a static world) everywhere.
 
         Args:
             timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
 
+        Returns:
+            The workers that are lost and were not waited for, and why, by name.
+
         Raises:
-            RuntimeError: the time is over; the text says who or what is missing.
-            WorkerLost: a worker died that was waited for.
+            DeadlineExceeded: the time is over; the text says who or what is missing.
         """
         deadline = Deadline.after(timeout_s)
         if not self._is_static:
             self._wait_idle(deadline)
             self._leave_elastic(deadline)
-            return
+            return self._directory.losses()
+        self._departing.take_part(True, deadline)
+        # Everybody has called shutdown: what is left of references and streams is not needed any more.
+        self._rrefs.delete_all_user_and_unforked_owner_rrefs(RREF_DELETION_LIMIT_S)
         seen = -1
         while True:
-            self._wait_idle(deadline)
+            self._wait_idle(deadline, all_are_leaving=True)
             made = self._caller.calls.num_work
-            busy, seen = made != seen, made
+            had_work, seen = made != seen, made
             # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
-            if not any(self._gatherings.all_gather(busy, None, deadline.remaining_s()).values()):
-                return
+            outcome = self._departing.take_part(had_work, deadline)
+            if not outcome.had_work:
+                self._watch.all_leave()
+                self._led_last = outcome.led_here
+                return dict(outcome.losses)
 
     def _leave_elastic(self, deadline: Deadline) -> None:
         """The coordinator stays until the others have left, for they find each other through it."""
@@ -118,25 +136,22 @@ class Leaving:
         service = self._coordinator.service
         if service is None:
             return
-        for member in service.others(self._me):
-            self._connect_to(member.identity)
         if not self._network.run(service.alone(self._me, deadline.remaining_s()), None):
             left = [member.identity.name for member in service.others(self._me)]
             raise DeadlineExceeded(f"shutdown of the coordinator {self._me.name!r} timed out; still there: {left}")
 
-    def _connect_to(self, identity: Identity) -> None:
-        if self._directory.is_news(identity):
-            self._directory.refresh()
-        self._watch(identity.id, "the shutdown of the coordinator")
-
-    def _wait_idle(self, deadline: Deadline) -> None:
+    def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
+        """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""
         calls, dispatcher = self._caller.calls, self._dispatcher
         reported = time.monotonic()
         while True:
             step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
             if calls.wait_empty(step_s) and dispatcher.wait_idle(step_s) and not len(calls):
-                return
-            left = [repr(call) for call in calls][:5] + dispatcher.describe()[:5]
+                if not all_are_leaving or self._streams.wait_empty(step_s):
+                    return
+            if all_are_leaving and not len(calls) and dispatcher.only_streams:
+                self._streams.close_unread(UNREAD_STREAM_LIMIT_S)
+            left = [repr(call) for call in calls][:5] + dispatcher.describe()[:5] + self._streams.describe()[:5]
             if deadline.expired():
                 raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")
             if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
@@ -150,9 +165,10 @@ class Leaving:
             together: all the others leave at this moment, too.
         """
         self._leader.give_up()
+        self._departures.give_up()
         self._dispatcher.wait_gathered(LAST_REPLIES_LIMIT_S)
         # The leader of the last round has replies on their way, and a stream that ends drops them: it leaves last.
-        is_last = together and self._is_static and self._me.name == min(self._directory.names())
+        is_last = together and self._led_last
         flush = self._connections.flush(LAST_REPLIES_LIMIT_S, wait_for_others=is_last)
         try:
             self._network.run(flush, LAST_REPLIES_LIMIT_S + THREAD_GRACE_S)

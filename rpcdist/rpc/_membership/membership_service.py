@@ -7,20 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, DuplicateName, RendezvousError, WorldMismatch
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
-from rpcdist.rpc._peers.directory import Member
-from rpcdist.time_limits import PARKED_LIMIT_S
+from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.rpc._peers.peer_events import Event
+from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
 __all__ = [
     "MembershipService",
     "Probe",
     "join_request",
+    "member_from_proto",
+    "member_to_proto",
     "members_of",
 ]
 
@@ -46,23 +49,31 @@ class MembershipService:
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
+        changed: the list has changed, and is this now.
     """
 
     def __init__(self, probe: Probe = _is_alive) -> None:
         self.table = MembershipTable()
+        self.changed: Event[[Roster]] = Event()
         self._probe = probe
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
-        self._joined_by: dict[Identity, int] = {}  # the incarnation of the process that speaks for a worker
+        self._joining: set[Identity] = set()  # they learn who is there from the answer
+        self._known: dict[Identity, int] = {}  # the version of the list that a member has heard of
+        self._known_changed = asyncio.Event()
         self._answered: set[int] = set()  # incarnations that were told of the broken world
         self._answer_came = asyncio.Event()
         self._changed = asyncio.Event()  # the list of workers did
+        self._announces = False
 
     def __repr__(self) -> str:
         return f"<MembershipService {self.table!r}, {len(self._waiting)} waiting>"
 
     async def join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         """Registers a worker and waits until the world is complete.
+
+        Where others are at work already, it also waits until they have heard of the newcomer, so that their next calls
+        reach it; who does not answer holds that up for `ANNOUNCE_LIMIT_S` at most.
 
         Args:
             peer: the proven caller.
@@ -72,14 +83,69 @@ class MembershipService:
             The verdict, and the workers; TIMED_OUT with the missing ranks when the time was over.
 
         Raises:
+            CallRefused: the caller speaks for somebody else.
             ConfigError: the name or the world size is malformed.
 
         Cancellation (the caller's connection has ended) takes the worker out again, unless the world has formed.
         """
-        reply = await self._join(peer, request)
-        if reply.outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID) and await self._free_place(request):
-            reply = await self._join(peer, request)
+        identity = identity_from_proto(request.member.identity)
+        if identity != peer:
+            raise CallRefused(f"{peer.name!r} cannot join as worker {identity.name!r}: each process joins as itself")
+        self._joining.add(identity)
+        try:
+            reply = await self._join(identity, request)
+            if reply.outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID) and await self._free_place(request):
+                reply = await self._join(identity, request)
+            if reply.outcome == Outcome.OK:
+                await self._until_known(reply.version)
+                reply = self._reply(Verdict(Outcome.OK))
+                self._known[identity] = reply.version
+        finally:
+            self._joining.discard(identity)
         return reply
+
+    async def _until_known(self, version: int) -> None:
+        """Waits until every member has heard of this version of the list, but for those that join right now."""
+        if not self._announces:
+            return
+        try:
+            async with asyncio.timeout(ANNOUNCE_LIMIT_S):
+                while late := [member.identity for member in self._to_tell() if self._known[member.identity] < version]:
+                    self._known_changed.clear()
+                    await self._known_changed.wait()
+        except TimeoutError:
+            logger.info("these workers have not confirmed yet who is in the job: %s", [who.name for who in late])
+
+    def _to_tell(self) -> list[Member]:
+        return [member for member in self.table.members if member.identity in self._known]
+
+    def announce_to(self, listener: Callable[[Roster], object], me: Identity) -> Roster:
+        """From now on a listener tells the members of every change, and says by `note_known` who has heard.
+
+        Returns:
+            The list as it is now.
+        """
+        self.changed.listen(listener)
+        self._announces = True
+        self._known[me] = self.table.version
+        return Roster(self.table.version, self.table.members)
+
+    def knows(self, identity: Identity, version: int) -> bool:
+        """Whether a member has heard of this version of the list, or will with the answer to its joining."""
+        return identity in self._joining or self._known.get(identity, -1) >= version
+
+    def note_known(self, identity: Identity, version: int) -> None:
+        """A member has heard of this version of the list."""
+        if version > self._known.get(identity, -1) and any(m.identity == identity for m in self.table.members):
+            self._known[identity] = version
+            self._known_changed.set()
+
+    def _has_changed(self, departures: Mapping[Identity, str] | None = None) -> None:
+        for identity in departures or ():
+            self._known.pop(identity, None)
+        self._changed.set()
+        self._known_changed.set()
+        self.changed.publish(Roster(self.table.version, self.table.members, departures or {}))
 
     async def _free_place(self, request: pb.JoinRequest) -> bool:
         """Declares the members lost that have the newcomer's place and do not answer; whether there was one."""
@@ -89,15 +155,16 @@ class MembershipService:
             old = member.identity
             same_place = newcomer.name == old.name or newcomer.id == old.id
             if same_place and newcomer.incarnation != old.incarnation and not await self._probe(member):
-                logger.info("worker %s does not answer any more; its place is free", old.name)
-                found = self.lost(old) or found
+                self.lost(old, "it did not answer when another process came for its place")
+                found = True  # also where its loss was noticed otherwise meanwhile
         return found
 
-    async def _join(self, peer: Identity, request: pb.JoinRequest) -> pb.JoinReply:
-        identity = identity_from_proto(request.member.identity)
-        verdict = self.table.join(Member(identity, request.member.address), request.world_size)
+    async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
+        version = self.table.version
+        verdict = self.table.join(Member(identity, request.member.address, request.member.role), request.world_size)
         if verdict.ok:
-            self._joined_by[identity] = peer.incarnation
+            if self.table.version != version:
+                self._has_changed()
             if request.world_size and not self.table.formed:
                 verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
             else:
@@ -116,22 +183,28 @@ class MembershipService:
             CallRefused: the caller is not the process that joined as this worker.
         """
         identity = identity_from_proto(request.identity)
-        if self._joined_by.get(identity, peer.incarnation) != peer.incarnation:
+        if identity != peer:
             raise CallRefused(f"{peer.name!r} cannot take worker {identity.name!r} out: only its own process may")
-        self._joined_by.pop(identity, None)
-        self.table.leave(identity)
-        self._changed.set()
+        if self.table.leave(identity):
+            self._has_changed({identity: ""})
         return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
         """The living workers."""
         return self._reply(Verdict(Outcome.OK))
 
-    def lost(self, identity: Identity) -> bool:
+    def lost(self, identity: Identity, reason: str) -> bool:
         """Declares an incarnation dead, so that a replacement may join. False if it is not in the list."""
-        self._joined_by.pop(identity, None)
-        self._changed.set()
-        return self.table.lost(identity)
+        if not self.table.lost(identity):
+            return False
+        self._has_changed({identity: reason})
+        return True
+
+    def found(self, identity: Identity) -> None:
+        """A worker shows that it lives; if it was declared lost, and its place is free, it is in the list again."""
+        if self.table.found(identity):
+            self._known[identity] = 0
+            self._has_changed()
 
     def others(self, me: Identity) -> list[Member]:
         """The members beside one worker."""
@@ -188,7 +261,7 @@ class MembershipService:
     def _stop_waiting(self, identity: Identity, decided: asyncio.Future[Verdict]) -> None:
         """Rule 5 of the table; but a worker that asked a second time still waits there."""
         if self._latest.get(identity) is decided and self.table.withdraw(identity):
-            self._joined_by.pop(identity, None)
+            self._has_changed({identity: ""})
 
     def _decide(self, verdict: Verdict) -> None:
         for decided in self._waiting:
@@ -196,10 +269,7 @@ class MembershipService:
                 decided.set_result(verdict)
 
     def _reply(self, verdict: Verdict) -> pb.JoinReply:
-        members = [
-            pb.Member(identity=identity_to_proto(member.identity), address=member.address)
-            for member in self.table.members
-        ]
+        members = [member_to_proto(member) for member in self.table.members]
         return pb.JoinReply(
             outcome=verdict.outcome,
             detail=verdict.detail,
@@ -209,14 +279,21 @@ class MembershipService:
         )
 
 
-def join_request(me: Identity, address: str, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
+def member_to_proto(member: Member) -> pb.Member:
+    return pb.Member(identity=identity_to_proto(member.identity), address=member.address, role=member.role)
+
+
+def member_from_proto(member: pb.Member) -> Member:
+    return Member(identity_from_proto(member.identity), member.address, member.role)
+
+
+def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
     """What a worker sends to join; `world_size` None where workers come and go."""
-    member = pb.Member(identity=identity_to_proto(me), address=address)
     timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
-    return pb.JoinRequest(member=member, world_size=world_size or 0, timeout_ms=timeout_ms)
+    return pb.JoinRequest(member=member_to_proto(me), world_size=world_size or 0, timeout_ms=timeout_ms)
 
 
-def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> list[Member]:
+def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> Roster:
     """Takes the coordinator's answer apart.
 
     Args:
@@ -226,17 +303,17 @@ def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: fl
         waited_s: how long this worker waited, in seconds, for the error.
 
     Returns:
-        The workers, by rank.
+        The workers, by rank, and the version of this list.
 
     Raises:
         DuplicateName: two workers have the same name or rank.
         WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
         RendezvousError: not everybody came in time, or this process was declared lost.
     """
-    members = [Member(identity_from_proto(member.identity), member.address) for member in reply.members]
+    members = [member_from_proto(member) for member in reply.members]
     outcome = reply.outcome
     if outcome == Outcome.OK:
-        return members
+        return Roster(reply.version, members)
     text = f"worker {me.name!r} (rank {me.id}) could not join the job at {coordinator}: "
     if outcome == Outcome.TIMED_OUT:
         raise RendezvousError(text + _timed_out(reply, me, members, waited_s))

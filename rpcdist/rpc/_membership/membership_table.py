@@ -8,7 +8,7 @@ The first worker decides. Rules:
     size, kind) *break* it: nobody can know who is right, so everybody, also who comes later, gets the same answer.
  3. A static world that has formed takes only replacements: the name and rank of a worker that was lost or has left.
     Anybody else is refused, and the others do not notice.
- 4. An incarnation that was declared lost never comes back.
+ 4. An incarnation that was declared lost comes back only by being found alive while its place is still free.
  5. A worker that stops waiting before the world has formed is as if it had never come.
  6. When the last worker is gone, the next one decides anew.
  7. `version` grows with every change of the list of workers.
@@ -66,7 +66,7 @@ class MembershipTable:
         self.version = 0
         self._living: dict[str, Member] = {}
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
-        self._lost: set[int] = set()  # incarnations
+        self._lost: dict[int, Member] = {}  # by incarnation
         self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
 
     def __repr__(self) -> str:
@@ -134,10 +134,23 @@ class MembershipTable:
 
     def lost(self, identity: Identity) -> bool:
         """An incarnation was declared dead (rule 4). False if it is not in the list, for instance replaced already."""
-        removed = self._remove(identity)
-        if removed:  # one that has left may come back in the same process
-            self._lost.add(identity.incarnation)
-        return removed
+        member = self._living.get(identity.name)
+        if member is None or not self._remove(identity):
+            return False
+        self._lost[identity.incarnation] = member  # one that has left may come back in the same process
+        return True
+
+    def found(self, identity: Identity) -> bool:
+        """An incarnation that was declared lost lives after all (rule 4). False if its place is taken."""
+        member = self._lost.get(identity.incarnation)
+        if member is None or member.identity != identity or self.world_size is None:
+            return False
+        taken = [other.identity for other in self._living.values()]
+        if any(identity.name == other.name or identity.id == other.id for other in taken):
+            return False
+        del self._lost[identity.incarnation]
+        self._accept(member, self.world_size)
+        return True
 
     def _own_contradiction(self, member: Member, world_size: int) -> Verdict:
         """What is wrong with this worker alone; the others go on."""

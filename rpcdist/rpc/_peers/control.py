@@ -10,11 +10,25 @@ Invariants:
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Mapping
 
-from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist._proto import autograd_pb2, membership_pb2, rpc_pb2, rref_pb2
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["ControlInbox", "ControlOutbox"]
+__all__ = ["ControlBody", "ControlInbox", "ControlOutbox", "kind_of"]
+
+ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage | membership_pb2.MembershipMessage
+
+_KINDS: Mapping[type, str] = {
+    autograd_pb2.AutogradMessage: "autograd",
+    membership_pb2.MembershipMessage: "membership",
+    rref_pb2.RRefMessage: "rref",
+}
+
+
+def kind_of(body: ControlBody) -> str:
+    """The name of the field of a message that carries such a body."""
+    return _KINDS[type(body)]
 
 
 class ControlOutbox:
@@ -30,12 +44,10 @@ class ControlOutbox:
     def __repr__(self) -> str:
         return f"<ControlOutbox {len(self)} unacknowledged>"
 
-    def add(self, body: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> rpc_pb2.Message:
+    def add(self, body: ControlBody) -> rpc_pb2.Message:
         """Numbers a message; send what is returned."""
-        if isinstance(body, rref_pb2.RRefMessage):
-            message = rpc_pb2.Message(control_seq=self._next, rref=body)
-        else:
-            message = rpc_pb2.Message(control_seq=self._next, autograd=body)
+        message = rpc_pb2.Message(control_seq=self._next)
+        getattr(message, kind_of(body)).CopyFrom(body)
         self._next += 1
         self._unacknowledged.append(message)
         return message

@@ -1,96 +1,154 @@
-"""Who is in the job, as this worker knows it."""
+"""Who is in the job, as this worker knows it: what the coordinator says, less whom this worker itself declared lost."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from rpcdist.errors import ConfigError, RpcdistError, UnknownWorker
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._values import MapDevice
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["Directory", "Member", "MemberSource"]
+__all__ = ["Directory", "Member", "MemberEvent", "MemberSource", "Roster"]
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker, and where it listens (host:port)."""
+    """A worker, where it listens (host:port), and what it is for, in the words of the program."""
 
     identity: Identity
     address: str
+    role: str = ""
 
     def __str__(self) -> str:
         return f"{self.identity.name!r} (rank {self.identity.id}, {self.address})"
 
 
+class Roster(NamedTuple):
+    """What the coordinator says.
+
+    Attributes:
+        version: grows with every change of the list.
+        members: everybody who is there.
+        departures: who was there in the version before, and why it was declared lost; an empty text if it has left.
+    """
+
+    version: int
+    members: Sequence[Member]
+    departures: Mapping[Identity, str] = {}
+
+
+class MemberEvent(NamedTuple):
+    """A worker came or went.
+
+    Attributes:
+        kind: "lost" if it died, or was replaced by another process; "left" if it said good-bye.
+        member: the worker.
+        reason: why it was declared lost; else empty.
+    """
+
+    kind: Literal["joined", "left", "lost"]
+    member: Member
+    reason: str = ""
+
+
 class MemberSource(Protocol):
     """Knows everybody who is in the job now: the coordinator."""
 
-    def members(self) -> list[Member]:
+    def members(self) -> Roster:
         """Asks, and waits; bounded."""
 
-    async def members_async(self) -> list[Member]:
+    async def members_async(self) -> Roster:
         """The same on the I/O loop."""
 
 
 class Directory:
     """The members of the job. Any thread may use it.
 
-    It asks the coordinator only when somebody turns up whom it does not know, or cannot be reached: in a job where
-    nobody comes or goes, never.
+    The coordinator tells every change of its own accord. This worker asks it only when somebody turns up whom it does
+    not know, or cannot be reached: in a job where nobody comes or goes, never.
+
+    A worker *lives* while the coordinator lists it and this worker's own detector has not declared it lost.
 
     Args:
         me: this worker.
-        members: everybody who is known at the start, this worker included.
+        roster: everybody who is known at the start, this worker included.
         device_maps: by worker name, where tensors of this worker's devices go there.
         source: the coordinator.
         io: the thread on which it is asked in the background.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
+        on_event: called on the I/O loop when a worker came or went.
     """
 
     def __init__(
         self,
         me: Identity,
-        members: Iterable[Member],
+        roster: Roster,
         device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         source: MemberSource,
         io: IoThread,
         on_replaced: Callable[[Identity], object],
+        on_event: Callable[[MemberEvent], object],
     ) -> None:
         self.me = me
         self._device_maps = device_maps
         self._source = source
         self._io = io
         self._on_replaced = on_replaced
+        self._on_event = on_event
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._version = -1
         self._by_id: dict[int, Member] = {}
         self._by_name: dict[str, int] = {}
         self._present: frozenset[int] = frozenset()
         self._replaced: set[Identity] = set()  # one entry for each process that was replaced during ours
-        self.update(members)
+        self._suspected: dict[Identity, str] = {}  # listed by the coordinator, but declared lost here
+        self._living: dict[int, Member] = {}  # replaced as a whole: readers need no lock
+        self._losses: dict[int, tuple[str, str]] = {}  # name and reason of the lost ones whose places are free
+        self._take(roster)
 
     def __repr__(self) -> str:
-        return f"<Directory of {self.me.name} [{len(self._by_id)} workers]>"
+        return f"<Directory of {self.me.name} [{len(self._living)} of {len(self._by_id)} workers live]>"
 
     # ------------------------------------------------------------ what the coordinator says
 
-    def update(self, members: Iterable[Member]) -> None:
-        """Takes over what the coordinator says; workers that left stay known, so that errors can name them."""
-        replaced = []
-        members = list(members)
+    @property
+    def version(self) -> int:
+        """Of what the coordinator said last."""
+        return self._version
+
+    def update(self, roster: Roster) -> None:
+        """Takes over what the coordinator says, unless something newer is known.
+
+        Workers that left stay known, so that errors can name them.
+        """
+        replaced, events = self._take(roster)
+        for identity in replaced:
+            self._io.call_soon(self._on_replaced, identity)
+        for event in events:
+            self._io.call_soon(self._on_event, event)
+
+    def _take(self, roster: Roster) -> tuple[list[Identity], list[MemberEvent]]:
+        replaced: list[Identity] = []
         with self._lock:
-            self._present = frozenset(member.identity.id for member in members)
-            for member in members:
+            if roster.version < self._version:
+                return [], []
+            self._version = roster.version
+            self._present = frozenset(member.identity.id for member in roster.members)
+            for member in roster.members:
                 old = self._by_id.get(member.identity.id)
                 if old is not None and old.identity != member.identity:
                     replaced.append(old.identity)
@@ -98,8 +156,54 @@ class Directory:
                     self._by_name.pop(old.identity.name, None)
                 self._by_id[member.identity.id] = member
                 self._by_name[member.identity.name] = member.identity.id
-        for identity in replaced:
-            self._io.call_soon(self._on_replaced, identity)
+            return replaced, self._recount(roster.departures)
+
+    def on_lost(self, identity: Identity, error: WorkerLost) -> None:
+        """This worker's own detector has declared a worker lost."""
+        with self._lock:
+            self._suspected[identity] = error.reason
+            events = self._recount({})
+        for event in events:
+            self._on_event(event)
+
+    def on_found(self, identity: Identity) -> None:
+        """A worker that was declared lost here shows that it lives. On the I/O loop."""
+        with self._lock:
+            if self._suspected.pop(identity, None) is None:
+                return
+            events = self._recount({})
+        for event in events:
+            self._on_event(event)
+
+    def _recount(self, departures: Mapping[Identity, str]) -> list[MemberEvent]:
+        """Compares who lives with who lived; needs the lock."""
+        listed = {id: self._by_id[id] for id in self._present}
+        own = self._by_id[self.me.id]
+        if own.identity == self.me:  # whatever the coordinator thinks of this worker, it lives
+            listed[self.me.id] = own
+        # A verdict concerns one process: it ends with the process's place.
+        identities = {member.identity for member in listed.values()}
+        self._suspected = {identity: why for identity, why in self._suspected.items() if identity in identities}
+        living = {id: member for id, member in listed.items() if member.identity not in self._suspected}
+        events = []
+        for id, old in self._living.items():
+            new = living.get(id)
+            if new is not None and new.identity == old.identity:
+                continue
+            why = self._suspected.get(old.identity) or departures.get(old.identity, "")
+            if id in listed and not why:
+                why = "another process took its place"
+            if why:
+                self._losses[id] = (old.identity.name, why)
+            events.append(MemberEvent("lost" if why else "left", old, why))
+        for id, new in living.items():
+            old_member = self._living.get(id)
+            if old_member is None or old_member.identity != new.identity:
+                self._losses.pop(id, None)
+                events.append(MemberEvent("joined", new))
+        self._living = living
+        self._changed.notify_all()
+        return events
 
     def refresh(self) -> None:
         """Asks the coordinator; blocks, bounded."""
@@ -185,6 +289,45 @@ class Directory:
 
     def names(self) -> list[str]:
         return sorted(self._by_name)
+
+    def is_living(self, worker_id: int) -> bool:
+        return worker_id in self._living
+
+    def living(self) -> list[Member]:
+        """The members that live, by id."""
+        return [member for _, member in sorted(self._living.items())]
+
+    def leader(self) -> Identity:
+        """The living worker of the lowest rank; this one, if it knows of no other."""
+        living = self._living
+        return living[min(living)].identity if living else self.me
+
+    def losses(self) -> dict[str, str]:
+        """The workers that were lost and have not come back or been replaced, and why, by name."""
+        with self._lock:
+            return {name: why for _, (name, why) in sorted(self._losses.items())}
+
+    def wait_until_lives(self, name: str, timeout_s: float) -> WorkerInfo:
+        """Waits until a worker of this name is in the job and lives; blocks.
+
+        Raises:
+            DeadlineExceeded: the time is over.
+        """
+        deadline = Deadline.after(timeout_s)
+
+        def found() -> Member | None:
+            return next((member for member in self._living.values() if member.identity.name == name), None)
+
+        with self._changed:
+            while (member := found()) is None:
+                if deadline.expired():
+                    there = ", ".join(sorted(member.identity.name for member in self._living.values()))
+                    raise DeadlineExceeded(
+                        f"worker {name!r} did not join within {timeout_s:g} s; these are there: {there}. Check that it "
+                        "was started under this name, with the same MASTER_ADDR and MASTER_PORT, and look at its log"
+                    )
+                self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
+        return WorkerInfo(member.identity.name, member.identity.id)
 
     def info(self, worker_id: int) -> WorkerInfo:
         return WorkerInfo(self.name_of(worker_id), worker_id)

@@ -22,10 +22,9 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import Protocol
 
-from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
-from rpcdist.rpc._peers.control import ControlOutbox
+from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
@@ -70,6 +69,9 @@ class PeerOwner(Protocol):
 
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
+
+    def on_peer_found(self, peer: Peer) -> None:
+        """A worker that was declared lost has a connection again."""
 
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
         """The worker is declared dead; `unsent` waited for a connection to it."""
@@ -145,7 +147,7 @@ class Peer:
         if self.state is PeerState.IDLE:
             self._start_connecting()
 
-    def send_control(self, body: rref_pb2.RRefMessage | autograd_pb2.AutogradMessage) -> None:
+    def send_control(self, body: ControlBody) -> None:
         """Sends a control message until it is acknowledged; dropped when the worker is gone. [Note: late comers]"""
         with self._lock:
             if self.is_gone or self.state is PeerState.CLOSED:
@@ -234,6 +236,7 @@ class Peer:
                 return
             self._connection = connection
             self.state = PeerState.UP
+            was_lost = self.lost_reason is not None
             self.lost_reason = None
             session = connection.session
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
@@ -246,6 +249,8 @@ class Peer:
                 if sent is not None:
                     sent.on_sent(session, number)
             self.session = session  # last: a thread that sees it may send at once, past what waited
+        if was_lost:
+            self._owner.on_peer_found(self)
         if session.closed_reason is not None:  # it ended before this peer listened to it
             self.on_session_closed(session, session.closed_reason)
 

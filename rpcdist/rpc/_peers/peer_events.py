@@ -7,6 +7,7 @@ from typing import Generic, ParamSpec
 
 from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.network import MessageSink, PeerSession
 
 __all__ = ["Event", "PeerEvents"]
@@ -40,6 +41,8 @@ class PeerEvents:
         lost: a worker is declared dead. It may come at any time after `broken`, or without it.
         lease_ended: nothing was heard of a worker for the length of a lease.
         replaced: another process has taken the place of this one.
+        found: a worker that was declared lost lives: there is a connection with it again.
+        member: a worker came or went, by what the coordinator says or this worker's own detector.
     """
 
     def __init__(self) -> None:
@@ -48,3 +51,5 @@ class PeerEvents:
         self.lost: Event[[Identity, WorkerLost]] = Event()
         self.lease_ended: Event[[Identity]] = Event()
         self.replaced: Event[[Identity]] = Event()
+        self.found: Event[[Identity]] = Event()
+        self.member: Event[[MemberEvent]] = Event()

@@ -12,9 +12,10 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2
+from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.control import ControlBody, kind_of
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
 from rpcdist.rpc._peers.directory import Directory
@@ -27,13 +28,12 @@ from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.transport.messages import WireMessage
 
-__all__ = ["REPLACED", "ControlBody", "Router"]
+__all__ = ["COORDINATOR", "REPLACED", "Router"]
 
 logger = logging.getLogger(__name__)
 
 REPLACED = "another process took its place"
-
-ControlBody = rref_pb2.RRefMessage | autograd_pb2.AutogradMessage
+COORDINATOR = 0  # its rank
 
 
 class Router:
@@ -128,9 +128,7 @@ class Router:
     def send_control(self, to: int, body: ControlBody) -> None:
         """Sends a control message until it is acknowledged, unless the worker dies; never waits."""
         if to == self._me:
-            self._control.apply(
-                "rref" if isinstance(body, rref_pb2.RRefMessage) else "autograd", self._directory.me, body
-            )
+            self._control.apply(kind_of(body), self._directory.me, body)
         elif self._lifetime.is_closed:
             return
         elif self._directory.knows(to):
@@ -173,15 +171,28 @@ class Router:
             return peer
 
     def _living_peer(self, worker_id: int) -> Peer:
-        """As `peer`; asks the coordinator whether a worker that is lost has been replaced."""
-        peer = self.peer(worker_id)
-        if peer.state is PeerState.LOST and asyncio._get_running_loop() is None:  # a loop must not be held up
-            try:
-                self._directory.refresh()
-            except RpcdistError as exc:
-                logger.debug("the coordinator did not say who is in the job: %s", exc)
-            peer = self.peer(worker_id)
-        return peer
+        """As `peer`; learns first who has the place of a worker that is lost."""
+        self.learn_if_lost(worker_id)
+        return self.peer(worker_id)
+
+    def learn_if_lost(self, worker_id: int) -> None:
+        """Asks the coordinator who has the place of a worker now, if that is lost; bounded.
+
+        On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost is not
+        asked.
+        """
+        peer = self._peers.get(worker_id)
+        if peer is None or peer.state is not PeerState.LOST or not self._directory.is_living(COORDINATOR):
+            return
+        if peer.identity != self._directory.member(worker_id).identity:
+            return  # it is known already
+        if asyncio._get_running_loop() is not None:
+            self._directory.refresh_soon()
+            return
+        try:
+            self._directory.refresh()
+        except RpcdistError as exc:
+            logger.debug("the coordinator did not say who is in the job: %s", exc)
 
     def watch(self, worker_id: int, what: str) -> WorkerLost | None:
         """Connects to another worker, so that its death is noticed here.
@@ -214,6 +225,9 @@ class Router:
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         self._events.broken.publish(session, reason)
 
+    def on_peer_found(self, peer: Peer) -> None:
+        self._events.found.publish(peer.identity)
+
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
         silence_s = time.monotonic() - peer.last_up
         # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
@@ -233,6 +247,7 @@ class Router:
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:
             peer.revive()  # it lives after all
+        self._events.found.publish(session.peer)
         if self._directory.is_news(session.peer):
             self._directory.refresh_soon()
 

@@ -397,6 +397,11 @@ class Dispatcher:
     def _working(self) -> list[ActiveCall]:
         return [active for active in self._calls() if active.counts_as_work]
 
+    @property
+    def only_streams(self) -> bool:
+        """Whether all that is left to do here is to produce items of streams."""
+        return all(active.producer is not None for active in self._working())
+
     def describe(self) -> list[str]:
         """The calls that are being handled, for messages."""
         return [repr(active) for active in self._working()]

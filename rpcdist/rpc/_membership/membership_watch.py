@@ -1,0 +1,106 @@
+"""Functions of the user's that are called when a worker comes or goes; and a line in the log about each."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from rpcdist.rpc._peers.directory import MemberEvent
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = ["MembershipChange", "MembershipWatch"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class MembershipChange:
+    """A worker joined the job, left it, or was lost.
+
+    Attributes:
+        kind: "joined", "left" (by `shutdown`), or "lost" (it died, or does not answer, or was replaced).
+        worker: its name and rank.
+        role: as its `RpcOptions` say.
+        reason: why it was declared lost; else empty.
+    """
+
+    kind: Literal["joined", "left", "lost"]
+    worker: WorkerInfo
+    role: str = ""
+    reason: str = ""
+
+
+Callback = Callable[[MembershipChange], object]
+
+
+class MembershipWatch:
+    """One per agent. Functions are added on any thread; they are called one at a time, in the order of the changes, by
+    a thread of the pool, so they may block and call other workers.
+
+    Args:
+        submit: gives jobs to the pool.
+    """
+
+    def __init__(self, submit: Callable[[Callable[[], None]], object]) -> None:
+        self._submit = submit
+        self._lock = threading.Lock()
+        self._callbacks: dict[object, Callback] = {}
+        self._changes: deque[MembershipChange] = deque()
+        self._is_running = False
+        self._all_leave = False
+
+    def __repr__(self) -> str:
+        return f"<MembershipWatch [{len(self._callbacks)} functions]>"
+
+    def add(self, callback: Callback) -> Callable[[], None]:
+        """Has a function called at each change, until the function that is returned is called."""
+        key = object()
+        with self._lock:
+            self._callbacks[key] = callback
+
+        def remove() -> None:
+            with self._lock:
+                self._callbacks.pop(key, None)
+
+        return remove
+
+    def all_leave(self) -> None:
+        """Everybody leaves by agreement: connections that end are no news any more."""
+        self._all_leave = True
+
+    def on_member(self, event: MemberEvent) -> None:
+        """A worker came or went; on the I/O loop."""
+        if self._all_leave:
+            return
+        who = event.member.identity
+        if event.kind == "lost":
+            logger.warning("worker %r (rank %d) is lost: %s", who.name, who.id, event.reason)
+        else:
+            logger.info("worker %r (rank %d) has %s", who.name, who.id, event.kind)
+        with self._lock:
+            if not self._callbacks:
+                return
+            worker = WorkerInfo(who.name, who.id)
+            self._changes.append(MembershipChange(event.kind, worker, event.member.role, event.reason))
+            if self._is_running:
+                return
+            self._is_running = True
+        self._submit(self._run)
+
+    def _run(self) -> None:
+        while True:
+            with self._lock:
+                if not self._changes:
+                    self._is_running = False
+                    return
+                change = self._changes.popleft()
+                callbacks = list(self._callbacks.values())
+            for callback in callbacks:
+                try:
+                    callback(change)
+                except Exception:
+                    logger.exception("%r failed with %r", callback, change)
