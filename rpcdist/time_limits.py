@@ -61,6 +61,7 @@ __all__ = [
     "LAUNCH_EXIT_LIMIT_S",
     "LAUNCH_KILL_LIMIT_S",
     "LAUNCH_TERMINATE_LIMIT_S",
+    "LEADER_LEAVE_LIMIT_S",
     "LEASE_IN_PEER_TIMEOUTS",
     "LEAVE_CONNECT_LIMIT_S",
     "LINK_CLOSE_LIMIT_S",
@@ -89,6 +90,7 @@ __all__ = [
     "POOL_CORE_DELAY_S",
     "POOL_EXHAUSTED_LIMIT_S",
     "POOL_IDLE_LIMIT_S",
+    "POOL_LEAD_S",
     "POOL_STALL_S",
     "POOL_TICK_S",
     "PROFILE_LIMIT_S",
@@ -257,6 +259,8 @@ LINK_CLOSE_LIMIT_S: Final = 2.0
 """The end of one connection: the stream and its gRPC channel."""
 LISTENER_STOP_LIMIT_S: Final = 2.0
 """The end of the local channel's listener and of the sessions that came through it."""
+LEADER_LEAVE_LIMIT_S: Final = 0.5
+"""The I/O loop waits so long for a thread that reads from a connection which ends; then that thread closes it."""
 GRPC_STOP_GRACE_S: Final = 0.2
 """What gRPC's server has for running calls when a listener stops; then it cuts them off."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0
@@ -328,6 +332,8 @@ CONTEXT_RELEASE_DELAY_S: Final = 0.05
 """The ends of autograd contexts that hold little memory are told to other workers within this time, together."""
 GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel to other workers together."""
+POOL_LEAD_S: Final = 0.02
+"""A thread of the pool that has nothing to do reads for so long where its last call came from."""
 BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
 SEGMENTS_RETURN_S: Final = 0.02

@@ -10,7 +10,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -18,9 +18,11 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
 from rpcdist.transport._channels.channel import Channel, DirectChannel
+from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
+from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 from rpcdist.transport.shared_payloads import SharedPayloads
@@ -36,13 +38,20 @@ MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the
 
 
 class SessionHandler(Protocol):
-    """What the owner of a session brings. All of it is called on the I/O loop and must not block or run user code."""
+    """What the owner of a session brings. It must not block or run user code.
+
+    All of it is called on the I/O loop, except that `on_messages` may be called on a thread that leads, for messages
+    that `takes_anywhere`; never on two threads at once, and always in the order of the messages.
+    """
 
     def on_opened(self, session: Session) -> None:
         """A peer opened this session; not called for sessions that this process opens itself."""
 
     def on_messages(self, session: Session, messages: list[tuple[Any, list[IncomingBuffer]]]) -> None:
         """Messages (`WireMessage`) arrived whole, in the order in which they became complete."""
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether `on_messages` may be called with this message on a thread other than the I/O loop's."""
 
     def on_closed(self, session: Session, reason: str) -> None:
         """The session ended; called once. Messages that were queued and not written are lost."""
@@ -63,10 +72,13 @@ class SessionHandler(Protocol):
 
 
 class HeapPayloads:
-    """The part of a `SessionHandler` that says where large buffers arrive: all of them on the heap."""
+    """The part of a `SessionHandler` that says where large buffers arrive, all of them on the heap, and messages."""
 
     shares_payloads = False
     max_incoming_bytes: int | None = None
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        return False
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
@@ -134,6 +146,7 @@ class Session:
         self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
         self._names: list[str] = []  # of the functions that the peer has numbered
+        self._handing_on = HandingOn(io, handler.takes_anywhere, self._to_handler, self._handler_failed)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
@@ -291,6 +304,27 @@ class Session:
             return False
         return True
 
+    # ---------------------------------------------------------------- reading: the I/O loop, or a thread that leads
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        """Has this thread read while it waits, if the channel can do that and nobody else reads; see `Lead.lead`."""
+        if self._direct is not None:
+            return self._direct.lead(is_waiting, timeout_s, sleep, first)
+        if first is not None:
+            first()
+        return False
+
+    def ring(self) -> None:
+        """Has a thread that leads ask `is_waiting` again; any thread."""
+        if self._direct is not None:
+            self._direct.ring()
+
     async def _read_loop(self) -> None:
         while (data := await self._channel.read()) is not None:
             self.receive(data)
@@ -315,13 +349,22 @@ class Session:
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope at once: calls go to the pool with one wake-up
+            self._handing_on.hand_on(messages)
+
+    def _to_handler(self, messages: list[Delivery]) -> None:
+        if not self._ended.is_set():  # else a leader read them, and the handler has heard of the end by now
             self._handler.on_messages(self, messages)
+
+    def _handler_failed(self, error: Exception) -> None:
+        """On the loop, with messages that a leader left to it."""
+        assert self._direct is not None
+        self._direct.fail(error)
 
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
         """Takes a message between the two sessions; nobody else hears of it."""
         if kind == "chunk_credit":
             self._outgoing.grant(message.chunk_credit.bytes)
-            self._wake_writer()
+            self._io.call_soon(self._wake_writer)
         elif kind == "transfer_aborted":
             self._incoming.abort(message.transfer_aborted.transfer)
         elif self._shared is not None:
@@ -344,7 +387,7 @@ class Session:
 
     def _deliver(self, delivery: Delivery | None) -> None:
         if delivery is not None:
-            self._handler.on_messages(self, [delivery])
+            self._handing_on.hand_on([delivery])
 
     def _grant(self, num_bytes: int) -> None:
         """Lets the peer send more chunks, in quarters of the window: a message per chunk would be too many, and one per
@@ -426,7 +469,7 @@ class Session:
         late = self._io.loop.time() - self._tick_due
         silence = now - self.last_received
         # A loop that was itself held up has not read what may lie in its socket; it judges nobody in this round.
-        if silence > self._silence_limit_s and late < interval:
+        if silence > self._silence_limit_s and late < interval and not self._has_unread():
             self._close(f"no sign of life for {silence:.1f} s")
             return
         if self._shared is not None:
@@ -435,6 +478,10 @@ class Session:
         if now - self._last_sent >= interval * 0.9:
             self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
         self._schedule_tick()
+
+    def _has_unread(self) -> bool:
+        """Whether there is a sign of life that whoever leads has not read yet, held up perhaps."""
+        return self._direct is not None and self._direct.has_unread
 
 
 def _is_awaited(message: WireMessage) -> bool:

@@ -18,7 +18,10 @@ __all__ = ["SharedPayloads"]
 
 
 class SharedPayloads:
-    """The shared memory of one session on a channel that can pass segments. `lend` on any thread, the rest on the loop.
+    """The shared memory of one session on a channel that can pass segments.
+
+    `lend` may be called on any thread; `handle` and `borrow` by whoever reads, one thread at a time; the rest on the
+    loop.
 
     Attributes:
         lent: what is lent, in both directions.
@@ -51,6 +54,8 @@ class SharedPayloads:
         self._receive = receive
         self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
         self._return_handle: asyncio.TimerHandle | None = None
+        self._is_return_due = False  # a timer runs, or will soon
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return repr(self.lent)
@@ -80,16 +85,23 @@ class SharedPayloads:
     def borrow(self, message: WireMessage) -> dict[int, IncomingBuffer]:
         """The buffers of a message that lie in the peer's memory, by their index."""
         borrowed = self.lent.take_out(message)
-        if self._return_handle is None:
-            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
+        if not self._is_return_due:
+            self._is_return_due = True
+            self._loop.call_soon_threadsafe(self._schedule_return)
         return {index: self._receive(view) for index, view in borrowed.items()}
+
+    def _schedule_return(self) -> None:
+        if not self._is_closed:
+            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
 
     def _return(self) -> None:
         """Returns segments that no message has taken back in time."""
-        self._return_handle = None
+        # Cleared before the look at the leases: a message that borrows meanwhile schedules the next return.
+        self._is_return_due = False
         self._tell_news()
-        if self.lent.has_leases:
-            self._return_handle = self._loop.call_later(SEGMENTS_RETURN_S, self._return)
+        if self.lent.has_leases and not self._is_return_due:
+            self._is_return_due = True
+            self._schedule_return()
 
     def trim(self, now: float) -> None:
         """Gives memory back that was not needed for a while; the session calls it with each heartbeat."""
@@ -104,6 +116,7 @@ class SharedPayloads:
 
     def close(self) -> None:
         """The session has ended; tensors that lie in the peer's memory keep it."""
+        self._is_closed = True
         if self._return_handle is not None:
             self._return_handle.cancel()
         self.lent.close()

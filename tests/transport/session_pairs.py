@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -11,6 +12,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport.messages import WireMessage
 from rpcdist.transport.session import HeapPayloads, Session
 
 __all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
@@ -69,9 +71,13 @@ class Io:
 
     def __init__(self) -> None:
         self.loop = asyncio.get_running_loop()
+        self._thread = threading.get_ident()
 
     def call_soon(self, callback: Callable[..., object], *args: object) -> None:
         self.loop.call_soon_threadsafe(callback, *args)
+
+    def on_thread(self) -> bool:
+        return threading.get_ident() == self._thread
 
     def spawn(self, coroutine: Any, name: str) -> asyncio.Task[None]:
         return self.loop.create_task(coroutine, name=name)
@@ -90,10 +96,16 @@ class Handler(HeapPayloads):
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
         self.max_incoming_bytes: int | None = None
+        self._loop = asyncio.get_running_loop()
         self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
         self.opened = 0
         self.closed: list[str] = []
         self.failing = False
+        self.anywhere: set[int] = set()  # calls that any thread may hand on
+        self.handed_on: list[tuple[int, threading.Thread]] = []  # which calls, and by whom
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        return isinstance(message, rpc_pb2.Message) and message.call.id in self.anywhere
 
     def on_opened(self, session: Session) -> None:
         self.opened += 1
@@ -102,7 +114,8 @@ class Handler(HeapPayloads):
         if self.failing:
             raise ValueError("the handler fails")
         for message in messages:
-            self.received.put_nowait(message)
+            self.handed_on.append((message[0].call.id, threading.current_thread()))
+            self._loop.call_soon_threadsafe(self.received.put_nowait, message)
 
     def on_closed(self, session: Session, reason: str) -> None:
         self.closed.append(reason)

@@ -114,8 +114,9 @@ class Caller:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, reply_sink, on=on)
-        return reply_sink.wait(call, self)
+        to = self._directory.resolve(to)
+        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, on=on)
+        return reply_sink.wait(call, self, partial(self._send, call, message, large), self._router.session_with(to))
 
     def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
@@ -186,8 +187,7 @@ class Caller:
         large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
         call = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, GATHERING)
         call.forks = forks or None
-        self._send(call, message, large)
-        return reply_sink.wait(call, self)
+        return reply_sink.wait(call, self, partial(self._send, call, message, large))
 
     def _call(
         self,
@@ -200,7 +200,23 @@ class Caller:
         result: Share | None = None,
         on: HandleState | None = None,
     ) -> PendingCall:
-        """Makes a call.
+        """Makes a call; see `_prepare`."""
+        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, result, on)
+        self._send(call, message, large)
+        return call
+
+    def _prepare(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        reply_sink: ReplySink,
+        result: Share | None = None,
+        on: HandleState | None = None,
+    ) -> tuple[PendingCall, rpc_pb2.Message | CompactCall, Sequence[LargeBuffer]]:
+        """Makes a call and its message, which runs code of users; `_send` does not.
 
         Args:
             result: of `remote()`: the ids under which the callee keeps the result.
@@ -226,15 +242,13 @@ class Caller:
                     call.result = (*result.rref, *result.fork)
                 if on is not None:
                     call.target = (*on.rref, *on.id)
-                self._send(pending, call, value.large)
-                return pending
-        self._send_protobuf(pending, name, written, context_id, result)
-        return pending
+                return pending, call, value.large
+        return (pending, *self._in_protobuf(pending, name, written, context_id, result))
 
-    def _send_protobuf(
+    def _in_protobuf(
         self, pending: PendingCall, name: str | bytes, written: Written | None, context_id: int, result: Share | None
-    ) -> None:
-        """Sends a call that has parts which the compact form does not know."""
+    ) -> tuple[rpc_pb2.Message, Sequence[LargeBuffer]]:
+        """The message of a call that has parts which the compact form does not know, and its large buffers."""
         message = rpc_pb2.Message()
         call = message.call
         if isinstance(name, str):
@@ -250,7 +264,7 @@ class Caller:
         if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
             large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
             pending.forks = forks or None
-        self._send(pending, message, large)
+        return message, large
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
         return FutureReplySink(future, self._submit, self._marshal.allow_pickle)

@@ -15,6 +15,7 @@ from rpcdist.rpc._executors.blocking import blocking, hooks
 from rpcdist.rpc._futures.interrupt import acquire
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import THREAD_GRACE_S
@@ -53,10 +54,11 @@ def _settle_inside(context: CallContext, future: Future[Any]) -> None:
 class SyncReplySink:
     """One blocked thread. The value is decoded on that thread, so a call costs no third one.
 
-    The lock is taken when this is made, and released by whoever ends the call.
+    The lock is taken when this is made, and released by whoever ends the call. Until then the thread reads from the
+    connection of the call, or, if another thread does, sleeps on the lock.
     """
 
-    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload")
+    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload", "_session")
 
     def __init__(self, may_unpickle: bool) -> None:
         self._lock = threading.Lock()
@@ -65,25 +67,46 @@ class SyncReplySink:
         self._failure: rpc_pb2.Failure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
+        self._session: MessageSink | None = None  # where the thread may be reading
 
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
         self._failure = failure
         self._payload = payload
-        self._lock.release()
+        self._wake()
 
     def failed(self, exc: BaseException) -> None:
         self._error = exc
-        self._lock.release()
+        self._wake()
 
-    def wait(self, call: PendingCall, canceller: Canceller) -> object:
-        """The result; raises the call's failure, or `DeadlineExceeded`."""
-        left_s = call.deadline.wait_s()
+    def _wake(self) -> None:
+        self._lock.release()
+        if self._session is not None:
+            self._session.ring()
+
+    def wait(
+        self,
+        call: PendingCall,
+        canceller: Canceller,
+        send: Callable[[], object] | None = None,
+        session: MessageSink | None = None,
+    ) -> object:
+        """Waits for the call, and sends it before.
+
+        Args:
+            call: the call.
+            canceller: ends it when it was interrupted, or its deadline is over.
+            send: sends it; None if it was sent already.
+            session: by which it will go, if there is one.
+
+        Returns:
+            The result; raises the call's failure, or `DeadlineExceeded`.
+        """
         try:
             if hooks.enter is None:  # a thread of the user's
-                ended = acquire(self._lock, left_s)
+                ended = self._wait(call, send, session)
             else:
                 with blocking():
-                    ended = acquire(self._lock, left_s)
+                    ended = self._wait(call, send, session)
         except BaseException:  # Ctrl-C in the main thread
             canceller.cancel(call, Cancelled(f"{call.what()} was interrupted"))
             raise
@@ -98,6 +121,16 @@ class SyncReplySink:
             finally:
                 del error  # it holds this frame, and with it the arguments: a cycle, in which references would live on
         return result_of(self._failure, self._payload, self._may_unpickle)
+
+    def _wait(self, call: PendingCall, send: Callable[[], object] | None, session: MessageSink | None) -> bool:
+        if session is None and send is not None:
+            send()
+            send = None
+        if (session := session or call.session) is not None:
+            self._session = session  # before the lock is looked at: whoever releases it then rings
+            if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
+                return True
+        return acquire(self._lock, call.deadline.wait_s())
 
 
 class FutureReplySink:

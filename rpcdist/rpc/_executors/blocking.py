@@ -5,17 +5,45 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable, Iterator
+from typing import NamedTuple, Protocol
 
-__all__ = ["blocking", "forget_hooks", "hooks", "set_hooks"]
+__all__ = ["LastAct", "Source", "blocking", "forget_hooks", "hooks", "set_hooks"]
 
 Hook = Callable[[], object]
 
 
+class Source(Protocol):
+    """Where the jobs of a pool's thread come from, and where it can read itself while it has nothing to do."""
+
+    def lead(
+        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: tuple[Hook, Hook] | None, first: Hook
+    ) -> bool:
+        """Calls `first` in any case, and then reads until `is_waiting` says no, at most so long, unless another thread
+        does; `sleep` is called before and after each sleep.
+        """
+
+
+class LastAct(NamedTuple):
+    """What a job leaves to the pool's thread that ran it.
+
+    Attributes:
+        answer: sends the job's answer; called once, whatever happens.
+        source: where the next job will probably come from.
+    """
+
+    answer: Hook
+    source: Source
+
+
 class _ThreadHooks(threading.local):
-    """What to call around a wait on this thread; None on threads that belong to no pool."""
+    """What to call around a wait on this thread; None on threads that belong to no pool.
+
+    `last_act` is set by a job, and taken when it has ended.
+    """
 
     enter: Hook | None = None
     leave: Hook | None = None
+    last_act: LastAct | None = None
 
 
 hooks = _ThreadHooks()

@@ -7,9 +7,11 @@ Rules:
  3. What else blocks a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
     jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
- 4. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
+ 4. A job may leave its `LastAct` to the thread: to answer, and then to read from where the job came, for a moment. The
+    thread counts as blocked while it sleeps there. What it reads it runs itself, so a call costs no change of thread.
+ 5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
     have waited that long are handed to `on_exhausted`, so that their callers get an answer.
- 5. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
+ 6. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
     The lists and sets are changed by single operations that are atomic in CPython, so there is no lock to contend for.
 """
 
@@ -36,7 +38,13 @@ from rpcdist.rpc._executors import blocking
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.pool_monitor import PoolMonitor
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
-from rpcdist.time_limits import LOOP_CLOSE_LIMIT_S, POOL_EXHAUSTED_LIMIT_S, POOL_IDLE_LIMIT_S, THREAD_GRACE_S
+from rpcdist.time_limits import (
+    LOOP_CLOSE_LIMIT_S,
+    POOL_EXHAUSTED_LIMIT_S,
+    POOL_IDLE_LIMIT_S,
+    POOL_LEAD_S,
+    THREAD_GRACE_S,
+)
 from rpcdist.transport import fork
 
 __all__ = ["PoolStats", "ThreadPool"]
@@ -72,10 +80,10 @@ class ThreadPool:
         name: the threads are called `name-N`.
         max_threads: the cap; users know it as the option `max_worker_threads`.
         idle_s: a thread that had nothing to do for so long ends.
-        stall_limit_s: rule 4.
+        stall_limit_s: rule 5.
         num_cores: rule 3; by default the number of cores that this process may use.
         on_error: gets what a job raises, `SystemExit` included, on the job's thread; the thread goes on in any case.
-        on_exhausted: gets jobs that could not run (rule 4), on the monitor's thread; it must not block.
+        on_exhausted: gets jobs that could not run (rule 5), on the monitor's thread; it must not block.
         prepare: called on each thread when it starts.
         cleanup: called after each job on its thread, to take away what a user function left behind there.
         describe: names a job in messages.
@@ -247,7 +255,9 @@ class ThreadPool:
 
     def _work(self, worker: WorkerThread) -> None:
         worker.begin()
-        blocking.set_hooks(partial(self._enter_blocking, worker), partial(self._leave_blocking, worker))
+        sleep = partial(self._enter_blocking, worker), partial(self._leave_blocking, worker)
+        blocking.set_hooks(*sleep)
+        hooks = blocking.hooks
         self._prepare()
         queue, cleanup, new_context = self._queue, self._cleanup, self._new_context
         while True:
@@ -271,8 +281,26 @@ class ThreadPool:
             del arguments  # an idle thread must not keep values alive
             if cleanup is not None:
                 cleanup()
+            if (last_act := hooks.last_act) is not None:
+                hooks.last_act = None
+                self._finish(last_act, sleep)
+                del last_act
             function = worker.job = None  # type: ignore[assignment]
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
+
+    def _finish(self, last_act: blocking.LastAct, sleep: tuple[Callable[[], object], Callable[[], object]]) -> None:
+        """Sends a job's answer, and reads the next job if there is none yet (rule 4)."""
+        answer, source = last_act
+        try:
+            if self._has_nothing_to_do():
+                source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
+            else:
+                answer()
+        except BaseException as error:
+            self._report(error, answer)
+
+    def _has_nothing_to_do(self) -> bool:
+        return not self._queue and not self._stopping
 
     def _report(self, error: BaseException, function: Function) -> None:
         try:
@@ -283,7 +311,7 @@ class ThreadPool:
     def _park(self, worker: WorkerThread) -> bool:
         """Waits for work; False means that this thread shall end."""
         self._idle.append(worker)
-        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 5).
+        # A job that was submitted before the line above woke nobody, since this thread counted as running (rule 6).
         if (self._queue or self._stopping) and self._unpark(worker):
             return bool(self._queue) or not self._retire(worker)
         while not worker.baton.acquire(timeout=self._idle_s):
@@ -302,7 +330,7 @@ class ThreadPool:
 
     def _retire(self, worker: WorkerThread) -> bool:
         self._workers.discard(worker)
-        if self._queue:  # it came while this thread still counted as running (rule 5)
+        if self._queue:  # it came while this thread still counted as running (rule 6)
             self._workers.add(worker)
             return False
         worker.ended.release()

@@ -134,7 +134,7 @@ class Marshal:
         session: MessageSink,
         message: WireMessage,
         large: Sequence[LargeBuffer],
-        forks: list[value_pb2.RRefFork],
+        forks: Sequence[value_pb2.RRefFork],
     ) -> None:
         """Sends a message with an encoded value on a session; a session that has ended gives the shares back."""
         session.send(message, large)

@@ -24,6 +24,8 @@ adds what the pool shall do."""
 class Demultiplexer:
     """One per agent. Handlers run on the I/O loop, or on the thread that sends where a worker calls itself.
 
+    Those of messages that it `takes_anywhere` also run on threads that wait for a reply, or for work, and read there.
+
     Args:
         submit_many: gives jobs to the pool.
         lifetime: nothing is handed on when it is over.
@@ -40,6 +42,15 @@ class Demultiplexer:
     def handle(self, kind: str | type[CompactCall | CompactReply], handler: Handler) -> None:
         """Says who takes messages of a class, or those of protobuf whose body is of a kind; others are dropped."""
         self._handlers[kind] = handler
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether the handler of this message may run on any thread. The order of the others is kept on the loop."""
+        if not isinstance(message, rpc_pb2.Message):
+            return True
+        kind = message.WhichOneof("body")
+        if kind == "reply":
+            return not message.reply.stream
+        return kind == "call" and not message.call.autograd_context
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""

@@ -39,6 +39,7 @@ class Inbound:
         max_incoming_bytes: int | None,
     ) -> None:
         self.sessions: set[PeerSession] = set()
+        self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every message would pass through it
         self.allocate = ReceiveBuffer.allocate
         self.borrow = ReceiveBuffer.borrowed

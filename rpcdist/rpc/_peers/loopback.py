@@ -44,3 +44,17 @@ class Loopback:
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Nothing is under way: `send` copies at once."""
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        if first is not None:
+            first()
+        return False
+
+    def ring(self) -> None:
+        """Nobody leads: there is nothing to read."""

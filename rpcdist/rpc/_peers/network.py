@@ -45,6 +45,28 @@ class MessageSink(Protocol):
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
 
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: tuple[Callable[[], object], Callable[[], object]] | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        """Has this thread read what arrives here, while it waits.
+
+        Args:
+            is_waiting: asked after each read, and after `ring`; False ends the wait.
+            timeout_s: the limit in seconds, None for none.
+            sleep: called before and after each sleep.
+            first: sends what will be answered here; called once in any case, before the wait.
+
+        Returns:
+            Whether the wait is over. If not, wait for the rest of the time in another way: others will read.
+        """
+
+    def ring(self) -> None:
+        """Has a thread that leads ask `is_waiting` again; any thread."""
+
 
 class PeerSession(MessageSink, Protocol):
     """A proven connection with another process, as the transport hands it out."""
@@ -64,7 +86,10 @@ class PeerSession(MessageSink, Protocol):
 
 
 class SessionTaker(Protocol):
-    """Who takes what arrives on sessions. All of it is called on the I/O loop, and must not block or run user code."""
+    """Who takes what arrives on sessions. It must not block or run user code.
+
+    All of it is called on the I/O loop; but `on_messages` also on a thread that leads, for what it `takes_anywhere`.
+    """
 
     def on_opened(self, session: PeerSession) -> None:
         """A peer opened this session; not called for those that this process opens itself."""
@@ -74,6 +99,9 @@ class SessionTaker(Protocol):
 
         Their buffers were made by `allocate` or `borrow`.
         """
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether `on_messages` may be called with this message on any thread."""
 
     def on_closed(self, session: PeerSession, reason: str) -> None:
         """The session ended; called once."""

@@ -54,7 +54,7 @@ class PeerState(Enum):
 
 
 class PeerOwner(Protocol):
-    """The router, as its peers see it. Called on the I/O loop."""
+    """The router, as its peers see it. Called on the I/O loop, but for `on_messages`: see `SessionTaker`."""
 
     @property
     def shares_payloads(self) -> bool:
@@ -66,6 +66,9 @@ class PeerOwner(Protocol):
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on the connection."""
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        """Whether `on_messages` may be called with this message on any thread."""
 
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
@@ -311,7 +314,9 @@ def _because(broken: str, then: str) -> str:
 class _PeerTaker:
     """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
 
-    __slots__ = ("allocate", "borrow", "max_incoming_bytes", "on_closed", "on_messages", "shares_payloads")
+    __slots__ = (
+        "allocate", "borrow", "max_incoming_bytes", "on_closed", "on_messages", "shares_payloads", "takes_anywhere",
+    )  # fmt: skip
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self.allocate = ReceiveBuffer.allocate
@@ -319,6 +324,7 @@ class _PeerTaker:
         self.shares_payloads = owner.shares_payloads
         self.max_incoming_bytes = owner.max_incoming_bytes
         self.on_messages = owner.on_messages
+        self.takes_anywhere = owner.takes_anywhere
         self.on_closed = peer.on_session_closed
 
     def on_opened(self, session: PeerSession) -> None:

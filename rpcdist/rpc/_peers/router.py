@@ -67,6 +67,7 @@ class Router:
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
         self.max_incoming_bytes = options.max_incoming_bytes
+        self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
         self._me = directory.me.id
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)
@@ -150,6 +151,11 @@ class Router:
             self._events.lost.publish(nobody, lost)
 
     # ------------------------------------------------------------ peers
+
+    def session_with(self, worker_id: int) -> MessageSink | None:
+        """The open session by which a message to a worker would go now, or None."""
+        peer = self._peers.get(worker_id)
+        return peer.session if peer is not None else None
 
     def peer(self, worker_id: int) -> Peer:
         """The connection to another worker; a new one if it was replaced, a new attempt if it was lost a while ago."""

@@ -13,18 +13,20 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
+from functools import partial
 from typing import Any, Final
 
 import torch
 
-from rpcdist._proto import rpc_pb2
+from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
+from rpcdist.rpc._executors.blocking import LastAct, hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -39,7 +41,7 @@ from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
-from rpcdist.rpc._values import ReceiveBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK
 from rpcdist.transport.messages import CompactCall, CompactReply
 
@@ -241,7 +243,7 @@ class Dispatcher:
         elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
         else:
-            self._finish(active, result)
+            self._finish(active, result, is_last=hooks.enter is not None)
 
     def _chain(self, active: ActiveCall, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -300,36 +302,62 @@ class Dispatcher:
 
     # ------------------------------------------------------------ outcomes
 
-    def _finish(self, active: ActiveCall, result: object) -> None:
-        """Answers a call; anything that goes wrong with the answer becomes its failure."""
+    def _finish(self, active: ActiveCall, result: object, is_last: bool = False) -> None:
+        """Answers a call; anything that goes wrong with the answer becomes its failure.
+
+        Args:
+            is_last: this thread of the pool has nothing else to do for the call. Then the answer is sent when all that
+                the function has used is freed, and the thread may wait for the next call where this one came from.
+        """
         try:
-            if active.entry is not None:
-                self._rrefs.set_value(active.entry, result)
-                active.session.send(CompactReply(active.id, created=True))
-                self._forget(active)
-            elif isinstance(result, (Generator, AsyncGenerator)):
+            if isinstance(result, (Generator, AsyncGenerator)) and active.entry is None:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)
+                return
+            large: Sequence[LargeBuffer] = ()
+            forks: Sequence[value_pb2.RRefFork] = ()
+            message: rpc_pb2.Message | CompactReply
+            if active.entry is not None:
+                self._rrefs.set_value(active.entry, result)
+                message = CompactReply(active.id, created=True)
             elif result is None:  # as most functions return: a reply without an outcome
-                active.session.send(CompactReply(active.id))
-                self._forget(active)
+                message = CompactReply(active.id)
             else:
-                self._send_result(active, result)
-                self._forget(active)
+                message, large, forks = self._encode(active, result)
+        except BaseException as exc:
+            self.fail(active, exc)
+            return
+        if is_last:
+            hooks.last_act = LastAct(partial(self._answer, active, message, large, forks), active.session)
+        else:
+            self._answer(active, message, large, forks)
+
+    def _answer(
+        self,
+        active: ActiveCall,
+        message: rpc_pb2.Message | CompactReply,
+        large: Sequence[LargeBuffer],
+        forks: Sequence[value_pb2.RRefFork],
+    ) -> None:
+        try:
+            self._marshal.send(active.session, message, large, forks)
+            self._forget(active)
         except BaseException as exc:
             self.fail(active, exc)
 
-    def _send_result(self, active: ActiveCall, result: object) -> None:
+    def _encode(
+        self, active: ActiveCall, result: object
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+        """The reply with a result, its large buffers, and the shares of references that it carries."""
         written = self._marshal.write(result, active.session.peer.id)
         value = self._marshal.compact(written) if active.autograd is None else None
         if value is not None:
-            active.session.send(CompactReply(active.id, value.body, value.num_tensors), value.large)
-            return
+            return CompactReply(active.id, value.body, value.num_tensors), value.large, ()
         message = rpc_pb2.Message()
         message.reply.id = active.id
         large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
-        self._marshal.send(active.session, message, large, forks)
+        return message, large, forks
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
         """Answers a call with an exception."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
+from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import ChunkHead
 from rpcdist.transport.shared_memory import Segment
 
@@ -24,7 +26,10 @@ class Channel(Protocol):
 
 
 class FrameReceiver(Protocol):
-    """Takes what a `DirectChannel` brings. Called on the I/O loop; an exception that it raises ends the channel."""
+    """Takes what a `DirectChannel` brings, on the I/O loop or on a thread that leads, never on two threads at once.
+
+    An exception that it raises ends the channel.
+    """
 
     def receive(self, data: bytes | bytearray) -> None:
         """An envelope arrived."""
@@ -48,6 +53,25 @@ class DirectChannel(Channel, Protocol):
 
     async def deliver(self, receiver: FrameReceiver) -> None:
         """Runs until the channel ends, and raises why."""
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        """Has this thread deliver what arrives while it waits, unless another one does; see `Lead.lead`."""
+
+    def ring(self) -> None:
+        """Has a thread that leads look whether it still waits; any thread."""
+
+    def fail(self, error: Exception) -> None:
+        """Ends the reading, and with it `deliver`, which raises the error; on the I/O loop."""
+
+    @property
+    def has_unread(self) -> bool:
+        """Whether something has arrived that nobody has read yet."""
 
     def read_out(self) -> Exception | None:
         """Delivers at once all that has arrived; returns why the channel has ended, or None."""

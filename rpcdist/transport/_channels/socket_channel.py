@@ -20,17 +20,19 @@ the number to the next file that is opened. Writes and the closing exclude each 
 from __future__ import annotations
 
 import asyncio
-import os
+import select
 import socket
 import struct
 import threading
-from array import array
-from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from contextvars import Context
 from typing import Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport._channels.channel import FrameReceiver
+from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, ReceivedDescriptors, rights
+from rpcdist.transport._channels.leading import CAN_LEAD, Lead, Sleep
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -53,9 +55,6 @@ _SCRATCH_BYTES: Final = 1 << 17
 _LARGE_BYTES: Final = _SCRATCH_BYTES // 2  # a larger frame is received where it belongs; others are copied once
 _PEEK_BYTES: Final = 4096  # read after a large frame: the next one is probably large, too, and its bytes go elsewhere
 _MAX_REASON_BYTES: Final = 1000
-_INT_BYTES: Final = array("i").itemsize
-_MAX_DESCRIPTORS: Final = 16  # that wait for the message which came with them
-_ANCILLARY_BYTES: Final = socket.CMSG_SPACE(_MAX_DESCRIPTORS * _INT_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
 _RECEIVES_A_TURN: Final = 4  # then the loop's other work goes on: a peer that never stops sending must not stop it
 _SOCKET_BYTES: Final = 1 << 20
 """What lies in the socket delays every small message behind it. Measured, 4 MiB and 1 MiB: beside four echoes of 16 MiB
@@ -95,7 +94,9 @@ class SocketChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
-        self._descriptors: deque[int | None] = deque()  # nobody has taken them yet; None: this process may have no more
+        self._lead: Lead | None = None  # from `deliver` on: who reads
+        self._failure: Exception | None = None  # a leader's; the loop hears of it soon
+        self._descriptors = ReceivedDescriptors(address)
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
@@ -163,7 +164,10 @@ class SocketChannel:
             raise self._ended
         self._receiver = receiver
         self._done = self._loop.create_future()
-        self._loop.add_reader(self._socket, self._read_some)
+        if CAN_LEAD:
+            with suppress(OSError):  # no descriptor is left: then the loop alone reads
+                self._lead = Lead(self._socket.fileno(), self._read_led)
+        self._loop.add_reader(self._lead or self._socket, self._read_some)
         self._loop.call_soon(self._start)  # what came with the last handshake message lies here already
         try:
             await self._done
@@ -177,27 +181,87 @@ class SocketChannel:
             self._split()
         except Exception as exc:
             self._finish(exc)
+        if self._lead is not None:
+            self._lead.open()
         self._read_some()
 
     def _read_some(self) -> None:
-        if not self._read(_RECEIVES_A_TURN):
-            self._loop.call_soon(self._read_some)  # not left to epoll: [Note: reading to the end]
+        if self._lead is None:
+            if not self._read(_RECEIVES_A_TURN):
+                self._loop.call_soon(self._read_some)  # not left to epoll: [Note: reading to the end]
+        elif self._lead.take():
+            try:
+                self._read(_RECEIVES_A_TURN)  # of what is left then, the watched epoll instance tells again
+            finally:
+                self._lead.give_back()
 
     def read_out(self) -> Exception | None:
         """Delivers at once all that has arrived; returns why the channel has ended, or None."""
-        while not self._read(_RECEIVES_A_TURN):
-            pass
+        if self._lead is None or self._lead.stop():
+            while not self._read(_RECEIVES_A_TURN):
+                pass
         return self._ended
 
     def _read(self, limit: int) -> bool:
         """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]"""
         try:
             for _ in range(limit):
-                if self._receiver is None or not self._receive(self._receiver):
+                if self._receiver is None or self._failure is not None or not self._receive(self._receiver):
                     return True
         except Exception as exc:
             self._finish(exc)
         return self._receiver is None
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        """See `DirectChannel`."""
+        if self._lead is not None:
+            return self._lead.lead(is_waiting, timeout_s, sleep, first)
+        if first is not None:
+            first()
+        return False
+
+    def ring(self) -> None:
+        """See `DirectChannel`."""
+        if self._lead is not None:
+            self._lead.ring()
+
+    def _read_led(self) -> bool:
+        """Receives once, on a thread that leads; False if nothing more can come. The end is left to the loop."""
+        receiver = self._receiver
+        if receiver is None or self._failure is not None:
+            return False
+        try:
+            self._receive(receiver)
+        except Exception as exc:
+            self._failure = exc
+            self._tell_loop(exc)
+            return False
+        except BaseException as exc:  # bytes may have been lost
+            self._failure = TransportError(f"reading from {self._address} was interrupted: {exc!r}")
+            self._tell_loop(self._failure)
+            raise
+        return True
+
+    def _tell_loop(self, failure: Exception) -> None:
+        with suppress(RuntimeError):  # the loop is closed, and everything with it
+            self._loop.call_soon_threadsafe(self._finish, failure, context=Context())
+
+    def fail(self, error: Exception) -> None:
+        """See `DirectChannel`."""
+        self._finish(error)
+
+    @property
+    def has_unread(self) -> bool:
+        """See `DirectChannel`."""
+        poller = select.poll()
+        poller.register(self._socket, select.POLLIN)
+        return bool(poller.poll(0))
 
     def _receive(self, receiver: FrameReceiver) -> bool:
         """Takes some of what has arrived; False if nothing has."""
@@ -214,7 +278,7 @@ class SocketChannel:
             if num_bytes:
                 self._split()
         if num_bytes == 0:
-            self._finish(TransportError(f"the connection with {self._address} broke: the process there is gone"))
+            raise TransportError(f"the connection with {self._address} broke: the process there is gone")
         return num_bytes is not None
 
     def _receive_into(self, place: memoryview) -> int | None:
@@ -224,32 +288,19 @@ class SocketChannel:
             if self._receiver is None or not self.passes_descriptors:
                 return self._socket.recv_into(place)
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
-                [place], _ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
+                [place], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
             )
             if ancillary or flags & socket.MSG_CTRUNC:
-                self._take_descriptors(ancillary, flags)
+                self._descriptors.add(ancillary, flags)
             return num_bytes
         except (BlockingIOError, InterruptedError):
             return None
         except OSError as exc:
             raise self._broken(exc) from exc
 
-    def _take_descriptors(self, ancillary: list[tuple[int, int, bytes]], flags: int) -> None:
-        for level, kind, data in ancillary:
-            if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
-                self._descriptors.extend(array("i", data[: len(data) // _INT_BYTES * _INT_BYTES]))
-        if not ancillary:  # cut off: the kernel could not give the descriptor a number here
-            self._descriptors.append(None)
-        elif flags & socket.MSG_CTRUNC:
-            raise ProtocolViolation(f"{self._address} passes more descriptors than it may")
-        if len(self._descriptors) > _MAX_DESCRIPTORS:
-            raise ProtocolViolation(f"{self._address} passes descriptors that it does not announce")
-
     def take_descriptor(self) -> int | None:
         """See `DirectChannel`."""
-        if not self._descriptors:
-            raise ProtocolViolation(f"{self._address} offers memory without a descriptor")
-        return self._descriptors.popleft()
+        return self._descriptors.take()
 
     def _split(self) -> None:
         """Takes the frames out of the scratch, and moves what is left to its beginning."""
@@ -343,7 +394,7 @@ class SocketChannel:
             if self._closed:
                 raise TransportError(f"the connection with {self._address} is closed")
             try:
-                sent = self._socket.sendmsg(parts, () if segment is None else _rights(segment))
+                sent = self._socket.sendmsg(parts, () if segment is None else rights(segment))
             except (BlockingIOError, InterruptedError):
                 sent = 0
             except OSError as exc:
@@ -399,11 +450,20 @@ class SocketChannel:
             if not self._rest:  # else the reason would be taken for the rest of a frame
                 with suppress(OSError):
                     self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
-            self._socket.close()
         self._rest = []
-        while self._descriptors:
-            if (descriptor := self._descriptors.popleft()) is not None:
-                os.close(descriptor)
+        if self._lead is None:
+            self._close()
+            return
+        if not self._lead.stop():
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)  # for the peer; a thread still reads
+        self._lead.close(self._close)
+
+    def _close(self) -> None:
+        """When nobody reads any more; by the loop, or by a leader that left late."""
+        with self._lock:
+            self._socket.close()
+        self._descriptors.close()
 
     async def end(self) -> None:
         """The session is over."""
@@ -421,8 +481,10 @@ class SocketChannel:
     def _stop_listening(self) -> None:
         if self._receiver is not None:
             self._receiver = None
+            if self._lead is not None:
+                self._lead.stop()
             if not self._closed:
-                self._loop.remove_reader(self._socket)
+                self._loop.remove_reader(self._lead or self._socket)
 
 
 def _bound_what_waits(connection: socket.socket) -> None:
@@ -430,7 +492,3 @@ def _bound_what_waits(connection: socket.socket) -> None:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a fixed buffer would bound what is on its way, too, and so the rate
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES)
-
-
-def _rights(segment: Segment) -> list[tuple[int, int, bytes]]:
-    return [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array("i", [segment.fileno()]).tobytes())]

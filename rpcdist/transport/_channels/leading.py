@@ -1,0 +1,247 @@
+"""Who reads a socket: the I/O loop, or for a while a thread that waits for what will arrive there.
+
+A thread that waits for a reply and sleeps on a lock is woken by the I/O loop, which was woken by the reply: two changes
+of thread, and a contest for the interpreter's lock. A thread that *leads* sleeps on the socket instead, and takes what
+arrives apart itself, for everybody.
+
+Whoever reads holds one lock. The loop watches an epoll instance instead of the socket, and the socket is registered in
+that; so any thread can hide the socket from the loop by one system call that wakes nobody:
+
+    a thread  takes the lock, or gives up; hides the socket (disarms), sends what will be answered, reads until it need
+              not wait any more; shows the socket again (arms), and gives the lock back
+    the loop  reads when the socket is shown and the lock is free
+
+Arming comes before the lock is given back: what lies unread in the socket then wakes the loop, perhaps while the lock
+is still held. The loop returns, is called again until it gets the lock, and no wake-up is lost. The other way round,
+another thread might lead in between, with the socket shown to the loop all the time.
+
+A leader never runs code of users. On the main thread signals are held back (`signal_shield`) except in the sleep.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import threading
+import time
+from _thread import allocate_lock, get_ident
+from collections.abc import Callable
+from typing import Final
+
+from rpcdist.errors import BlockingInLoop
+from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
+
+__all__ = ["CAN_LEAD", "Lead", "Sleep"]
+
+CAN_LEAD: Final = hasattr(select, "epoll") and hasattr(os, "eventfd")
+
+_LONGEST_S: Final = 3600.0
+
+Sleep = tuple[Callable[[], object], Callable[[], object]]
+"""What a leader calls before and after each sleep."""
+
+
+class Lead:
+    """The right to read one socket. Made on the I/O loop, which holds it until `open` is called.
+
+    Args:
+        descriptor: of the socket.
+        read: takes some of what has arrived; called by the leader; False when there is nothing to wait for any more.
+    """
+
+    def __init__(self, descriptor: int, read: Callable[[], bool]) -> None:
+        self._descriptor = descriptor
+        self._read = read
+        self._lock = allocate_lock()
+        self._lock.acquire()
+        self._holder = get_ident()  # 0 while nobody reads
+        self._is_stopped = False
+        self._then: Callable[[], object] | None = None
+        self._watch = select.epoll()
+        self._watch.register(descriptor, select.EPOLLIN)
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._has_left = False
+        self._end_lock = allocate_lock()  # around `_then`, `_has_left` and the closing of the bell
+        self._poller = select.poll()
+        self._poller.register(descriptor, select.POLLIN)
+        self._poller.register(self._bell, select.POLLIN)
+        self._shield = SignalShield()
+
+    def __repr__(self) -> str:
+        state = "stopped" if self._is_stopped else f"led by {self._holder}" if self._holder else "free"
+        return f"<Lead of {self._descriptor} [{state}]>"
+
+    def fileno(self) -> int:
+        """What the loop watches: readable when the socket is, unless a thread leads."""
+        return self._watch.fileno()
+
+    # ------------------------------------------------------------ a thread that waits
+
+    def lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None = None,
+        first: Callable[[], object] | None = None,
+    ) -> bool:
+        """Reads until something is there, if nobody else reads.
+
+        Args:
+            is_waiting: asked after each read, and when somebody rings.
+            timeout_s: the limit, in seconds; None for none.
+            sleep: called around each sleep.
+            first: called once before, in any case, and when the socket is hidden already if this thread may lead: it
+                sends what will be answered here, and the answer then wakes nobody else.
+
+        Returns:
+            Whether the wait is over: what was waited for is there. If not, another thread reads, the limit has passed,
+            or the connection is about to end; then the caller waits in another way, for the rest of its time.
+
+        Raises:
+            BlockingInLoop: this very thread reads already, and has come here through a finalizer.
+            BaseException: `first` raised it.
+        """
+        me = get_ident()
+        if self._holder == me:
+            raise BlockingInLoop("a wait in a finalizer")
+        if me != threading.main_thread().ident:
+            return self._lead(is_waiting, timeout_s, sleep, first, None)
+        with self._shield:
+            return self._lead(is_waiting, timeout_s, sleep, first, self._shield)
+
+    def _lead(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None,
+        first: Callable[[], object] | None,
+        shield: SignalShield | None,
+    ) -> bool:
+        if self._is_stopped or not self._lock.acquire(False):
+            if first is not None:
+                first()
+            return False
+        self._holder = get_ident()
+        try:
+            self._watch.modify(self._descriptor, 0)
+            try:
+                if first is not None:
+                    first()
+                return self._read_until(is_waiting, timeout_s, sleep, shield)
+            finally:
+                self._watch.modify(self._descriptor, select.EPOLLIN)
+        finally:
+            self._release()
+
+    def _read_until(
+        self,
+        is_waiting: Callable[[], bool],
+        timeout_s: float | None,
+        sleep: Sleep | None,
+        shield: SignalShield | None,
+    ) -> bool:
+        slice_s = _LONGEST_S if shield is None else SIGNAL_CHECK_INTERVAL_S
+        left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
+        ends_at = None
+        while is_waiting() and not self._is_stopped:
+            if ends_at is None:
+                ends_at = _LONGEST_S + time.monotonic() if timeout_s is None else time.monotonic() + timeout_s
+            elif (left_s := min(slice_s, ends_at - time.monotonic())) <= 0:
+                return False
+            if sleep is not None:
+                sleep[0]()
+            try:
+                if shield is None:
+                    ready = self._poller.poll(1000.0 * left_s)
+                else:
+                    shield.is_asleep = True
+                    ready = self._poller.poll(1000.0 * left_s)
+                    shield.is_asleep = False
+            except SignalNoted:
+                return False
+            finally:
+                if shield is not None:
+                    shield.is_asleep = False
+                if sleep is not None:
+                    sleep[1]()
+            for descriptor, _ in ready:
+                if descriptor == self._bell:
+                    os.eventfd_read(self._bell)
+                elif not self._read():
+                    return False
+        return not self._is_stopped
+
+    def _release(self) -> None:
+        """Gives the right back; who does so after `stop` keeps it, for good."""
+        if self._is_stopped:
+            self._leave()
+            return
+        self._holder = 0
+        self._lock.release()
+        # `stop` may have come in between, and given up waiting.
+        if self._is_stopped and self._lock.acquire(False):
+            self._leave()
+
+    def ring(self) -> None:
+        """Has a leader look whether it still waits; any thread."""
+        if self._holder not in (0, get_ident()):
+            with self._end_lock:
+                if self._bell >= 0:
+                    os.eventfd_write(self._bell, 1)
+
+    # ------------------------------------------------------------ I/O loop
+
+    def open(self) -> None:
+        """From now on threads may lead."""
+        self._release()
+
+    def take(self) -> bool:
+        """Takes the right for the loop, which gives it back by `give_back`; False if a thread leads."""
+        if not self._lock.acquire(False):
+            return False
+        self._holder = get_ident()
+        return True
+
+    def give_back(self) -> None:
+        self._release()
+
+    def stop(self) -> bool:
+        """Ends the leading for good; idempotent.
+
+        Returns:
+            Whether the loop may read and close the socket; False if a leader did not leave in time.
+        """
+        if not self._is_stopped:
+            self._is_stopped = True
+            if self._holder == get_ident():  # the loop is reading, and hears of the end in what it reads
+                self._leave()
+            else:
+                self.ring()
+                if self._lock.acquire(timeout=LEADER_LEAVE_LIMIT_S):
+                    self._leave()
+        return self._has_left
+
+    def close(self, then: Callable[[], object]) -> None:
+        """After `stop`: calls `then` once, when nobody reads: now, or on the thread of a leader that leaves late."""
+        with self._end_lock:
+            self._then = then
+            has_left = self._has_left
+        if has_left:
+            self._end()
+
+    def _leave(self) -> None:
+        """By whoever holds the right after `stop`, and keeps it."""
+        with self._end_lock:
+            self._has_left = True
+        self._end()
+
+    def _end(self) -> None:
+        with self._end_lock:
+            then, self._then = self._then, None
+            if then is None or self._bell < 0:
+                return
+            os.close(self._bell)
+            self._bell = -1
+        self._watch.close()
+        then()

@@ -1,0 +1,82 @@
+"""Holds signal handlers back while the main thread reads from a connection.
+
+Python runs the handlers of signals on the main thread, between any two of its instructions. One that raises, as that of
+Ctrl-C does, could strike when bytes have left the socket and are stored nowhere yet. One that makes a call of its own
+would wait for a reply that the interrupted code below it should read. So while a thread reads, a handler of ours only
+notes signals; they are raised again when the reading is over, microseconds later. Where the thread sleeps until
+something arrives, nothing can be lost, and there a signal ends the sleep at once.
+"""
+
+from __future__ import annotations
+
+import signal
+from _signal import getsignal  # type: ignore[import-not-found]  # those of `signal` make an enum of every handler
+from _signal import signal as set_handler
+from collections.abc import Callable
+from types import FrameType
+from typing import Any, Final
+
+__all__ = ["SignalNoted", "SignalShield"]
+
+_NAMES: Final = (
+    "SIGINT", "SIGTERM", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGALRM", "SIGVTALRM", "SIGPROF", "SIGCHLD",
+    "SIGCONT", "SIGTSTP", "SIGIO", "SIGWINCH",
+)  # fmt: skip
+_NUMBERS: Final = tuple(int(getattr(signal, name)) for name in _NAMES if hasattr(signal, name))
+
+
+class SignalNoted(BaseException):
+    """Ends a sleep because a signal has come; it never leaves this package."""
+
+
+class SignalShield:
+    """One per connection; for the main thread only, and not to be entered twice.
+
+    Attributes:
+        is_asleep: set around a sleep: then a signal raises `SignalNoted` there.
+    """
+
+    __slots__ = ("_handler", "_noted", "_replaced", "is_asleep")
+
+    def __init__(self) -> None:
+        self.is_asleep = False
+        self._handler = self._note  # the same object each time, so that it can be recognised
+        self._noted: list[int] = []
+        self._replaced: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._noted.append(number)
+        if self.is_asleep:
+            self.is_asleep = False  # once
+            raise SignalNoted
+
+    def __enter__(self) -> None:
+        try:
+            for number in _NUMBERS:
+                handler = getsignal(number)
+                if callable(handler):
+                    # Remembered before it is replaced: the handler of another signal may raise between the two.
+                    self._replaced.append((number, handler))
+                    set_handler(number, self._handler)
+        except BaseException:
+            self._restore()
+            raise
+
+    def __exit__(self, *_: object) -> None:
+        self._restore()
+        self._raise_noted()
+
+    def _restore(self) -> None:
+        while self._replaced:
+            number, handler = self._replaced[-1]
+            if getsignal(number) is self._handler:
+                set_handler(number, handler)
+            self._replaced.pop()
+
+    def _raise_noted(self) -> None:
+        if self._noted:
+            number = self._noted.pop(0)
+            try:
+                signal.raise_signal(number)  # its own handler runs now, and may raise
+            finally:
+                self._raise_noted()

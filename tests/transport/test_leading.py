@@ -1,0 +1,348 @@
+"""Who reads a socket: threads that lead, the loop, signals that come meanwhile, and the end."""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import FrameType
+
+import pytest
+
+from rpcdist.errors import BlockingInLoop
+from rpcdist.testing import wait_until_asleep
+from rpcdist.transport._channels import leading
+from rpcdist.transport._channels.leading import Lead
+
+LIMIT_S = 20.0
+
+
+class Reader:
+    """One end of a socket pair, and the right to read it; `other` is written to.
+
+    Attributes:
+        read: the bytes that were read, by anybody.
+        during: called at the beginning of each read.
+    """
+
+    def __init__(self) -> None:
+        self.end, self.other = socket.socketpair()
+        self.end.setblocking(False)
+        self.read = bytearray()
+        self.during: Callable[[], object] = lambda: None
+        self.lead = Lead(self.end.fileno(), self.receive)
+        self.lead.open()
+
+    def receive(self) -> bool:
+        self.during()
+        try:
+            data = self.end.recv(1)
+        except BlockingIOError:
+            return True
+        self.read += data
+        return bool(data)
+
+    def misses(self, count: int) -> Callable[[], bool]:
+        return lambda: len(self.read) < count
+
+    @property
+    def wakes_loop(self) -> bool:
+        return bool(select.select([self.lead], [], [], 0)[0])
+
+    def close(self) -> None:
+        self.lead.stop()
+        self.lead.close(self.end.close)
+        self.other.close()
+        self.end.close()
+
+
+@pytest.fixture
+def reader() -> Iterator[Reader]:
+    reader = Reader()
+    yield reader
+    reader.close()
+
+
+def in_thread(function: Callable[[], object]) -> threading.Thread:
+    thread = threading.Thread(target=function)
+    thread.start()
+    return thread
+
+
+def joined(thread: threading.Thread) -> None:
+    thread.join(LIMIT_S)
+    assert not thread.is_alive()
+
+
+def test_a_leader_reads_until_it_has_what_it_waits_for(reader: Reader) -> None:
+    reader.other.send(b"ab")
+    assert reader.lead.lead(reader.misses(2), LIMIT_S)
+    assert reader.read == b"ab"
+
+
+def test_the_loop_is_not_woken_while_a_thread_leads_and_is_afterwards(reader: Reader) -> None:
+    seen = []
+    reader.during = lambda: seen.append(reader.wakes_loop)
+    reader.other.send(b"abc")
+    assert reader.wakes_loop
+    assert reader.lead.lead(reader.misses(2), LIMIT_S)
+    assert seen == [False, False]
+    assert reader.wakes_loop  # one byte is left
+    assert reader.lead.take()
+    reader.receive()
+    reader.lead.give_back()
+    assert not reader.wakes_loop
+
+
+def test_what_is_sent_first_is_answered_to_the_leader_alone(reader: Reader) -> None:
+    seen = []
+
+    def first() -> None:
+        reader.other.send(b"a")
+        seen.append(reader.wakes_loop)
+
+    assert reader.lead.lead(reader.misses(1), LIMIT_S, None, first)
+    assert seen == [False]
+
+
+def test_only_one_reads_and_the_others_are_told_so(reader: Reader) -> None:
+    results: list[object] = []
+
+    def another() -> None:
+        lead = partial(reader.lead.lead, lambda: True, LIMIT_S, None, lambda: results.append("sent"))
+        joined(in_thread(lambda: results.append(lead())))
+        results.append(reader.lead.take())
+
+    reader.during = another
+    reader.other.send(b"a")
+    assert reader.lead.lead(reader.misses(1), LIMIT_S)
+    assert results == ["sent", False, False]  # what had to be sent was sent
+
+
+def test_the_limit_of_a_wait(reader: Reader) -> None:
+    assert not reader.lead.lead(lambda: True, 0.01)
+    assert not reader.lead.lead(lambda: True, 0.0)
+    assert reader.lead.take()  # it was given back
+    reader.lead.give_back()
+
+
+def test_each_sleep_is_announced(reader: Reader) -> None:
+    calls: list[str] = []
+    reader.during = lambda: calls.append("read")
+    reader.other.send(b"a")
+    sleep = (lambda: calls.append("sleeps")), (lambda: calls.append("wakes"))
+    assert reader.lead.lead(reader.misses(1), LIMIT_S, sleep)
+    assert calls == ["sleeps", "wakes", "read"]
+
+
+def test_a_leader_looks_again_when_somebody_rings(reader: Reader) -> None:
+    waiting = [True]
+    results: list[bool] = []
+    leader = in_thread(lambda: results.append(reader.lead.lead(lambda: bool(waiting), LIMIT_S)))
+    wait_until_asleep(leader)
+    waiting.clear()
+    reader.lead.ring()
+    joined(leader)
+    assert results == [True]
+
+
+def test_an_error_of_what_is_sent_first_leaves_the_socket_to_the_loop(reader: Reader) -> None:
+    def first() -> None:
+        raise ValueError("it cannot be sent")
+
+    reader.other.send(b"a")
+    with pytest.raises(ValueError, match="cannot be sent"):
+        reader.lead.lead(lambda: True, LIMIT_S, None, first)
+    assert reader.wakes_loop
+    assert reader.lead.take()
+    reader.lead.give_back()
+
+
+def test_a_finalizer_that_waits_while_its_thread_reads_gets_an_error(reader: Reader) -> None:
+    errors: list[BaseException] = []
+
+    def finalizer() -> None:
+        try:
+            reader.lead.lead(lambda: True, LIMIT_S)
+        except BlockingInLoop as exc:
+            errors.append(exc)
+
+    reader.during = finalizer
+    reader.other.send(b"a")
+    assert reader.lead.lead(reader.misses(1), LIMIT_S)
+    joined(in_thread(lambda: (reader.other.send(b"b"), reader.lead.lead(reader.misses(2), LIMIT_S))))
+    assert len(errors) == 2
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_who_leads_leaves_when_the_connection_ends(reader: Reader) -> None:
+    results: list[bool] = []
+    leader = in_thread(lambda: results.append(reader.lead.lead(lambda: True, LIMIT_S)))
+    wait_until_asleep(leader)
+    assert reader.lead.stop()
+    closed = []
+    reader.lead.close(lambda: closed.append(threading.current_thread()))
+    assert closed == [threading.current_thread()]
+    joined(leader)
+    assert results == [False]
+    reader.lead.ring()  # nobody is there
+    assert not reader.lead.lead(lambda: True, LIMIT_S)
+    reader.end.close()
+
+
+def test_a_leader_that_leaves_late_closes_the_socket(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leading, "LEADER_LEAVE_LIMIT_S", 0.01)
+    reading, go_on = threading.Event(), threading.Event()
+
+    def during() -> None:
+        reading.set()
+        assert go_on.wait(LIMIT_S)
+
+    reader.during = during
+    reader.other.send(b"a")
+    leader = in_thread(lambda: reader.lead.lead(lambda: True, LIMIT_S))
+    assert reading.wait(LIMIT_S)
+    assert not reader.lead.stop()
+    closed: list[threading.Thread] = []
+    reader.lead.close(lambda: closed.append(threading.current_thread()))
+    assert closed == []
+    go_on.set()
+    joined(leader)
+    assert closed == [leader]
+    reader.end.close()
+
+
+def test_the_end_of_the_peer_ends_the_wait(reader: Reader) -> None:
+    reader.other.close()
+    assert not reader.lead.lead(lambda: True, LIMIT_S)
+    assert reader.wakes_loop  # which will read of the end, too
+
+
+# ---------------------------------------------------------------- signals
+
+
+@pytest.fixture
+def handled() -> Iterator[list[str]]:
+    """What a handler of SIGUSR1 noted."""
+    notes: list[str] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: notes.append("handled"))
+    yield notes
+    signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_signal_while_a_thread_reads_is_handled_right_after(reader: Reader, handled: list[str]) -> None:
+    def during() -> None:
+        signal.raise_signal(signal.SIGUSR1)
+        handled.append("read")
+
+    reader.during = during
+    reader.other.send(b"a")
+    assert reader.lead.lead(reader.misses(1), LIMIT_S)
+    assert handled == ["read", "handled"]
+
+
+def test_ctrl_c_while_a_thread_reads_loses_nothing(reader: Reader) -> None:
+    reader.during = lambda: signal.raise_signal(signal.SIGINT)
+    reader.other.send(b"a")
+    with pytest.raises(KeyboardInterrupt):
+        reader.lead.lead(reader.misses(1), LIMIT_S)
+    assert reader.read == b"a"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
+def test_a_signal_ends_the_sleep_at_once(reader: Reader, number: signal.Signals) -> None:
+    """The handler runs when the right to read was given back, so it may make calls of its own."""
+    here = threading.current_thread()
+    could_read: list[bool] = []
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        could_read.append(reader.lead.lead(reader.misses(1), LIMIT_S))
+
+    def send() -> None:
+        wait_until_asleep(here)
+        reader.other.send(b"a") if number == signal.SIGTERM else None
+        os.kill(os.getpid(), number)
+
+    before = signal.signal(signal.SIGTERM, handler)
+    sender = in_thread(send)
+    try:
+        if number == signal.SIGINT:
+            with pytest.raises(KeyboardInterrupt):
+                reader.lead.lead(lambda: True, LIMIT_S)
+        else:
+            reader.during = lambda: None
+            reader.lead.lead(lambda: not could_read, LIMIT_S)
+            assert could_read == [True]
+    finally:
+        joined(sender)
+        assert signal.getsignal(signal.SIGTERM) is handler
+        signal.signal(signal.SIGTERM, before)
+    assert reader.lead.take()
+    reader.lead.give_back()
+
+
+def test_a_handler_that_is_replaced_by_a_handler_stays_replaced(reader: Reader, handled: list[str]) -> None:
+    def second(number: int, frame: FrameType | None) -> None:
+        handled.append("second")
+
+    def first(number: int, frame: FrameType | None) -> None:
+        handled.append("first")
+        signal.signal(signal.SIGUSR1, second)
+
+    signal.signal(signal.SIGUSR1, first)
+    reader.during = lambda: signal.raise_signal(signal.SIGUSR1)
+    reader.other.send(b"ab")
+    assert reader.lead.lead(reader.misses(2), LIMIT_S)
+    assert handled == ["first", "second"] or handled == ["first"]  # two signals of one kind may become one
+    assert signal.getsignal(signal.SIGUSR1) is second
+
+
+# ---------------------------------------------------------------- all together
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_nothing_is_lost_between_threads_that_lead_and_the_loop(seed: int) -> None:
+    """A numbered stream, three threads that lead now and then, and a loop: every byte once, in order, none late."""
+    chance = random.Random(seed)
+    reader = Reader()
+    total = 3000
+    sent = bytes(number % 251 for number in range(total))
+    done = threading.Event()
+
+    def loop() -> None:
+        while not done.is_set():
+            select.select([reader.lead], [], [], LIMIT_S)
+            if reader.lead.take():
+                for _ in range(4):
+                    reader.receive()
+                reader.lead.give_back()
+
+    def leader() -> None:
+        own = random.Random(chance.random())
+        while len(reader.read) < total:
+            reader.lead.lead(reader.misses(min(total, len(reader.read) + own.randrange(1, 9))), 0.05)
+
+    threads = [in_thread(leader) for _ in range(3)]
+    looping = in_thread(loop)
+    at = 0
+    while at < total:
+        run = chance.choice([1, 1, 2, 50])
+        reader.other.sendall(sent[at : at + run])
+        at += run
+        if chance.random() < 0.1:
+            reader.lead.ring()
+    for thread in threads:
+        joined(thread)
+    done.set()
+    reader.other.send(b"x")  # wakes the loop
+    joined(looping)
+    assert bytes(reader.read[:total]) == sent
+    reader.close()
