@@ -1,6 +1,7 @@
 """Distributed autograd: backward passes through remote procedure calls. It is installed as `rpcdist.autograd`.
 
-The names are those of `torch.distributed.autograd`; `backward_async`, `queue_callback`, `draw` and the errors are ours.
+The names are those of `torch.distributed.autograd`; `backward_async`, `queue_callback`, `draw`, `profile` and the errors
+are ours.
 """
 
 if __name__ != "rpcdist.autograd":
@@ -29,6 +30,8 @@ from rpcdist.autograd._interface import (  # noqa: F401  # torch has the private
     get_gradients,
     is_available,
 )
+from rpcdist.autograd._profile import profile
+from rpcdist.autograd._spans import Span
 
 __all__ = [
     "AutogradError",
@@ -36,6 +39,7 @@ __all__ = [
     "Captured",
     "ContextNotFound",
     "Mode",
+    "Span",
     "backward",
     "backward_async",
     "context",
@@ -43,5 +47,6 @@ __all__ = [
     "get_gradients",
     "is_available",
     "is_in_backward",
+    "profile",
     "queue_callback",
 ]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
@@ -40,6 +41,7 @@ from rpcdist.autograd._pass_events import (
     Started,
 )
 from rpcdist.autograd._pass_sender import PassSender
+from rpcdist.autograd._spans import PassClock
 from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import decode_begin_options, decode_events, encode_error, encode_merged
 from rpcdist.errors import DeadlineExceeded
@@ -98,6 +100,7 @@ class BackwardPass:
         self._options = PassOptions()
         self._gradients = ArrivedGradients()
         self._outbox = Outbox()
+        self._clock = PassClock()
         self._involved: set[int] = set()
         self._changed = threading.Condition()
         self._inbox: deque[Job] = deque()
@@ -121,7 +124,9 @@ class BackwardPass:
 
     def start(self, roots: Sequence[GradientEdge], neighbours: frozenset[int], parent: int | None) -> None:
         """Analyses the graph, and sends the begin messages. Takes time: not on the I/O loop."""
+        began_s = time.time()
         analysis = self._analysis = analyse(self.context.id, roots, *self.context.snapshot())
+        self._clock.took("analysis", began_s)
         self._counts = {recv.id: recv.count for recv in analysis.recvs.values()}
         self._involved |= neighbours
         self.handle(Started(analysis.local, neighbours, parent))
@@ -163,6 +168,7 @@ class BackwardPass:
             decode: returns its gradients, a list of tensors and None for each message of the graph; None if it has
                 none.
         """
+        self._clock.heard(sender)
         if message.done.is_heavy:
             self.context.is_heavy_elsewhere = True
         arrived = [] if decode is None else self._keep_gradients(message.gradients.messages, decode())
@@ -181,6 +187,7 @@ class BackwardPass:
                 continue
             with self._changed:
                 if not self._inbox:
+                    self._clock.idle()
                     self._is_draining = False
                     return
 
@@ -216,6 +223,7 @@ class BackwardPass:
         return self.flush if self._outbox or self.is_finishing else None
 
     def _wait(self) -> None:
+        self._clock.idle()
         with self._changed, blocking():
             in_time = self._changed.wait_for(lambda: self._inbox or self.is_over, self._options.deadline.wait_s())
         if not in_time:
@@ -302,7 +310,9 @@ class BackwardPass:
 
     def _execute(self, run: Run) -> None:
         assert self._analysis is not None  # there are no runs before `start`
+        began_s = time.time()
         GroupRun(self, self._analysis, run).execute(self._options.retain_graph)
+        self._clock.took("run", began_s)
 
     # ------------------------------------------------------------ gradients
 
@@ -321,7 +331,9 @@ class BackwardPass:
 
     def wait_for_gradient(self, send: RecordedSend) -> Gradients:
         """The gradient of a send; blocks until it has arrived. Raises when the pass fails or its deadline is over."""
+        began_s = time.time()
         arrived = self._gradients.wait(send.id, self._options.deadline)
+        self._clock.took("gate", began_s, send.to)
         if arrived is not None:
             return arrived
         if self.error is not None:
@@ -383,6 +395,7 @@ class BackwardPass:
             self._changed.notify_all()
         self._gradients.close()
         self.context.ended_passes[self.id] = error
+        self.context.spans.extend((self.id, *part) for part in self._clock.parts)
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)
         return True

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -18,6 +18,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
+from rpcdist.autograd._spans import MAX_SPANS, SpanKind
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 
@@ -60,6 +61,7 @@ class Context:
         is_spent: whether the last pass has freed the graph's saved tensors.
         is_heavy_elsewhere: whether a worker that this one began a pass on holds much memory for the context.
         gradients: the gradients of the leaves on this worker.
+        spans: how long the parts of its passes took: (pass, kind, peer or -1, start, end); see `_spans`.
     """
 
     def __init__(self, id: int, worker_id: int, next_message: Callable[[], int]) -> None:
@@ -71,6 +73,7 @@ class Context:
         self.is_spent = False
         self.is_heavy_elsewhere = False
         self.gradients = GradientTable()
+        self.spans: deque[tuple[int, SpanKind, int, float, float]] = deque(maxlen=MAX_SPANS)
         self._worker_id = worker_id
         self._next_message = next_message
         self._lock = threading.Lock()

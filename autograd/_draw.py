@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import subprocess
+from collections.abc import Sequence
 from os import PathLike
 from pathlib import Path
 from typing import NamedTuple
@@ -11,8 +12,8 @@ from typing import NamedTuple
 from rpcdist.autograd._autograd_worker import AutogradWorker
 from rpcdist.autograd._context import Context
 from rpcdist.autograd._graph_analysis import analyse
-from rpcdist.rpc import api
-from rpcdist.rpc._autograd_hooks import current_autograd
+from rpcdist.autograd._profile import ask_workers, spans_here
+from rpcdist.autograd._spans import Span
 from rpcdist.rpc._current import current_agent
 from rpcdist.time_limits import GRAPHVIZ_LIMIT_S
 
@@ -28,6 +29,7 @@ class WorkerPart(NamedTuple):
         sends: (message, id of the receiver, Lamport stamp, number of tensors, number of leaves in their graph).
         recvs: (message, Lamport stamp).
         flows: (received message, sent message that was computed from it).
+        spans: the times of the passes that have ended.
     """
 
     worker: str
@@ -35,15 +37,18 @@ class WorkerPart(NamedTuple):
     sends: tuple[tuple[int, int, int, int, int], ...]
     recvs: tuple[tuple[int, int], ...]
     flows: tuple[tuple[int, int], ...]
+    spans: tuple[Span, ...] = ()
 
 
-def draw(context_id: int, path: str | PathLike[str]) -> str:
+def draw(context_id: int, path: str | PathLike[str], timings: bool = False) -> str:
     """Draws a context: workers as boxes, with their sends and receives, and the edges between them; blocks.
 
     Args:
         context_id: a context that is alive on this worker.
         path: file of the picture, e.g. "graph.svg". Its description in Graphviz's language is written to a file of
             the same name with the suffix ".dot"; the picture is only made if Graphviz's program `dot` is installed.
+        timings: show how long each worker was busy with the passes that have ended, and how long it waited for whom;
+            see `profile`.
 
     Returns:
         The description.
@@ -51,7 +56,8 @@ def draw(context_id: int, path: str | PathLike[str]) -> str:
     Raises:
         ContextNotFound: the context is over, or unknown here.
     """
-    text = graphviz_text(_gather(context_id))
+    parts = ask_workers(context_id, _describe, lambda part: part.neighbours)
+    text = graphviz_text(parts, timings)
     target = Path(path)
     source = target.with_suffix(".dot")
     source.write_text(text)
@@ -61,23 +67,6 @@ def draw(context_id: int, path: str | PathLike[str]) -> str:
         command = [program, f"-T{kind}", str(source), "-o", str(target)]
         subprocess.run(command, check=True, timeout=GRAPHVIZ_LIMIT_S)
     return text
-
-
-def _gather(context_id: int) -> dict[int, WorkerPart]:
-    """The parts of all workers that took part, by worker id."""
-    here = current_agent().worker_id
-    parts: dict[int, WorkerPart] = {here: _describe(context_id)}
-    todo = [here]
-    token = current_autograd.set(None)  # these calls must not become part of the context
-    try:
-        while todo:
-            for worker in parts[todo.pop()].neighbours:
-                if worker not in parts:
-                    parts[worker] = api.rpc_sync(worker, _describe, (context_id,))
-                    todo.append(worker)
-    finally:
-        current_autograd.reset(token)
-    return parts
 
 
 def _describe(context_id: int) -> WorkerPart:
@@ -98,10 +87,11 @@ def _describe(context_id: int) -> WorkerPart:
             for send in analysis.local.sends
             if recv.reached_by & send.mask
         ),
+        tuple(spans_here(context_id)),
     )
 
 
-def graphviz_text(parts: dict[int, WorkerPart]) -> str:
+def graphviz_text(parts: dict[int, WorkerPart], timings: bool = False) -> str:
     """The picture in Graphviz's language; time goes from left to right."""
     lines = ["digraph context {", "  rankdir=LR;", '  node [shape=box, style=rounded, fontname="sans-serif"];']
     for worker, part in sorted(parts.items()):
@@ -114,7 +104,35 @@ def graphviz_text(parts: dict[int, WorkerPart]) -> str:
         for message, stamp in part.recvs:
             lines.append(f'    "recv {worker} {message}" [label="recv\\nt={stamp}", style=filled];')
         lines += [f'    "recv {worker} {arrived}" -> "send {sent}";' for arrived, sent in part.flows]
+        if timings:
+            lines.append(f'    "{part.worker}" [label="{_summary(part.spans)}", shape=note, style=solid];')
         lines.append("  }")
     for worker, part in sorted(parts.items()):
         lines += [f'  "send {message}" -> "recv {worker} {message}" [style=bold];' for message, _ in part.recvs]
+    if timings:
+        for _, part in sorted(parts.items()):
+            lines += _waits(part)
     return "\n".join([*lines, "}", ""])
+
+
+def _summary(spans: Sequence[Span]) -> str:
+    """What a worker did in the passes, as the text of a node."""
+    texts = []
+    for kind, text in (("analysis", "looked at its graph"), ("run", "ran it")):
+        times_s = [span.duration_s for span in spans if span.kind == kind]
+        if times_s:
+            often = f" ({len(times_s)} runs)" if kind == "run" else ""
+            texts.append(f"{text}: {1e3 * sum(times_s):.2f} ms{often}")
+    return "\\n".join(texts) or "no pass"
+
+
+def _waits(part: WorkerPart) -> list[str]:
+    """Edges from a worker to those that it waited for."""
+    waited_s: dict[str, float] = {}
+    for span in part.spans:
+        if span.peer:
+            waited_s[span.peer] = waited_s.get(span.peer, 0.0) + span.duration_s
+    return [
+        f'  "{part.worker}" -> "{peer}" [label="waited {1e3 * seconds:.2f} ms", style=dashed, constraint=false];'
+        for peer, seconds in sorted(waited_s.items())
+    ]

@@ -300,6 +300,29 @@ def test_a_picture(cluster: Cluster, tmp_path: Path) -> None:
     assert len(re.findall(r'^    "recv .*" -> "send ', text, re.MULTILINE)) == 4
 
 
+def test_the_times_of_a_pass(cluster: Cluster, tmp_path: Path) -> None:
+    x, w = tensors()
+    began_s = time.time()
+    with autograd.context() as context_id:
+        loss = functions.nested(["worker1", "worker2"], x, w).sum()
+        assert autograd.profile(context_id) == []
+        autograd.backward(context_id, [loss])
+        eventually(lambda: len({span.worker for span in autograd.profile(context_id)}) == 3, "all parts have ended")
+        spans = autograd.profile(context_id)
+        text = autograd.draw(context_id, tmp_path / "graph.dot", timings=True)
+    assert len({span.backward for span in spans}) == 1
+    for worker in ("worker0", "worker1", "worker2"):
+        mine = [span for span in spans if span.worker == worker]
+        assert sum(span.kind == "analysis" for span in mine) == 1
+        assert any(span.kind == "run" for span in mine)
+        assert all(began_s <= span.start_s and span.duration_s >= 0 for span in mine)
+        assert all(bool(span.peer) == (span.kind in ("wait", "gate")) for span in mine)
+    assert [span.start_s for span in spans] == sorted(span.start_s for span in spans)
+    assert {span.peer for span in spans if span.worker == "worker0" and span.kind == "wait"} == {"worker1"}
+    assert re.search(r'"worker0" -> "worker1" \[label="waited \d+\.\d\d ms", style=dashed', text)
+    assert re.search(r'"worker2" \[label="looked at its graph: .* ms\\nran it: .* ms \(\d runs\)"', text)
+
+
 def test_debug_info_of_rpc(cluster: Cluster) -> None:
     assert _get_debug_info().keys() == EMPTY.keys()
     assert rpc.debug_info().keys() >= EMPTY.keys()
