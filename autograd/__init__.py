@@ -1,7 +1,7 @@
 """Distributed autograd: backward passes through remote procedure calls. It is installed as `rpcdist.autograd`.
 
-The names are those of `torch.distributed.autograd`; `backward_async`, `queue_callback`, `draw`, `profile` and the errors
-are ours.
+The names are those of `torch.distributed.autograd`; `backward_async`, `queue_callback`, `draw`, `profile` and the
+errors are ours.
 """
 
 if __name__ != "rpcdist.autograd":
