@@ -10,7 +10,31 @@ import time
 from contextvars import ContextVar
 from typing import Final
 
-__all__ = ["NEVER", "Deadline", "current_deadline"]
+from rpcdist.errors import ConfigError
+from rpcdist.time_limits import LONGEST_TIMEOUT_S
+
+__all__ = ["NEVER", "Deadline", "checked_timeout", "current_deadline"]
+
+
+def checked_timeout(timeout_s: object, name: str = "timeout", none: str = "write 0 for no limit") -> float:
+    """A timeout that a user wrote, in seconds.
+
+    Args:
+        timeout_s: what was written.
+        name: what the argument is called.
+        none: how to write that there is no limit.
+
+    Raises:
+        TypeError: it is not a number.
+        ConfigError: it is negative, not a number of seconds, or longer than `LONGEST_TIMEOUT_S`.
+    """
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
+        raise TypeError(f"{name} is a number of seconds, such as 5 or 0.5, but got {timeout_s!r}")
+    if math.isnan(timeout_s) or timeout_s < 0:
+        raise ConfigError(f"{name} must be non-negative, got {timeout_s} s; {none}")
+    if LONGEST_TIMEOUT_S < timeout_s < math.inf:
+        raise ConfigError(f"{name} of {timeout_s:g} s is longer than {LONGEST_TIMEOUT_S:g} s; {none}")
+    return float(timeout_s)
 
 
 class Deadline:
@@ -23,8 +47,8 @@ class Deadline:
 
     @classmethod
     def after(cls, timeout_s: float | None) -> Deadline:
-        """`timeout_s` from now; None or infinity means no limit."""
-        if timeout_s is None or timeout_s == math.inf:
+        """`timeout_s` from now; None, infinity, or more than `LONGEST_TIMEOUT_S` mean no limit."""
+        if timeout_s is None or timeout_s > LONGEST_TIMEOUT_S:
             return NEVER
         return cls(time.monotonic() + timeout_s)
 

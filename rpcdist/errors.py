@@ -44,6 +44,7 @@ Exceptions carry fields; the text is built from them. All of them survive pickli
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Sequence
 
 __all__ = [
@@ -177,7 +178,8 @@ class WorkerLost(TransportError):
     def __str__(self) -> str:
         return (
             f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
-            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran."
+            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran. If {self.worker!r} was not "
+            "killed: did it end without rpc.shutdown()?"
         )
 
 
@@ -213,8 +215,10 @@ class UnknownWorker(RpcdistError):
         self.known = tuple(known)
 
     def __str__(self) -> str:
+        near = difflib.get_close_matches(self.wanted, self.known, 1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
         known = f" Known workers: {', '.join(self.known)}." if self.known else ""
-        return f"{self.me} could not find destination {self.wanted}.{known}"
+        return f"{self.me} could not find destination {self.wanted}.{meant}{known}"
 
 
 class DeadlineExceeded(RpcdistError, TimeoutError):

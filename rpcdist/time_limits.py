@@ -69,6 +69,7 @@ __all__ = [
     "LOCAL_HANDSHAKE_LIMIT_S",
     "LOCK_FIRST_PAUSE_S",
     "LOCK_LONGEST_PAUSE_S",
+    "LONGEST_TIMEOUT_S",
     "LOOP_CLOSE_LIMIT_S",
     "MESSAGE_SPIN_S",
     "MIN_ATTEMPT_S",
@@ -157,6 +158,9 @@ LAUNCH_CAUSE_LIMIT_S: Final = 1.0
 
 # ------------------------------------------------------------ Waiting for an answer
 
+LONGEST_TIMEOUT_S: Final = 1e9
+"""The longest timeout that a user may write (31 years): the system's waits take no more than ten times as much. Longer
+ones are refused with the advice how to write none; one that arrives with a call counts as none."""
 RPC_TIMEOUT_S: Final = 60.0
 """A call that names no timeout, measured by the caller and the callee; then it fails with `DeadlineExceeded`."""
 HANDSHAKE_LIMIT_S: Final = 10.0

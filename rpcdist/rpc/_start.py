@@ -36,7 +36,9 @@ COORDINATOR_KEY = "rpc_coordinator"
 def node_options(options: RpcOptions) -> NodeOptions:
     """The settings of the transport that the options of RPC imply."""
     token = options.token.decode() if isinstance(options.token, bytes) else options.token
-    return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
+    if options.job is None:
+        return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
+    return NodeOptions(token=token, job=options.job, peer_timeout_s=options.peer_timeout)
 
 
 def start_agent(

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
@@ -319,7 +320,7 @@ def get_rpc_timeout() -> float:
 
 def _set_rpc_timeout(timeout_s: float) -> None:
     """Changes the default timeout of calls."""
-    current_agent().caller.rpc_timeout_s = float(timeout_s)
+    current_agent().caller.rpc_timeout_s = checked_timeout(timeout_s, "rpc_timeout")
 
 
 def enable_gil_profiling(flag: bool) -> None:

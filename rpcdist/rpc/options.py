@@ -11,13 +11,13 @@ devices and the device maps may be changed until `init_rpc` reads them.
 from __future__ import annotations
 
 import fnmatch
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from os import PathLike
 
 import torch
 
+from rpcdist.deadline import checked_timeout
 from rpcdist.errors import ConfigError
 from rpcdist.rpc.constants import (
     DEFAULT_INIT_METHOD,
@@ -89,7 +89,7 @@ class RpcBackendOptions:
                 f"{type(self).__name__}: incompatible {kind} arguments: rpc_timeout is a number of seconds, "
                 f"but got {seconds!r}"
             )
-        return _seconds("RPC Timeout", float(seconds))
+        return checked_timeout(seconds, "RPC Timeout")
 
     def _checked_init_method(self, url: object, kind: str) -> str:
         if not isinstance(url, str):
@@ -131,6 +131,8 @@ class RpcOptions(RpcBackendOptions):
             as they live, since a server calls it at once and its trainers hours later.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
+        job: the job's name; by default `RPCDIST_JOB`, or else "default". Processes of another job are refused, even if
+            they have the token.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
         tls: the place for encryption; anything but None is refused until it is supported.
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
@@ -167,6 +169,7 @@ class RpcOptions(RpcBackendOptions):
         shutdown_timeout: float | None = None,
         host: str | None = None,
         port: int = 0,
+        job: str | None = None,
         token: str | bytes | None = None,
         tls: TlsOptions | None = None,
         by_value: bool = False,
@@ -190,6 +193,7 @@ class RpcOptions(RpcBackendOptions):
         )
         self.host = host
         self.port = _port(port)
+        self.job = _job(job)
         self.token = _token(token)
         if tls is not None:
             raise ConfigError(
@@ -312,18 +316,12 @@ class TensorPipeRpcBackendOptions(RpcOptions):
         )
 
 
-def _seconds(name: str, seconds: float) -> float:
-    if math.isnan(seconds) or seconds < 0:
-        raise ConfigError(f"{name} must be non-negative, got {seconds}")
-    return seconds
-
-
 def _more_than_zero(name: str, seconds: float) -> float:
     if not isinstance(seconds, (int, float)):
         raise TypeError(f"{name} is a number of seconds, but got {seconds!r}")
     if not seconds > 0:
         raise ConfigError(f"{name} must be a positive number of seconds, got {seconds}")
-    return float(seconds)
+    return checked_timeout(seconds, name, "write a shorter one")
 
 
 def _at_least_one(name: str, num: int) -> int:
@@ -340,6 +338,14 @@ def _port(port: int) -> int:
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
     return port
+
+
+def _job(job: str | None) -> str | None:
+    if job is not None and not isinstance(job, str):
+        raise TypeError(f"job is a name (str), but got {job!r}")
+    if job == "":
+        raise ConfigError("job must not be empty; leave it out to use RPCDIST_JOB")
+    return job
 
 
 def _token(token: str | bytes | None) -> bytes | None:

@@ -12,11 +12,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Generator
-from typing import Any, Generic, NoReturn, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
 
 import torch
 
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref import proxied
@@ -50,7 +50,7 @@ class PyRRef(Generic[T]):
         NotInitialized: before `init_rpc`, or after `shutdown`.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_type_future")
+    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_type_future")
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:
@@ -71,6 +71,17 @@ class PyRRef(Generic[T]):
         self._handle = handle
         self._creation: Future[Any] | None = None
         self._type_future: Future[type] | None = None
+        self._invoker_names: dict[str, Future[str]] = {}  # by method
+
+    if not TYPE_CHECKING:  # checkers know the attributes that there are
+
+        def __getattr__(self, name: str) -> NoReturn:
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise AttributeError(
+                f"a remote reference has no attribute {name!r}; its value may, which lives on {self.owner_name()!r}. "
+                f"Write rref.rpc_sync().{name}(...) to use it there, or rref.to_here().{name} to use a copy here"
+            )
 
     # ------------------------------------------------------------ who
 
@@ -148,8 +159,8 @@ class PyRRef(Generic[T]):
             raise fresh_copy(state.error)
         assert state.value is not None  # the caller has asked is_owner()
         deadline = current_deadline.get()
-        if timeout > 0:
-            deadline = deadline.earlier(Deadline.after(timeout))
+        if timeout != UNSET_RPC_TIMEOUT:
+            deadline = deadline.earlier(Deadline.after(checked_timeout(timeout) or None))
         return cast(T, state.value.wait(deadline.wait_s()))
 
     # ------------------------------------------------------------ calls on the value
@@ -182,6 +193,16 @@ class PyRRef(Generic[T]):
         asked: Future[type] = self._home.rpc_async(self, proxied._rref_typeof_on_owner, (), timeout)
         asked.is_quiet = True
         return asked
+
+    def _get_invoker_name(self, method: str, timeout: float) -> Future[str]:
+        """Which function runs a method at the owner, where the class itself, a pickle, is not taken."""
+        future = self._invoker_names.get(method)
+        if future is None or (future.done() and future.exception() is not None):
+            self._handle.state.check(USE_AFTER_DELETION)
+            future = self._home.rpc_async(self, proxied._invoker_name, (method,), timeout)
+            future.is_quiet = True
+            self._invoker_names[method] = future
+        return future
 
     def _get_future(self) -> Future[Any]:
         """The future of the call of `remote` that made this reference; a finished one if none did."""

@@ -9,7 +9,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Coroutine, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
 from google.protobuf.descriptor import ServiceDescriptor
@@ -41,18 +41,22 @@ T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
+def _job_of_environment() -> str:
+    return os.environ.get("RPCDIST_JOB") or "default"
+
+
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
     """Settings of the transport, fixed when a node is made.
 
     Attributes:
         token: the job's secret; by default `RPCDIST_TOKEN` or the per-user file.
-        job: a name that keeps jobs with one token apart.
+        job: a name that keeps jobs with one token apart; by default `RPCDIST_JOB`, or else "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
     """
 
-    token: str | None = None
-    job: str = "default"
+    token: str | None = field(default=None, repr=False)  # reprs end in logs
+    job: str = field(default_factory=_job_of_environment)
     peer_timeout_s: float = PEER_TIMEOUT_S
 
 

@@ -30,7 +30,7 @@ class SharedNode:
                 differs is an error.
 
         Raises:
-            ConfigError: the running node was started with another token.
+            ConfigError: the running node was started with another token or job.
             ForkedProcess: this process was forked from one that runs a node.
         """
         fork.check_not_forked()
@@ -39,14 +39,21 @@ class SharedNode:
             if node is None or not node.share():
                 node = Node(options or NodeOptions()).start()
                 self._node = weakref.ref(node)
-            elif options is not None and options.token is not None:
-                self._check_token(node, options.token)
+            elif options is not None:
+                self._check_same(node, options)
             return node
 
-    def _check_token(self, node: Node, token: str) -> None:
-        if job_token(token) != node.credentials.token:
+    def _check_same(self, node: Node, options: NodeOptions) -> None:
+        mine = node.credentials
+        if options.token is not None and job_token(options.token) != mine.token:
             node.release()
             raise ConfigError("this process already communicates with another job token; use one token per process")
+        if options.job != mine.job:
+            node.release()
+            raise ConfigError(
+                f"this process already belongs to job {mine.job!r}, and cannot join job {options.job!r}: name the job "
+                "by RPCDIST_JOB, which counts for stores, groups and RPC alike"
+            )
 
 
 _shared = SharedNode()

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import socket
+import threading
 import traceback
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
 
 import pytest
 
 from rpcdist import rpc
-from rpcdist.errors import ConnectFailed, RendezvousError
+from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.testing import InProcessCluster
 
 
@@ -32,7 +37,7 @@ def test_a_wrong_port_says_so_in_five_lines(caplog: pytest.LogCaptureFixture) ->
     caplog.set_level(logging.DEBUG, "rpcdist.rpc")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
-        with pytest.raises(ConnectFailed, match=r"nobody listens there\. Does rank 0 run there") as caught:
+        with pytest.raises(ConnectFailed, match="Does rank 0 run there") as caught:
             start(f"tcp://127.0.0.1:{unused.getsockname()[1]}")
     lines = "".join(traceback.format_exception(caught.value)).splitlines()
     assert len(lines) <= 9, lines  # those of this file included
@@ -55,3 +60,110 @@ def test_a_remote_error_is_one_line_in_the_callees_log(caplog: pytest.LogCapture
         with pytest.raises(LookupError):
             cluster.run("a", rpc.rpc_sync, "b", fail)
         assert 'LookupError("first' in caplog.records[-1].getMessage() and caplog.records[-1].levelname == "DEBUG"
+
+
+@pytest.fixture
+def pair() -> Iterator[InProcessCluster]:
+    with InProcessCluster("worker0", "worker1") as cluster:
+        yield cluster
+
+
+@pytest.mark.parametrize(
+    ("timeout", "error", "says"),
+    [
+        ("5", TypeError, r"timeout is a number of seconds, such as 5 or 0\.5, but got '5'"),
+        (timedelta(seconds=5), TypeError, "is a number of seconds"),
+        (True, TypeError, "is a number of seconds"),
+        (None, TypeError, "is a number of seconds"),
+        (-5, ConfigError, "must be non-negative, got -5 s; write 0 for no limit"),
+        (math.nan, ConfigError, "got nan s; write 0 for no limit"),
+        (1e300, ConfigError, r"timeout of 1e\+300 s is longer than 1e\+09 s; write 0 for no limit"),
+    ],
+)
+def test_a_timeout_that_is_none(pair: InProcessCluster, timeout: Any, error: type[Exception], says: str) -> None:
+    rref = pair.run("worker0", rpc.remote, "worker1", list)
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(error, match=says):
+            pair.run("worker0", call, "worker1", sum, ((1, 2),), timeout=timeout)
+    with pytest.raises(error, match=says):
+        pair.run("worker0", rref.to_here, timeout)
+    if timeout is not None:
+        with pytest.raises((TypeError, ConfigError)):
+            rpc.RpcOptions(rpc_timeout=timeout)
+        with pytest.raises((TypeError, ConfigError)):
+            rpc.RpcOptions(peer_timeout=timeout)
+    assert pair.run("worker0", rpc.rpc_sync, "worker1", sum, ((1, 2),), timeout=math.inf) == 3
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count = 3
+
+    @property
+    def double(self) -> int:
+        return 2 * self.count
+
+    def add(self, more: int) -> int:
+        self.count += more
+        return self.count
+
+
+def test_a_method_called_on_the_reference_itself(pair: InProcessCluster) -> None:
+    rref: Any = pair.run("worker0", rpc.remote, "worker1", Counter)
+    with pytest.raises(
+        AttributeError, match=r"on 'worker1'\. Write rref\.rpc_sync\(\)\.add\(\.\.\.\).*rref\.to_here\(\)\.add"
+    ):
+        rref.add(1)
+    with pytest.raises(AttributeError, match="no attribute '_private'"):
+        _ = rref._private
+
+
+def test_an_attribute_read_through_a_proxy(pair: InProcessCluster) -> None:
+    rref = pair.run("worker0", rpc.remote, "worker1", Counter)
+    proxy = rref.rpc_sync()
+    assert "'count' of" in repr(proxy.count) and "rref.rpc_sync().count()" in repr(proxy.count)
+    with pair.use("worker0"):
+        assert proxy.count() == 3 and proxy.double() == 6 and proxy.add(2) == 5
+        with pytest.raises(TypeError, match="'int' object is not callable"):
+            proxy.count(1)
+        with pytest.raises(AttributeError, match="'Counter' object has no attribute 'missing'"):
+            proxy.missing()
+
+
+def test_an_argument_that_does_not_pickle(pair: InProcessCluster) -> None:
+    holder = Counter()
+    holder.count = threading.Lock()  # type: ignore[assignment]
+    rref = pair.run("worker0", rpc.remote, "worker1", list)
+    for args, kwargs, path in (
+        (({"cfg": [1, {"lock": threading.Lock()}]},), {}, "args[0]['cfg'][1]['lock']"),
+        ((rref, [holder]), {}, "args[1][0].count"),
+        ((), {"key": (threading.Lock(),)}, "kwargs['key'][0]"),
+    ):
+        with pytest.raises(TypeError) as caught:
+            pair.run("worker0", rpc.rpc_sync, "worker1", len, args, kwargs)
+        notes = "\n".join(caught.value.__notes__)
+        assert f"{path} is a _thread.lock, which cannot be pickled" in notes
+        assert "sent in an rpc to 'worker1' of builtins:len" in notes
+
+
+def test_a_name_that_is_nearly_right(pair: InProcessCluster) -> None:
+    with pytest.raises(UnknownWorker, match=r"could not find destination worke1\. Did you mean 'worker1'\? Known"):
+        pair.run("worker0", rpc.rpc_sync, "worke1", sum)
+    with pytest.raises(UnknownWorker, match=r"destination nobody\. Known workers"):
+        pair.run("worker0", rpc.rpc_sync, "nobody", sum)
+
+
+def test_a_worker_that_ended_says_what_it_may_have_forgotten() -> None:
+    assert "If 'w' was not killed: did it end without rpc.shutdown()?" in str(WorkerLost("w", "a call", 1.0, "closed"))
+
+
+def numbers() -> Iterator[int]:
+    yield from range(3)
+
+
+def test_a_stream_that_is_read_twice(pair: InProcessCluster) -> None:
+    stream = pair.run("worker0", rpc.rpc_stream, "worker1", numbers)
+    assert next(iter(stream)) == 0 and list(stream) == [1, 2]
+    with pytest.raises(RpcdistError, match=r"read to its end.*items = list\(stream\)"):
+        list(stream)
+    assert next(stream, None) is None  # an iterator that has ended stays so

@@ -13,7 +13,7 @@ import rpc_stream_functions
 from rpc_cluster import Cluster
 
 import rpcdist.rpc as rpc
-from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded
+from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 
 pytestmark = pytest.mark.multiproc
@@ -54,7 +54,8 @@ def test_all_items_in_order(cluster: Cluster, worker: str, function: Any, num: i
 async def test_async_for(cluster: Cluster, worker: str, function: Any) -> None:
     stream = await rpc.rpc_async(worker, function, (100,))
     assert [item async for item in stream] == list(range(100))
-    assert [item async for item in stream] == []
+    with pytest.raises(RpcdistError, match="has been read to its end"):
+        _ = [item async for item in stream]
 
 
 def test_every_call_function_gives_the_stream(cluster: Cluster) -> None:
@@ -185,7 +186,8 @@ def test_an_exception_comes_after_the_items_before_it(cluster: Cluster, worker: 
             got.append(item)
     assert got == list(range(40)) and caught.value.args == ("broken", 40)
     assert "break_after" in str(caught.value.__cause__)
-    assert list(stream) == []
+    with pytest.raises(RpcdistError, match="has been read to its end"):
+        list(stream)
 
 
 def test_an_item_that_cannot_be_pickled_ends_the_stream(cluster: Cluster, key: str) -> None:

@@ -211,6 +211,15 @@ class CallTable:
                 self._empty.notify_all()
         return call
 
+    def take_answered(self, id: int, session: MessageSink) -> PendingCall | None:
+        """`take` for a reply: only the session that carried a call may answer it, or its number were all that a peer
+        has to guess. While the call is being sent, its session is not known yet, but its worker is.
+        """
+        call = self._calls.get(id)
+        if call is None or call.session is session:
+            return None if call is None else self.take(id)
+        return self.take(id) if call.session is None and call.peer == session.peer.id else None
+
     def take_expired(self) -> list[PendingCall]:
         """Removes the calls whose deadline has passed, and asks to be woken at the next one."""
         now = time.monotonic()

@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.call_table import (
@@ -89,6 +89,7 @@ class Caller:
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
         self.calls = CallTable(self._timer.wake_at)
+        self.allow_pickle = marshal.allow_pickle
 
     def __repr__(self) -> str:
         return f"<Caller {self.calls!r}>"
@@ -96,8 +97,8 @@ class Caller:
     def timeout_of(self, timeout_s: float) -> float:
         """The user's timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
         if timeout_s == UNSET_RPC_TIMEOUT:
-            timeout_s = self.rpc_timeout_s
-        return INFINITE if timeout_s == 0 else timeout_s
+            return self.rpc_timeout_s or INFINITE
+        return checked_timeout(timeout_s) or INFINITE
 
     # ------------------------------------------------------------ making calls
 
@@ -262,7 +263,11 @@ class Caller:
             _name_value(call.on, Share(pending.on.rref, pending.on.id))
         large: Sequence[LargeBuffer] = ()
         if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
-            large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
+            try:
+                large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
+            except Exception as exc:
+                self._marshal.explain(exc, written, pending.what())
+                raise
             pending.forks = forks or None
         return message, large
 
@@ -345,8 +350,8 @@ class Caller:
                 payload = self._marshal.arrived(reply.value, buffers, session.peer)
             elif reply.HasField("failure"):
                 failure = reply.failure
-        call = self.calls.take(id)
-        if call is None:  # it timed out or was cancelled here
+        call = self.calls.take_answered(id, session)
+        if call is None:  # it timed out or was cancelled here, or another worker was asked
             if payload is not None:
                 payload.discard()
             elif is_stream:

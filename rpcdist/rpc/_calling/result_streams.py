@@ -68,6 +68,7 @@ class StreamState:
         self._taken = 0
         self._items: deque[ArrivedValue] = deque()
         self._ended = False
+        self._exhausted = False  # the consumer has been told that it ended
         self._failure: BaseException | rpc_pb2.Failure | None = None
         self._may_unpickle = may_unpickle
         self._condition = threading.Condition()
@@ -149,6 +150,7 @@ class StreamState:
     def _next_locked(self) -> object:
         self._last_read = time.monotonic()
         if not self._items:
+            self._exhausted = True
             return _END
         item = self._items.popleft()
         if not self._ended:
@@ -157,6 +159,13 @@ class StreamState:
                 self._grant(self._taken)
                 self._taken = 0
         return item
+
+    def check_not_exhausted(self) -> None:
+        if self._exhausted:
+            raise RpcdistError(
+                f"the stream of {self.what} has been read to its end, and its items are not kept: store them in a list "
+                "the first time (items = list(stream)), or call the function again"
+            )
 
     def take_failure(self) -> BaseException | None:
         """How the stream ended; None for a regular end, and from the second time on.
@@ -202,6 +211,8 @@ class Stream(Generic[T]):
         return f"Stream({self._state!r})"
 
     def __iter__(self) -> Iterator[T]:
+        """Raises `RpcdistError` when the items have been taken already: they are not kept."""
+        self._state.check_not_exhausted()
         return self
 
     def __next__(self) -> T:
@@ -218,6 +229,8 @@ class Stream(Generic[T]):
         return self._result(self._state.take(self._timeout_s), StopIteration)
 
     def __aiter__(self) -> AsyncIterator[T]:
+        """As `__iter__`."""
+        self._state.check_not_exhausted()
         return self
 
     async def __anext__(self) -> T:
@@ -301,8 +314,8 @@ class StreamTable:
         item = message.stream_item
         arrived = self._marshal.arrived(item.value, buffers, session.peer)
         entry = self._streams.get(item.id)
-        if entry is None:
-            arrived.discard()  # cancelled at this end meanwhile
+        if entry is None or entry[1] is not session:
+            arrived.discard()  # cancelled at this end meanwhile, or another worker's stream
         else:
             arrived.autograd = entry[0].autograd
             entry[0].arrived(arrived)
@@ -312,6 +325,8 @@ class StreamTable:
     ) -> None:
         """The producer has sent its last item."""
         end = message.stream_end
+        if (entry := self._streams.get(end.id)) is None or entry[1] is not session:
+            return
         entry = self._pop(end.id)
         if entry is not None:
             entry[0].end(end.failure if end.HasField("failure") else None)

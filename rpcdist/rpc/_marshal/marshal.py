@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.errors import SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import ArrivedCompact, ArrivedValue, OutgoingRRefs
@@ -23,6 +24,7 @@ from rpcdist.rpc._values.codec import fill_value, write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.plain import PlainWriter
+from rpcdist.rpc._values.refusals import unpicklable_part
 from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 
 __all__ = ["Marshal", "Written"]
@@ -123,6 +125,17 @@ class Marshal:
             self.give_back(externals.forks, to)
             raise
         return large, externals.forks
+
+    def explain(self, exc: BaseException, written: Written, what: str) -> None:
+        """Notes on an error of `fill` which of the arguments of a call it was."""
+        if isinstance(exc, SerializationError):  # says so itself
+            return
+        assert isinstance(written.obj, tuple)
+        for name, part in zip(("args", "kwargs"), written.obj, strict=True):
+            found = unpicklable_part(part, name, written.externals, self.by_value)
+            if found is not None:
+                exc.add_note(f"{found}; it was to be sent in an {what}.")
+                return
 
     def give_back(self, forks: Iterable[value_pb2.RRefFork] | None, to: int) -> None:
         """Undoes shares whose message may not have arrived."""

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Generator
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
+
+import torch
 
 from rpcdist.rpc import functions
 
-__all__ = ["ValueAtOwner"]
+__all__ = ["INVOKERS", "ValueAtOwner", "invoker_of"]
 
 
 class OwnedRRef(Protocol):
@@ -46,8 +49,31 @@ def _backward(rref: BackwardRRef, context_id: int, retain_graph: bool) -> None:
     rref.backward(context_id, retain_graph)
 
 
+def _invoker_name(rref: OwnedRRef, method: str) -> str:
+    """What runs a method of the value: for callers that take no pickles, and so cannot ask for its class."""
+    name: str = invoker_of(type(rref.local_value()), method).__name__
+    return name
+
+
+def invoker_of(kind: type, method: str) -> Any:
+    """The one of the functions below that runs a method of a class. Objects may have others than their class."""
+    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):  # their methods cannot be asked
+        return _local_invoke
+    function = getattr(kind, method, None)
+    if function is None:
+        return _local_invoke
+    if functions.is_async_execution(function):
+        return _local_invoke_async_execution
+    if inspect.iscoroutinefunction(function):
+        return _local_invoke_coroutine
+    return _local_invoke
+
+
 def _local_invoke(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return getattr(rref.local_value(), method)(*args, **kwargs)
+    found = getattr(rref.local_value(), method)
+    if not callable(found) and not args and not kwargs:  # an attribute: this reads it
+        return found
+    return found(*args, **kwargs)
 
 
 @functions.async_execution
@@ -57,3 +83,8 @@ def _local_invoke_async_execution(rref: OwnedRRef, method: str, args: tuple[Any,
 
 async def _local_invoke_coroutine(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return await getattr(await rref, method)(*args, **kwargs)
+
+
+INVOKERS: Final = {
+    function.__name__: function for function in (_local_invoke, _local_invoke_async_execution, _local_invoke_coroutine)
+}

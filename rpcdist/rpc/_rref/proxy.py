@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from functools import partial
 from typing import Any, Literal, Protocol
 
-import torch
-
+from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import copy_outcome
 from rpcdist.rpc._rref.host import RRefHome
-from rpcdist.rpc.functions import is_async_execution
 from rpcdist.rpc.future import Future
 
 __all__ = ["Mode", "RRefProxy"]
@@ -27,9 +24,23 @@ class ProxiedRRef(Protocol):
 
     def _get_type(self, timeout: float, blocking: bool) -> Any: ...
 
+    def _get_invoker_name(self, method: str, timeout: float) -> Future[str]: ...
+
+
+class _RemoteMethod(partial[Any]):
+    """What an attribute of a proxy is: nothing has been asked yet, so it may be a method of the value or not."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        rref, mode, name, _ = self.args
+        return f"<{name!r} of {rref!r}: call it to run it at the owner, or to read it: rref.{mode}().{name}()>"
+
 
 class RRefProxy:
-    """Its attributes are functions that call the method of that name at the owner. May be kept and used again."""
+    """Its attributes are functions that call the method of that name at the owner; one that is no method is read by a
+    call without arguments. May be kept and used again.
+    """
 
     def __init__(self, rref: ProxiedRRef, mode: Mode, timeout: float) -> None:
         self._rref = rref
@@ -39,7 +50,7 @@ class RRefProxy:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
             raise AttributeError(name)  # copy, pickle and the like ask for these: no question for the owner
-        return partial(_call, self._rref, self._mode, name, self._timeout)
+        return _RemoteMethod(_call, self._rref, self._mode, name, self._timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls the value itself."""
@@ -50,14 +61,18 @@ class RRefProxy:
 
 
 def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    type_future = rref._get_type(timeout=timeout, blocking=False)
-    if mode == "rpc_async" and not type_future.done():
-        return _call_when_known(type_future, rref, method, timeout, args, kwargs)
-    return _call_now(type_future.wait(), rref, mode, method, timeout, args, kwargs)
+    known: Future[type] | Future[str]
+    if rref._home.allow_pickle:
+        known = rref._get_type(timeout=timeout, blocking=False)
+    else:
+        known = rref._get_invoker_name(method, timeout)
+    if mode == "rpc_async" and not known.done():
+        return _call_when_known(known, rref, method, timeout, args, kwargs)
+    return _call_now(known.wait(), rref, mode, method, timeout, args, kwargs)
 
 
 def _call_now(
-    kind: type,
+    known: type | str,
     rref: ProxiedRRef,
     mode: Mode,
     method: str,
@@ -67,11 +82,11 @@ def _call_now(
 ) -> Any:
     home = rref._home
     call = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
-    return call(rref, _invoker(kind, method), (method, args, kwargs), timeout)
+    return call(rref, _invoker(known, method), (method, args, kwargs), timeout)
 
 
 def _call_when_known(
-    type_future: Future[type],
+    known: Future[type] | Future[str],
     rref: ProxiedRRef,
     method: str,
     timeout: float,
@@ -80,7 +95,7 @@ def _call_when_known(
 ) -> Future[Any]:
     result: Future[Any] = Future()
 
-    def known(future: Future[type]) -> None:
+    def on_known(future: Future[Any]) -> None:
         try:
             call = _call_now(future.value(), rref, "rpc_async", method, timeout, args, kwargs)
         except Exception as exc:
@@ -90,17 +105,14 @@ def _call_when_known(
         call.is_quiet = True
         call.add_done_callback(lambda done: copy_outcome(done, result))
 
-    type_future.add_done_callback(known)
+    known.add_done_callback(on_known)
     return result
 
 
-def _invoker(kind: type, method: str) -> Any:
-    """How the owner has to run the method; raises `AttributeError` if the type has none of that name."""
-    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):  # their methods cannot be asked
-        return proxied._local_invoke
-    function = getattr(kind, method)
-    if is_async_execution(function):
-        return proxied._local_invoke_async_execution
-    if inspect.iscoroutinefunction(function):
-        return proxied._local_invoke_coroutine
-    return proxied._local_invoke
+def _invoker(known: type | str, method: str) -> Any:
+    """How the owner has to run the method, from the class of the value, or from the owner's word for it."""
+    if isinstance(known, str):
+        if known not in proxied.INVOKERS:
+            raise RRefError(f"the owner runs the method {method!r} by {known!r}, which this version does not know")
+        return proxied.INVOKERS[known]
+    return proxied.invoker_of(known, method)

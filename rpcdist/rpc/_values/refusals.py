@@ -1,4 +1,4 @@
-"""Why a value is not plain: finds the part, for an error that names it."""
+"""Why a value cannot be sent: finds the part, for an error that names it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from torch.nn import Parameter
 
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 from rpcdist.rpc._values.externals import Externals
+from rpcdist.rpc._values.pickled import write_pickle
 from rpcdist.rpc._values.plain import MAX_DEPTH, MAX_ITEMS
 
-__all__ = ["why_not_plain"]
+__all__ = ["unpicklable_part", "why_not_plain"]
+
+MAX_TRIALS = 1000
+"""So many parts are pickled in the search for the one that fails."""
 
 _SCALARS = (type(None), bool, int, float, complex, str, bytes, bytearray, torch.Size, torch.dtype, torch.device)
 
@@ -53,3 +57,51 @@ def _parts(item: object) -> list[tuple[object, str]]:
         ]
     assert isinstance(item, list | tuple)
     return [(part, f"[{index}]") for index, part in enumerate(item)]
+
+
+def unpicklable_part(obj: object, name: str, externals: Externals | None, by_value: bool) -> str | None:
+    """A sentence that names the innermost part of `obj` that does not pickle; None if all of it does.
+
+    Runs user code (`__reduce__`), as sending does.
+    """
+    trials = MAX_TRIALS
+    item, path = obj, name
+    if _pickles(item, externals, by_value):
+        return None
+    seen: set[int] = set()
+    while trials > 0 and id(item) not in seen:
+        seen.add(id(item))
+        for part, step in _picklable_parts(item):
+            trials -= 1
+            if trials <= 0:
+                break
+            if not _pickles(part, externals, by_value):
+                item, path = part, path + step
+                break
+        else:
+            break
+    kind = type(item)
+    return f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be pickled"
+
+
+def _pickles(item: object, externals: Externals | None, by_value: bool) -> bool:
+    try:
+        write_pickle(item, externals, by_value)
+    except Exception:  # whatever it is, the part cannot be sent
+        return False
+    return True
+
+
+def _picklable_parts(item: object) -> list[tuple[object, str]]:
+    if isinstance(item, dict):
+        return [(value, f"[{key!r:.40}]") for key, value in item.items()] + [
+            (key, f".key({key!r:.40})") for key in item
+        ]
+    if isinstance(item, list | tuple):
+        return [(part, f"[{index}]") for index, part in enumerate(item)]
+    if isinstance(item, set | frozenset):
+        return [(part, f".item({part!r:.40})") for part in item]
+    if isinstance(item, type):
+        return []
+    attributes = getattr(item, "__dict__", None)
+    return [(part, f".{name}") for name, part in attributes.items()] if isinstance(attributes, dict) else []
