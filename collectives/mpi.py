@@ -71,13 +71,17 @@ class MpiBackend(EngineBackend):
             timeout_s=context.timeout_s,
             recorder=context.process.recorder,
             reporter=Reporter() if self._watch is None else self._watch.reporter,
-            on_failure=self._mpi_messages.fail,
+            on_failure=self._fail_callers,
         )
         super().__init__(context, engine, self._mpi_messages)
         if self._watch is None:
             engine.opened()
         else:
             self._watch.hand_over(engine)
+
+    def _fail_callers(self, failure: GroupFailure) -> None:
+        self._mpi_messages.fail(failure)
+        self._fail_nested(failure)
 
     def _report(self, failure: GroupFailure) -> None:
         self._engine.fail_everywhere(failure)
@@ -91,6 +95,7 @@ class MpiBackend(EngineBackend):
         self._closed = True
         deadline = Deadline.after(timeout_s)
         drained = self._engine.close(deadline.remaining_s())
+        self._end_callbacks(deadline)
         drained = self._mpi_messages.close(deadline) and drained
         if drained and self._engine.state.failure is None and self._all_are_closing(deadline):
             for communicator in self._communicators:

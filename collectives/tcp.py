@@ -97,6 +97,7 @@ class TcpBackend(EngineBackend):
 
     def _fail_messages(self, failure: GroupFailure) -> None:
         self._mailboxes.fail(failure.error(f"send or recv in group {self.context.name!r}"))
+        self._fail_nested(failure)
 
     def __repr__(self) -> str:
         medium = type(self._transport).__name__.removesuffix("Transport")
@@ -108,6 +109,7 @@ class TcpBackend(EngineBackend):
         self._closed = True
         deadline = Deadline.after(timeout_s)
         self._engine.close(timeout_s)
+        self._end_callbacks(deadline)
         self._mailboxes.drain(deadline.remaining_s())
         self._mailboxes.close()
         if self._watch is not None:

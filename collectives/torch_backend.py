@@ -29,7 +29,7 @@ from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
-__all__ = ["NAME", "TorchProcessGroup", "TorchWork", "register"]
+__all__ = ["NAME", "TorchProcessGroup", "TorchWork", "as_torch_group", "register"]
 
 if not torch_distributed.is_available():
     raise ConfigError("this torch was built without torch.distributed; use rpcdist.collectives itself instead")
@@ -38,6 +38,7 @@ NAME: Final = "rpcdist"
 """What `init_process_group` and `new_group` of torch take as `backend`."""
 
 _DEVICES: Final = ["cpu", "cuda"]
+_LENT: Final = "rpcdist group "  # names what `as_torch_group` makes
 
 _Split = Callable[..., Iterator[tuple[object, ...]]]
 
@@ -93,15 +94,15 @@ class TorchWork(_Work):  # type: ignore[misc]  # see _Work
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         futures = [work.get_future() for work in self._works]
-        return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_flatten)
+        return futures[0] if len(futures) == 1 else futures[0].then(lambda _: _flatten(futures))
 
     def get_future_result(self) -> torch.futures.Future[int]:
         futures = [work.get_future_result() for work in self._works]
         return futures[0] if len(futures) == 1 else torch.futures.collect_all(futures).then(_worst)
 
 
-def _flatten(done: torch.futures.Future[list[torch.futures.Future[list[torch.Tensor]]]]) -> list[torch.Tensor]:
-    return [tensor for future in done.value() for tensor in future.value()]
+def _flatten(futures: Sequence[torch.futures.Future[list[torch.Tensor]]]) -> list[torch.Tensor]:
+    return [tensor for future in futures for tensor in future.wait()]
 
 
 def _worst(done: torch.futures.Future[list[torch.futures.Future[int]]]) -> int:
@@ -301,6 +302,29 @@ def _monitored_barrier(
 
 
 _torch_monitored_barrier: Final = torch_distributed.distributed_c10d.monitored_barrier
+
+
+def as_torch_group(group: ProcessGroup) -> TorchProcessGroup:
+    """A group of ours for functions of `torch.distributed` that take a group, such as torch's communication hooks.
+
+    torch's default group need not exist. The group stays ours: destroy it here, not there.
+    """
+    world = torch_distributed.distributed_c10d._world
+    tables: tuple[Any, ...] = (world.pg_map, world.pg_names, world.pg_group_ranks, world.pg_backend_config)
+    for known in [known for known in world.pg_map if isinstance(known, TorchProcessGroup)]:
+        if known.group is group:
+            return known
+        if not known.group.device_types and world.pg_names.get(known, "").startswith(_LENT):
+            for table in tables:  # its group was destroyed here, which torch does not hear of
+                table.pop(known, None)
+    name = f"{_LENT}{group.group_name}"
+    store = torch_distributed.HashStore()  # of no use: torch wants one
+    made = TorchProcessGroup(store, group, name)
+    ranks = {world_rank: rank for rank, world_rank in enumerate(group.ranks)}
+    devices = ",".join(f"{device}:{NAME}" for device in _DEVICES)
+    for table, entry in zip(tables, ((NAME, store), name, ranks, devices), strict=True):
+        table[made] = entry
+    return made
 
 
 def register() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
 from rpcdist.errors import CollectiveTimeout
 from rpcdist.waiters import wake_threadsafe
 
@@ -23,13 +24,14 @@ class Work:
     Args:
         title: names the operation in errors, e.g. "all_reduce #41 of group 'default'"; made text by `str` when needed.
         result: the output tensors.
-        lends_thread: whether the thread that ends it may wait in callbacks of its future: others do its work then.
-            Else such callbacks get a thread of their own.
+        callbacks: runs the callbacks of futures; without it, those of each future have a thread of their own.
     """
 
-    def __init__(self, title: object, result: list[torch.Tensor] | None = None, *, lends_thread: bool = True) -> None:
+    def __init__(
+        self, title: object, result: list[torch.Tensor] | None = None, *, callbacks: Callbacks | None = None
+    ) -> None:
         self._title = title
-        self._lends_thread = lends_thread
+        self._callbacks_of_group = callbacks
         self._result = result or []
         self._lock = threading.Lock()
         self._waiter: threading.Event | None = None
@@ -67,21 +69,17 @@ class Work:
         self._finish(error)
 
     def _finish(self, error: BaseException | None) -> None:
-        for callback in self.end(error):
-            callback(self)
-
-    def end(self, error: BaseException | None) -> list[Callable[[Work], object]]:
-        """Ends it like `complete` or `fail`, but leaves the callbacks to the caller: each is called with this work."""
         with self._lock:
             if self._done:
-                return []
+                return
             self._error = error
             self._done = True
             callbacks, self._callbacks = self._callbacks, []
             waiter = self._waiter
         if waiter is not None:
             waiter.set()
-        return callbacks
+        for callback in callbacks:
+            callback(self)
 
     def when_done(self, callback: Callable[[Work], object]) -> None:
         """Calls back once, on the thread that finishes it, or at once; the callback must not block or raise."""
@@ -156,7 +154,9 @@ class Work:
 
     def get_future(self) -> torch.futures.Future[list[torch.Tensor]]:
         """A future of the output tensors. Its callbacks may call further operations, and wait for them in any way."""
-        future: torch.futures.Future[list[torch.Tensor]] = torch.futures.Future()
+        ordered = self._callbacks_of_group
+        future: torch.futures.Future[list[torch.Tensor]]
+        future = torch.futures.Future() if ordered is None else OrderedFuture(ordered)
 
         def settle(work: Work) -> None:
             if isinstance(work._error, Exception):
@@ -165,11 +165,10 @@ class Work:
                 future.set_result(work._result)
 
         def settle_on_a_thread(work: Work) -> None:
-            threading.Thread(
-                target=settle, args=(work,), name=f"rpcdist callbacks of {self.title}", daemon=True
-            ).start()
+            name = f"rpcdist callbacks of {self.title}"
+            threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
 
-        self.when_done(settle if self._done or self._lends_thread else settle_on_a_thread)
+        self.when_done(settle_on_a_thread if ordered is None and not self._done else settle)
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:

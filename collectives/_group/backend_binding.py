@@ -57,7 +57,7 @@ class BackendBinding:
         def submit(lowered: Lowered, asynchronous: bool) -> Work:
             return self.submit(lowered, asynchronous, timeout_s)
 
-        run_part = self.backend.run_part if self.backend.runs_parts else None
+        run_part = self.backend.here().run_part if self.backend.runs_parts else None
         return all_reduce_sparse(self.place, tensor, op, async_op, submit, run_part)
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:

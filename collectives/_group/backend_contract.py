@@ -96,6 +96,10 @@ class GroupBackend(ABC):
             CollectiveError: in a blocking call; an asynchronous one reports it through its `Work`.
         """
 
+    def here(self) -> GroupBackend:
+        """The backend that runs what this thread submits: in a callback of an operation it may be another one."""
+        return self
+
     def run_part(self, operation: Operation) -> None:
         """Runs another operation as a part of the one whose `finish` calls this, on its thread and within its limit.
 

@@ -4,12 +4,11 @@ Rules:
 
  1. An operation gets its sequence number when it is submitted; equal numbers on all ranks are the same operation.
  2. One operation runs at a time. A blocking call runs on the caller's own thread when the group is idle; everything
-    else runs on a worker thread of the group, which starts with the first such call.
+    else runs on the group's worker thread, which starts with the first such call.
  3. What a failure or a departure means is decided in `GroupState`; the engine takes events to it under its lock, and
     carries out the actions without the lock. Ranks that did not find a failure themselves hear of it from the watch.
- 4. Work is finished without the lock held: whoever waits for it may submit the next operation at once. Its callbacks
-    run when the group is free for the next operation, and may wait for that in any way: another worker runs it, which
-    is started when no other is free.
+ 4. Work is finished without the lock held: whoever waits for it may submit the next operation at once. Callbacks of its
+    future run elsewhere: see [Note: callbacks] in `callbacks`.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from collections.abc import Callable
 
 import torch
 
+from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import FlightRecorder
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.job import Job, OperationTitle, record_of
@@ -74,6 +74,7 @@ class Engine(StateKeeper):
         on_departure: told of a rank that left, and of that in words; likewise.
 
     Attributes:
+        callbacks: runs the callbacks of the operations' futures.
         wakeup_fd: readable once the running operation cannot be finished.
     """
 
@@ -101,10 +102,9 @@ class Engine(StateKeeper):
         self._jobs: deque[Job] = deque()
         self._busy = False
         self._closing = False
-        self._workers: set[threading.Thread] = set()
-        self._num_free = 0  # workers that look into the queue, or are about to
-        self._in_callbacks: list[int] = []  # the threads that run callbacks, once for each operation
+        self._worker: threading.Thread | None = None
         self._dumped = False
+        self.callbacks = Callbacks(state.group)
         self._waker = Waker()
         self.wakeup_fd = self._waker.fileno()
 
@@ -131,7 +131,10 @@ class Engine(StateKeeper):
             else:
                 self._enqueue(job)  # under the lock: the order of the numbers is the order of the queue
         if here:  # a hop to the worker and back takes longer than a small operation itself
-            self._run(job, is_worker=False)
+            try:
+                self._run(job)
+            finally:
+                self._release()
         if not asynchronous:
             job.work.wait()
         return job.work
@@ -155,78 +158,41 @@ class Engine(StateKeeper):
 
     def _enqueue(self, job: Job) -> None:
         self._jobs.append(job)
-        if not self._busy:
-            self._call_worker()
+        if self._worker is None:
+            self._worker = threading.Thread(target=self._work, name=f"rpcdist group {self.state.group}", daemon=True)
+            self._worker.start()
+        self._changed.notify_all()
 
-    # ------------------------------------------------------------ workers
+    def _run_safely(self, job: Job) -> None:
+        try:
+            self._run(job)
+        except BaseException as exc:
+            job.work.fail(exc)
 
-    def _call_worker(self) -> None:
-        """Lets a worker take the next job; the lock is held."""
-        if self._num_free:
-            self._changed.notify_all()
-            return
-        worker = threading.Thread(target=self._work, name=f"rpcdist group {self.state.group}", daemon=True)
-        self._workers.add(worker)
-        self._num_free += 1
-        worker.start()
-
-    def _work(self) -> None:
-        while (job := self._next_job()) is not None:
-            self._run(job, is_worker=True)
-
-    def _next_job(self) -> Job | None:
-        """Waits for a job, and takes it; None ends the worker."""
-        with self._lock:
-            while self._busy or not self._jobs:
-                if (self._closing and not self._jobs) or self._num_free > 1:  # one is enough to wait
-                    self._num_free -= 1
-                    self._workers.discard(threading.current_thread())
-                    return None
-                self._changed.wait(IDLE_RECHECK_S)  # bounded, so that no lost wakeup lasts for ever
-            self._busy = True
-            self._num_free -= 1
-            return self._jobs.popleft()
-
-    def _release(self, is_worker: bool, has_callbacks: bool) -> None:
-        """The group is free for the next operation; a worker without callbacks to run looks for it itself."""
+    def _release(self) -> None:
         with self._lock:
             self._busy = False
-            if has_callbacks:
-                self._in_callbacks.append(threading.get_ident())
-            elif is_worker:
-                self._num_free += 1
-            if self._jobs and (has_callbacks or not is_worker):
-                self._call_worker()
-            if self._closing:
+            if self._jobs or self._closing:
                 self._changed.notify_all()
 
-    def _call_back(self, work: Work, callbacks: list[Callable[[Work], object]], is_worker: bool) -> None:
-        try:
-            for callback in callbacks:
-                callback(work)
-        except Exception:
-            logger.exception("a callback of %s failed", work.title)
-        finally:
+    def _work(self) -> None:
+        while True:
             with self._lock:
-                self._in_callbacks.remove(threading.get_ident())
-                self._num_free += is_worker
-                if self._closing:
-                    self._changed.notify_all()
+                while self._busy or not self._jobs:
+                    if self._closing and not self._jobs:
+                        return
+                    self._changed.wait(IDLE_RECHECK_S)  # bounded, so that no lost wakeup lasts for ever
+                job = self._jobs.popleft()
+                self._busy = True
+            try:
+                self._run_safely(job)
+            finally:
+                self._release()
 
     # ------------------------------------------------------------ running
 
-    def _run(self, job: Job, is_worker: bool) -> None:
-        """Runs one operation to its end, then its callbacks; what went wrong is in `job.work` afterwards."""
-        callbacks: list[Callable[[Work], object]] = []
-        try:
-            callbacks = job.work.end(self._carry_out(job))
-        finally:
-            self._release(is_worker, bool(callbacks))
-        if callbacks:
-            self._call_back(job.work, callbacks, is_worker)
-
-    def _carry_out(self, job: Job) -> BaseException | None:
-        """Runs one operation; returns what went wrong."""
+    def _run(self, job: Job) -> None:
+        """Runs one operation to its end; what went wrong is in `job.work` afterwards."""
         state = self.state
         state.current = job
         job.record.start()
@@ -248,9 +214,11 @@ class Engine(StateKeeper):
         state.last = job.name
         state.last_ended = time.monotonic()
         job.record.end(error)
-        if error is not None:
+        if error is None:
+            job.work.complete()
+        else:
+            job.work.fail(error)
             self._dump()
-        return error
 
     def _judge(self, job: Job, exc: TransportMismatch | TransportPeerLost | TransportTimeout) -> CollectiveError:
         """The error that a transport's report means for the operation; tells the other ranks."""
@@ -319,19 +287,12 @@ class Engine(StateKeeper):
             self._closing = True
             self.state.handle(Closing())
             self._changed.notify_all()
-            drained = self._changed.wait_for(self._is_drained, deadline.wait_s())
-            workers = self._workers - {threading.current_thread()}
+            drained = self._changed.wait_for(lambda: not (self._busy or self._jobs), deadline.wait_s())
         if not drained:  # the other ranks hear that this one leaves; what they wait for fails by that
             self.fail(GroupFailure(FailureKind.ABORTED, "the group was destroyed while operations ran"))
-        limit = Deadline.after(min(GROUP_VERDICT_LIMIT_S, deadline.remaining_s()) + THREAD_GRACE_S)
-        for worker in workers:
-            worker.join(limit.remaining_s())
+        if self._worker is not None:
+            self._worker.join(min(GROUP_VERDICT_LIMIT_S + THREAD_GRACE_S, deadline.remaining_s() + THREAD_GRACE_S))
         return drained
-
-    def _is_drained(self) -> bool:
-        """Whether nothing runs; a callback that closes the group does not wait for itself."""
-        me = threading.get_ident()
-        return not (self._busy or self._jobs or any(thread != me for thread in self._in_callbacks))
 
     def free(self) -> None:
         """Closes the descriptors, once nothing can poll them."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -10,10 +12,15 @@ import torch
 from rpcdist.collectives._group.backend_contract import GroupBackend, GroupContext
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.flight_records import MessageLog
+from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._operations.operation import Operation
+from rpcdist.collectives._stores.prefix_store import PrefixStore
 from rpcdist.collectives.work import Work
+from rpcdist.deadline import Deadline
 
 __all__ = ["EngineBackend", "Messages"]
+
+logger = logging.getLogger(__name__)
 
 
 class Messages(Protocol):
@@ -51,6 +58,7 @@ class EngineBackend(GroupBackend):
         self._recorder = context.process.recorder
         self._log = MessageLog(context.name, context.ranks)
         self._closed = False
+        self._nested: EngineBackend | None = None
         context.process.close_at_exit(self)
 
     def submit(
@@ -62,7 +70,41 @@ class EngineBackend(GroupBackend):
         finish: Callable[[], None] | None = None,
         result: list[torch.Tensor] | None = None,
     ) -> Work:
+        if self._engine.callbacks.runs_here():
+            return self.here().submit(
+                operation, asynchronous=asynchronous, timeout_s=timeout_s, finish=finish, result=result
+            )
         return self._engine.submit(operation, asynchronous, timeout_s, finish, result)
+
+    def here(self) -> GroupBackend:
+        """In a callback, a second backend of the same ranks, made at the first call; see [Note: callbacks]."""
+        if not self._engine.callbacks.runs_here():
+            return self
+        if self._nested is None:
+            context = self.context
+            store = PrefixStore("callbacks", context.store)
+            name = f"{context.name}, its callbacks"
+            nested = replace(context, name=name, store=store, check=self._check)
+            self._nested = type(self)(nested)  # type: ignore[call-arg]  # subclasses take the context alone
+            self._check()  # a failure since then has passed it by
+        return self._nested
+
+    def _check(self) -> None:
+        failure = self._engine.state.failure
+        if failure is not None:
+            raise failure.error(f"a callback of group {self.context.name!r}")
+
+    def _fail_nested(self, failure: GroupFailure) -> None:
+        """What callbacks wait for cannot end: the callbacks of other ranks may not come to it."""
+        if self._nested is not None:
+            self._nested._engine.fail(failure)
+
+    def _end_callbacks(self, deadline: Deadline) -> None:
+        """Waits for the callbacks, and frees what they use; after the operations that they wait for."""
+        if not self._engine.callbacks.drain(deadline.remaining_s()):
+            logger.error("callbacks of group %r did not end in time", self.context.name)
+        if self._nested is not None:
+            self._nested.close(deadline.remaining_s())
 
     def run_part(self, operation: Operation) -> None:
         self._engine.run_part(operation)

@@ -7,6 +7,7 @@ from typing import Final, Protocol
 
 import torch
 
+from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import Record
 from rpcdist.collectives._group.group_failure import GroupFailure
 from rpcdist.collectives._group.state import GroupState
@@ -26,6 +27,9 @@ class JobHost(Protocol):
 
     @property
     def wakeup_fd(self) -> int: ...
+
+    @property
+    def callbacks(self) -> Callbacks: ...
 
     def fail_everywhere(self, failure: GroupFailure) -> GroupFailure: ...
 
@@ -74,7 +78,7 @@ class Job(Control):
         self.finish = finish
         self.record = record
         self.name = OperationTitle(operation.kind, sequence, host.state.group)
-        self.work = Work(self.name, result)
+        self.work = Work(self.name, result, callbacks=host.callbacks)
 
     @property
     def title(self) -> str:

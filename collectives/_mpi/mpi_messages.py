@@ -43,7 +43,7 @@ class _PendingMessage:
     """One send or receive of this rank. `look` is called with the lock held, until it says that it is done."""
 
     def __init__(self, title: str, deadline: Deadline, tensor: torch.Tensor) -> None:
-        self.work = Work(title, [tensor], lends_thread=False)
+        self.work = Work(title, [tensor])
         self.deadline = deadline
         self.tensor = tensor
         self.requests: list[MPI.Request] = []

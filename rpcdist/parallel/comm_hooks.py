@@ -4,25 +4,33 @@
 
 A hook gets its state and a `GradBucket`, and returns a future of a tensor with the averaged gradients.
 The names are those of `torch.distributed.algorithms.ddp_comm_hooks`. The state of hooks that communicate is the process
-group, or None for the default one. Buckets of sparse gradients do not go through hooks.
+group, or None for the model's. Buckets of sparse gradients do not go through hooks.
+
+PowerSGD and post-local SGD are torch's own functions, imported when they are first asked for. There is no batched
+PowerSGD: torch 2.13's fails with torch, too.
 """
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
-from enum import Enum
-from typing import Protocol
+from enum import Enum, member
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp
 from rpcdist.parallel._ddp._comm_hook import CommHook, GradBucket
+from rpcdist.parallel._ddp._quantization import quantization_perchannel_hook, quantization_pertensor_hook
 
 __all__ = [
     "BuiltinCommHookType",
     "DDPCommHookType",
     "GradBucket",
+    "PostLocalSGDState",
+    "PowerSGDState",
     "TakesCommHook",
     "allreduce_hook",
     "bf16_compress_hook",
@@ -32,8 +40,28 @@ __all__ = [
     "fp16_compress_wrapper",
     "leaves_equal_bits",
     "noop_hook",
+    "post_localSGD_hook",
+    "powerSGD_hook",
+    "quantization_perchannel_hook",
+    "quantization_pertensor_hook",
     "register_ddp_comm_hook",
 ]
+
+if TYPE_CHECKING:
+    from torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook import PostLocalSGDState as PostLocalSGDState
+
+    from rpcdist.parallel._ddp._power_sgd import PowerSGDState as PowerSGDState
+
+post_localSGD_hook: CommHook
+powerSGD_hook: CommHook
+
+_OF_TORCH: Final = "torch.distributed.algorithms.ddp_comm_hooks"
+_HOMES: Final = {
+    "PostLocalSGDState": f"{_OF_TORCH}.post_localSGD_hook",
+    "PowerSGDState": "rpcdist.parallel._ddp._power_sgd",
+    "post_localSGD_hook": f"{_OF_TORCH}.post_localSGD_hook",
+    "powerSGD_hook": f"{_OF_TORCH}.powerSGD_hook",
+}
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 GroupHook = Callable[[ProcessGroup | None, GradBucket], TensorFuture]
@@ -118,32 +146,18 @@ class BuiltinCommHookType(Enum):
     FP16_COMPRESS = "fp16_compress"
 
 
-class DDPCommHookType(Enum):
-    """The hooks that `register_ddp_comm_hook` takes."""
-
-    ALLREDUCE = "allreduce"
-    FP16_COMPRESS = "fp16_compress"
-    BF16_COMPRESS = "bf16_compress"
-    NOOP = "noop"
+_BY_TYPE: dict[str, GroupHook] = {"allreduce": allreduce_hook, "fp16_compress": fp16_compress_hook}
+_EQUAL_BITS = (allreduce_hook, fp16_compress_hook, bf16_compress_hook)
 
 
-_BY_TYPE: dict[str, GroupHook] = {
-    "allreduce": allreduce_hook,
-    "fp16_compress": fp16_compress_hook,
-    "bf16_compress": bf16_compress_hook,
-    "noop": noop_hook,
-}
-_EQUAL_BITS = frozenset({"allreduce", "fp16_compress", "bf16_compress"})
-
-
-def builtin_hook(kind: BuiltinCommHookType | DDPCommHookType) -> GroupHook:
+def builtin_hook(kind: BuiltinCommHookType) -> GroupHook:
     """The function of that type."""
     return _BY_TYPE[kind.value]
 
 
 def leaves_equal_bits(hook: object) -> bool:
     """Whether a hook is known to leave the same bits on all ranks."""
-    return any(hook is _BY_TYPE[name] for name in _EQUAL_BITS)
+    return any(hook is known for known in _EQUAL_BITS)
 
 
 class TakesCommHook(Protocol):
@@ -153,8 +167,50 @@ class TakesCommHook(Protocol):
         """Uses a hook from now on."""
 
 
+def _register(name: str, model: TakesCommHook, state: ProcessGroup | None = None) -> None:
+    model.register_comm_hook(state, _named(name))
+
+
+def _register_power_sgd(
+    name: str,
+    model: TakesCommHook,
+    state: ProcessGroup | None = None,
+    matrix_approximation_rank: int = 1,
+    start_powerSGD_iter: int = 1000,
+) -> None:
+    made = _named("PowerSGDState")(
+        state, matrix_approximation_rank=matrix_approximation_rank, start_powerSGD_iter=start_powerSGD_iter
+    )
+    model.register_comm_hook(made, _named(name))
+
+
+class DDPCommHookType(Enum):
+    """The hooks that `register_ddp_comm_hook` takes; a value is a function that registers one: `(model, state)`."""
+
+    ALLREDUCE = member(partial(_register, "allreduce_hook"))
+    FP16_COMPRESS = member(partial(_register, "fp16_compress_hook"))
+    BF16_COMPRESS = member(partial(_register, "bf16_compress_hook"))
+    QUANTIZE_PER_TENSOR = member(partial(_register, "quantization_pertensor_hook"))
+    QUANTIZE_PER_CHANNEL = member(partial(_register, "quantization_perchannel_hook"))
+    POWER_SGD = member(partial(_register_power_sgd, "powerSGD_hook"))
+    POWER_SGD_RANK2 = member(partial(_register_power_sgd, "powerSGD_hook", matrix_approximation_rank=2))
+    NOOP = member(partial(_register, "noop_hook"))
+
+
 def register_ddp_comm_hook(
     comm_hook_type: DDPCommHookType, model: TakesCommHook, state: ProcessGroup | None = None
 ) -> None:
-    """Registers one of the hooks of this module, given by its type."""
-    model.register_comm_hook(state, builtin_hook(comm_hook_type))  # type: ignore[arg-type]  # its state is narrower
+    """Registers one of the hooks of this module, given by its type; PowerSGD starts after 1,000 iterations."""
+    comm_hook_type.value(model=model, state=state)
+
+
+def _named(name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = globals()[name] if name in globals() else __getattr__(name)
+    return found
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what is torch's at its first use."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

@@ -32,6 +32,7 @@ from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_bu
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._tensor_tree import find_tensors
+from rpcdist.parallel._ddp._torch_hooks import adapt_hook
 from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
@@ -399,11 +400,12 @@ class DistributedDataParallel(nn.Module, Joinable):
             state: first argument of the hook.
             hook: `hook(state, bucket)` gets a `GradBucket`, and returns a future of a tensor of the same number of
                 elements: the gradients for all ranks, averaged by the hook. Buckets of sparse gradients do not go
-                through hooks.
+                through hooks. torch's own hooks work as well; their state may be None, or hold a group of ours.
         """
         check_comm_hook(hook)
         if self.reducer.hook is not None:
             raise DataParallelError("register_comm_hook or register_builtin_comm_hook can only be called once.")
+        hook, state = adapt_hook(hook, state, self.process_group)
         self.reducer.use_hook(RegisteredHook(hook, state, leaves_equal_bits(hook)))
 
     def _register_builtin_comm_hook(self, comm_hook_type: BuiltinCommHookType) -> None:

@@ -203,25 +203,8 @@ def test_a_wait_in_a_callback_ends_at_the_limit_of_what_it_waits_for(
 
     future = first.get_future().then(waits)
     transport.gate.set()
-    with pytest.raises(RuntimeError, match="CollectiveTimeout"):
+    with pytest.raises(CollectiveTimeout, match="rank 12"):
         future.wait()
-
-
-def test_closing_waits_for_callbacks_and_ends_all_threads(engine: Engine, transport: ScriptedTransport) -> None:
-    transport.gate = threading.Event()
-    works = [submit(engine, asynchronous=True) for _ in range(3)]
-    seen: list[int] = []
-
-    def waits_for_the_next(number: int) -> None:
-        works[number + 1].wait()
-        seen.append(number)
-
-    for number in range(2):
-        works[number].when_done(lambda _, number=number: waits_for_the_next(number))  # type: ignore[misc]  # see above
-    transport.gate.set()
-    assert engine.close(LIMIT_S)
-    assert sorted(seen) == [0, 1]
-    assert [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist group")] == []
 
 
 def test_finish_runs_before_work_is_done(engine: Engine) -> None:

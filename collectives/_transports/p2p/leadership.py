@@ -190,7 +190,7 @@ class PendingWork(Work):
     """The `Work` of a request. The first thread that waits for it without a limit of its own may lead."""
 
     def __init__(self, request: Request, leadership: Leadership, result: list[torch.Tensor] | None = None) -> None:
-        super().__init__(request.title, result, lends_thread=False)
+        super().__init__(request.title, result)
         self._request = request
         self._leadership = leadership
         self._has_waiter = False

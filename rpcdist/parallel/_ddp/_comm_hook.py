@@ -64,11 +64,16 @@ def check_comm_hook(hook: object) -> None:
     if not callable(hook):
         raise TypeError("Communication hook must be callable.")
     try:
-        names = list(inspect.signature(hook).parameters)
+        signature = inspect.signature(hook)
     except ValueError:  # no signature to look at
         return
-    if len(names) != 2:
-        raise ConfigError(f"a communication hook takes two arguments, state and bucket; this one takes {names}")
+    try:
+        signature.bind(None, None)
+    except TypeError as exc:
+        names = list(signature.parameters)
+        raise ConfigError(
+            f"a communication hook takes two arguments, state and bucket; this one takes {names}"
+        ) from exc
 
 
 class RegisteredHook(NamedTuple):

@@ -1,0 +1,139 @@
+"""The callbacks of a group's futures, and the order in which they run.
+
+[Note: callbacks] A callback may call operations of its group while the program goes on calling others: which of them
+comes first is chance, and another on each rank, where operations have to come in one order on all ranks. Therefore:
+
+ 1. The callbacks of a group run one at a time, in the order in which the program attached them: the same on all ranks,
+    as that of the program's operations is. Each waits for its future before it runs.
+ 2. What callbacks call has an order of its own: a second group of the same ranks runs it (`EngineBackend.here`), which
+    is made when the first callback calls an operation.
+ 3. A callback that attaches another one waits for its future, and runs it at once.
+
+So a callback may wait for whatever the program has called before, and for whatever it calls itself, in any way. The
+program may go on meanwhile. Callbacks run on a thread that lives while there are any; if a future is done and no
+callback waits its turn, on the thread that attaches.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+__all__ = ["Callbacks", "OrderedFuture"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+S = TypeVar("S")
+
+
+class Callbacks:
+    """Runs the callbacks of one group in their order; any thread.
+
+    Args:
+        group: the group's name.
+    """
+
+    def __init__(self, group: str) -> None:
+        self._group = group
+        self._changed = threading.Condition()
+        self._waiting: deque[tuple[Callable[[], None], Callable[[], None]]] = deque()
+        self._busy = False
+        self._runner = 0  # the thread that runs a callback now
+
+    def __repr__(self) -> str:
+        return f"<Callbacks of group {self._group!r}: {len(self._waiting)} waiting>"
+
+    def runs_here(self) -> bool:
+        """Whether this thread is in a callback."""
+        return self._runner == threading.get_ident()
+
+    def attach(self, future: torch.futures.Future[T], callback: Callable[[], None]) -> None:
+        """Runs a callback, which must not raise, in its turn, once the future is done."""
+        if self.runs_here():
+            _wait(future)
+            callback()
+            return
+        with self._changed:
+            at_once = not self._busy and future.done()
+            if not at_once:
+                self._waiting.append((partial(_wait, future), callback))
+            if self._busy:
+                return
+            self._busy = True
+        if at_once:
+            self._run(callback)
+            with self._changed:
+                if not self._waiting:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+        threading.Thread(target=self._run_all, name=f"rpcdist callbacks {self._group}", daemon=True).start()
+
+    def _run_all(self) -> None:
+        while True:
+            with self._changed:
+                if not self._waiting:
+                    self._busy = False
+                    self._changed.notify_all()
+                    return
+                wait, callback = self._waiting.popleft()
+            wait()
+            self._run(callback)
+
+    def _run(self, callback: Callable[[], None]) -> None:
+        self._runner = threading.get_ident()
+        try:
+            callback()
+        except Exception:
+            logger.exception("a callback of group %r failed", self._group)
+        finally:
+            self._runner = 0
+
+    def drain(self, timeout_s: float) -> bool:
+        """Waits until no callback runs or waits; returns False if that took too long. A callback waits for no other."""
+        if self.runs_here():
+            return True
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._busy, timeout_s)
+
+
+def _wait(future: torch.futures.Future[T]) -> None:
+    """Waits for a future of an operation, which its own limit ends; what it brings, the callback looks at."""
+    try:
+        torch._C.Future.wait(future)
+    except Exception as exc:
+        logger.debug("a callback is told of %r", exc)
+
+
+class OrderedFuture(torch.futures.Future[T]):
+    """A future of an operation, or of a callback of one, whose callbacks run in the order of their group."""
+
+    def __init__(self, callbacks: Callbacks) -> None:
+        super().__init__()
+        self._callbacks = callbacks
+
+    def then(self, callback: Callable[[torch.futures.Future[T]], S]) -> OrderedFuture[S]:
+        """A future of what the callback returns; it gets this future, which is done. See [Note: callbacks]."""
+        following: OrderedFuture[S] = OrderedFuture(self._callbacks)
+
+        def run() -> None:
+            try:
+                result = callback(self)
+            except Exception as exc:
+                following.set_exception(exc)  # type: ignore[arg-type]  # torch's stub takes the result's type
+            else:
+                following.set_result(result)
+
+        self._callbacks.attach(self, run)
+        return following
+
+    def add_done_callback(self, callback: Callable[[torch.futures.Future[T]], None]) -> None:
+        """Calls back with this future, once it is done. See [Note: callbacks]."""
+        self._callbacks.attach(self, lambda: callback(self))

@@ -1,0 +1,116 @@
+"""The callbacks of a group's futures: their order, and what they may wait for."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import callback_ranks
+import pytest
+import torch
+
+from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
+from rpcdist.testing import RankPool
+
+LIMIT_S = 10.0
+
+
+@pytest.fixture
+def callbacks() -> Callbacks:
+    return Callbacks("g")
+
+
+def futures(callbacks: Callbacks, count: int) -> list[OrderedFuture[int]]:
+    return [OrderedFuture(callbacks) for _ in range(count)]
+
+
+def test_they_run_in_the_order_in_which_they_were_attached(callbacks: Callbacks) -> None:
+    first, second, third = futures(callbacks, 3)
+    seen: list[str] = []
+
+    def note(name: str, _: object) -> None:
+        seen.append(name)
+
+    for name, future in (("second", second), ("first", first), ("first again", first), ("third", third)):
+        last = future.then(partial(note, name))
+    for future in (third, first, second):
+        future.set_result(1)
+    last.wait()
+    assert seen == ["second", "first", "first again", "third"]
+    assert callbacks.drain(LIMIT_S)
+
+
+def test_a_chain_is_done_before_the_next_future_has_its_turn(callbacks: Callbacks) -> None:
+    first, second = futures(callbacks, 2)
+    seen: list[int] = []
+
+    def note(done: torch.futures.Future[int]) -> int:
+        seen.append(done.value())
+        return done.value() + 1
+
+    chain = first.then(note).then(note).then(note)
+    other = second.then(note)
+    second.set_result(50)
+    first.set_result(1)
+    assert (chain.wait(), other.wait(), seen) == (4, 51, [1, 2, 3, 50])
+
+
+def test_an_idle_group_calls_back_at_once(callbacks: Callbacks) -> None:
+    [future] = futures(callbacks, 1)
+    future.set_result(3)
+    assert future.then(lambda _: threading.current_thread()).value() is threading.current_thread()
+    names: list[str] = []
+    future.add_done_callback(lambda _: names.append(threading.current_thread().name))
+    assert names == [threading.current_thread().name]
+
+
+def test_a_callback_may_attach_another_and_wait_for_it(callbacks: Callbacks) -> None:
+    first, second = futures(callbacks, 2)
+    answer = first.then(lambda _: (callbacks.runs_here(), second.then(lambda done: done.value() * 2).wait()))
+    assert not callbacks.runs_here()
+    first.set_result(1)
+    assert not callbacks.drain(0.01)
+    second.set_result(21)
+    assert answer.wait() == (True, 42)
+    assert callbacks.drain(LIMIT_S)
+
+
+def test_what_a_callback_raises_goes_to_the_next_one(callbacks: Callbacks) -> None:
+    [future] = futures(callbacks, 1)
+
+    def fails(_: object) -> int:
+        raise ArithmeticError("in a callback")
+
+    broken = future.then(fails)
+    skipped = broken.then(lambda done: done.value())
+    mended = broken.then(lambda done: 7)
+    future.set_result(1)
+    for each in (broken, skipped):
+        with pytest.raises(ArithmeticError, match="in a callback"):
+            each.wait()
+    assert mended.wait() == 7
+
+
+def test_a_done_callback_that_raises_is_logged(callbacks: Callbacks, caplog: pytest.LogCaptureFixture) -> None:
+    [future] = futures(callbacks, 1)
+    future.add_done_callback(lambda _: 1 // 0)  # type: ignore[arg-type]
+    future.set_result(1)
+    assert callbacks.drain(LIMIT_S)
+    assert "a callback of group 'g' failed" in caplog.text
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("size", [2, 3])
+def test_callbacks_that_communicate_have_an_order_of_their_own(rank_pool: RankPool, size: int) -> None:
+    rank_pool.run(size, callback_ranks.many_chains, rank_pool.new_file())
+
+
+@pytest.mark.multiproc
+def test_a_group_that_fails_ends_what_callbacks_wait_for(rank_pool: RankPool) -> None:
+    texts = rank_pool.run(2, callback_ranks.failing, rank_pool.new_file())
+    assert "rank 1 called barrier" in texts[0] and "rank 1 called barrier" in texts[1]
+
+
+@pytest.mark.multiproc
+def test_a_group_that_is_aborted_ends_what_callbacks_wait_for(rank_pool: RankPool) -> None:
+    assert rank_pool.run(2, callback_ranks.aborted, rank_pool.new_file()) == ["GroupAborted", "GroupAborted"]
