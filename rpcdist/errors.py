@@ -24,6 +24,7 @@
     │   └── FunctionNotFound (AttributeError)   the callee has no such function
     ├── CallRefused                         the callee's policy does not allow this
     ├── PoolExhausted                       the worker thread limit is reached, and every thread waits
+    ├── Overloaded                          too many bytes of calls wait for a worker, until the deadline of this one
     ├── RRefError
     │   └── LeaseExpired                    the owner dropped this user's references
     └── DistError
@@ -69,6 +70,7 @@ __all__ = [
     "GroupAborted",
     "LeaseExpired",
     "NotInitialized",
+    "Overloaded",
     "OwnerLost",
     "PoolExhausted",
     "ProcessFailed",
@@ -291,6 +293,10 @@ class CallRefused(RpcdistError):
 
 class PoolExhausted(RpcdistError):
     """The cap on worker threads is reached while all of them wait."""
+
+
+class Overloaded(RpcdistError):
+    """A call was not sent: until its deadline, the arguments of earlier calls to that worker filled the bound."""
 
 
 class RRefError(RpcdistError):

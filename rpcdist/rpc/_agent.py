@@ -173,6 +173,8 @@ class Agent:
             io=io,
             lifetime=lifetime,
             rpc_timeout_s=options.rpc_timeout,
+            max_in_flight_bytes=options.max_in_flight_bytes,
+            handler_loop=self.user_loop.loop,
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
         self.autograd = above.make_autograd(links)

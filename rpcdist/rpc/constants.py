@@ -8,6 +8,7 @@ from rpcdist.time_limits import PEER_TIMEOUT_S, RPC_TIMEOUT_S
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
+    "DEFAULT_MAX_IN_FLIGHT_BYTES",
     "DEFAULT_MAX_WORKER_THREADS",
     "DEFAULT_NUM_WORKER_THREADS",
     "DEFAULT_PEER_TIMEOUT_SEC",
@@ -27,6 +28,7 @@ DEFAULT_SHUTDOWN_TIMEOUT: float = 0
 # Accepted and reported for torch's sake: our threads start on demand, up to the cap below.
 DEFAULT_NUM_WORKER_THREADS: int = 16
 DEFAULT_MAX_WORKER_THREADS: int = 1024
+DEFAULT_MAX_IN_FLIGHT_BYTES: int = 256 << 20
 
 # torch gives this to the process group under its agent: the longest wait that 31 bits of milliseconds can say.
 DEFAULT_PROCESS_GROUP_TIMEOUT: timedelta = timedelta(milliseconds=2**31 - 1)

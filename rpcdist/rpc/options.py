@@ -21,6 +21,7 @@ from rpcdist.deadline import checked_timeout
 from rpcdist.errors import ConfigError
 from rpcdist.rpc.constants import (
     DEFAULT_INIT_METHOD,
+    DEFAULT_MAX_IN_FLIGHT_BYTES,
     DEFAULT_MAX_WORKER_THREADS,
     DEFAULT_NUM_WORKER_THREADS,
     DEFAULT_PEER_TIMEOUT_SEC,
@@ -147,6 +148,9 @@ class RpcOptions(RpcBackendOptions):
             be resized to more bytes.
         max_incoming_bytes: what one peer may have announced and not sent yet; a peer that announces more is
             disconnected. None: the memory of this machine.
+        max_in_flight_bytes: bytes of arguments of the calls to one worker that have not ended; a thread that makes
+            another one waits. One that is larger goes alone; calls of less than 4 KiB, and those that handlers make, do
+            not wait.
         _transports: torch's private argument; the names are checked and otherwise ignored.
         _channels: the same.
 
@@ -179,6 +183,7 @@ class RpcOptions(RpcBackendOptions):
         share_payloads: bool = True,
         max_incoming_bytes: int | None = None,
         role: str = "",
+        max_in_flight_bytes: int = DEFAULT_MAX_IN_FLIGHT_BYTES,
         _transports: Sequence[str] | None = None,
         _channels: Sequence[str] | None = None,
     ) -> None:
@@ -212,6 +217,7 @@ class RpcOptions(RpcBackendOptions):
             None if max_incoming_bytes is None else _at_least_one("max_incoming_bytes", max_incoming_bytes)
         )
         self.role = _role(role)
+        self.max_in_flight_bytes = _at_least_one("max_in_flight_bytes", max_in_flight_bytes)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
 

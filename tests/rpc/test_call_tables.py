@@ -15,6 +15,7 @@ from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, ProtocolViolation
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.call_table import CallTable, PendingCall
+from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._peers.control import ControlInbox, ControlOutbox
 from rpcdist.rpc._peers.leases import Leases
 
@@ -85,7 +86,7 @@ def pending(table: CallTable, timeout_s: float, deadline: Deadline | None = None
 
 
 def test_a_call_is_taken_once() -> None:
-    table = CallTable(lambda at: None)
+    table = CallTable(lambda at: None, InFlightBytes(1))
     made = pending(table, 10)
     assert list(table) == [made] and len(table) == 1
     assert [table.take(made.id), table.take(made.id)] == [made, None]
@@ -94,7 +95,7 @@ def test_a_call_is_taken_once() -> None:
 
 def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> None:
     wakes: list[float] = []
-    table = CallTable(wakes.append)
+    table = CallTable(wakes.append, InFlightBytes(1))
     now = time.monotonic()
     late, past, never = (pending(table, at, Deadline(now + at)) for at in (50, -1, float("inf")))
     assert wakes == [now + 50, now - 1]
@@ -107,7 +108,7 @@ def test_calls_expire_at_their_deadline_and_the_timer_follows_the_earliest() -> 
 
 
 def test_calls_are_taken_by_what_they_wait_for() -> None:
-    table = CallTable(lambda at: None)
+    table = CallTable(lambda at: None, InFlightBytes(1))
     calls = [pending(table, 10) for _ in range(4)]
     assert table.take_where(lambda made: made.id % 2 == 0) == calls[1::2]
     assert list(table) == calls[::2] and table.num_work == 4
@@ -117,7 +118,7 @@ def test_calls_are_taken_by_what_they_wait_for() -> None:
 def test_a_call_that_met_a_closed_session_is_reported() -> None:
     unanswered: list[tuple[Any, ...]] = []
     owner = SimpleNamespace(on_unanswered=lambda *args: unanswered.append(args))
-    table = CallTable(lambda at: None)
+    table = CallTable(lambda at: None, InFlightBytes(1))
     made = pending(table, 10, owner=owner)
     peer = Identity("b", 1, 7)
     made.on_sent(SimpleNamespace(peer=peer, closed_reason=None, last_received=0.0), 3)
@@ -128,7 +129,7 @@ def test_a_call_that_met_a_closed_session_is_reported() -> None:
 
 
 def test_the_error_of_a_deadline_says_how_long_it_was() -> None:
-    table = CallTable(lambda at: None)
+    table = CallTable(lambda at: None, InFlightBytes(1))
     assert str(pending(table, 0.25).deadline_error()) == (
         "RPC ran for more than set timeout (250 ms) and will now be marked with an error: rpc to 'b' of f"
     )

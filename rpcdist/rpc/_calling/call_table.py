@@ -16,6 +16,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._autograd_hooks import CallContext
+from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import HandleState
@@ -167,12 +168,14 @@ class CallTable:
 
     Args:
         wake_at: asked to have `take_expired` called at a time, in seconds of the monotonic clock.
+        in_flight: hears of the calls that end.
 
     Attributes:
         num_work: how many calls that count as work were ever made.
     """
 
-    def __init__(self, wake_at: Callable[[float], None]) -> None:
+    def __init__(self, wake_at: Callable[[float], None], in_flight: InFlightBytes) -> None:
+        self._in_flight = in_flight
         self._calls: dict[int, PendingCall] = {}
         self._ids = itertools.count(1)
         self._earliest = float("inf")
@@ -206,6 +209,8 @@ class CallTable:
     def take(self, id: int) -> PendingCall | None:
         """Removes a call; None if somebody else has ended it already."""
         call = self._calls.pop(id, None)
+        if call is not None and id in self._in_flight:
+            self._in_flight.end(call.peer, id)
         if call is not None and self._waiters and not self._calls:
             with self._empty:
                 self._empty.notify_all()

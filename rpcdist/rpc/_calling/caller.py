@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-import torch
-
-from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._calling.arguments import by_keyword, name_value, num_bytes_of, positional
 from rpcdist.rpc._calling.call_table import (
     GATHERING,
     REPEATABLE,
@@ -24,6 +23,7 @@ from rpcdist.rpc._calling.call_table import (
     ReplySink,
 )
 from rpcdist.rpc._calling.call_timer import CallTimer
+from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, Admission, InFlightBytes
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
@@ -36,7 +36,6 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import Share
-from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
@@ -48,6 +47,7 @@ from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply
 __all__ = ["Caller", "Destination"]
 
 Destination = str | int | WorkerInfo
+CallMessage = rpc_pb2.Message | CompactCall
 INFINITE = float("inf")
 MAX_TIMEOUT_US: Final = 1 << 62  # more is as good as none
 NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
@@ -65,6 +65,8 @@ class Caller:
         io: the I/O loop, for deadlines.
         lifetime: no call is made when it is over.
         rpc_timeout_s: the limit of calls that name none.
+        max_in_flight_bytes: of the arguments of calls to one worker.
+        handler_loop: where coroutines of handlers run.
     """
 
     def __init__(
@@ -78,6 +80,8 @@ class Caller:
         io: IoThread,
         lifetime: Lifetime,
         rpc_timeout_s: float,
+        max_in_flight_bytes: int,
+        handler_loop: asyncio.AbstractEventLoop,
     ) -> None:
         self.rpc_timeout_s = rpc_timeout_s
         self._directory = directory
@@ -88,7 +92,9 @@ class Caller:
         self._io = io
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
-        self.calls = CallTable(self._timer.wake_at)
+        in_flight = InFlightBytes(max_in_flight_bytes)
+        self._admission = Admission(in_flight, io, handler_loop)
+        self.calls = CallTable(self._timer.wake_at, in_flight)
         self.allow_pickle = marshal.allow_pickle
 
     def __repr__(self) -> str:
@@ -117,6 +123,7 @@ class Caller:
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         to = self._directory.resolve(to)
         call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, on=on)
+        self._wait_for_room(call, message, large)
         return reply_sink.wait(call, self, partial(self._send, call, message, large), self._router.session_with(to))
 
     def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
@@ -173,7 +180,7 @@ class Caller:
         else:
             message = rpc_pb2.Message()
             message.call.autograd_context = context_id
-            _name_value(message.call.fetch, share)
+            name_value(message.call.fetch, share)
             self._send(call, message, ())
         future._on_cancel = lambda: self.cancel(call, None)
         return future
@@ -203,7 +210,7 @@ class Caller:
     ) -> PendingCall:
         """Makes a call; see `_prepare`."""
         call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, result, on)
-        self._send(call, message, large)
+        self._send_in_turn(call, message, large)
         return call
 
     def _prepare(
@@ -216,7 +223,7 @@ class Caller:
         reply_sink: ReplySink,
         result: Share | None = None,
         on: HandleState | None = None,
-    ) -> tuple[PendingCall, rpc_pb2.Message | CompactCall, Sequence[LargeBuffer]]:
+    ) -> tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]:
         """Makes a call and its message, which runs code of users; `_send` does not.
 
         Args:
@@ -227,7 +234,7 @@ class Caller:
         if not callable(func):
             raise TypeError("function should be callable.")
         deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
-        func, args, kwargs = unwrap(func, _positional(args), _by_keyword(kwargs))
+        func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
         name = encode_function(func, by_value=self._marshal.by_value)
         context, context_id = self._join_autograd(to)
         what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
@@ -258,9 +265,9 @@ class Caller:
             call.function_pickle = name
         call.autograd_context = context_id
         if result is not None:
-            _name_value(call.result, result)
+            name_value(call.result, result)
         if pending.on is not None:
-            _name_value(call.on, Share(pending.on.rref, pending.on.id))
+            name_value(call.on, Share(pending.on.rref, pending.on.id))
         large: Sequence[LargeBuffer] = ()
         if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
             try:
@@ -270,6 +277,36 @@ class Caller:
                 raise
             pending.forks = forks or None
         return message, large
+
+    def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
+        if asyncio._get_running_loop() is None:
+            self._wait_for_room(call, message, large)
+            self._send(call, message, large)
+            return
+        self._enter(call, message, large)  # its deadline holds while it waits
+        later = partial(self._send_later, call, message, large)
+        if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
+            self._dispatch(call, message, large)
+
+    def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        num_bytes = num_bytes_of(message, large)
+        if num_bytes >= COUNTED_FROM_BYTES:
+            try:
+                self._admission.wait(call.peer, call.id, num_bytes, call.deadline, call.what)
+            except BaseException:
+                self._marshal.give_back(call.forks, call.peer)
+                raise
+
+    def _send_later(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        """Sends a call that had to wait, if it has not ended; on the I/O loop."""
+        if call.ended:
+            self._admission.end(call.peer, call.id)
+            return
+        try:
+            self._dispatch(call, message, large)
+        except Exception as exc:
+            self.end(call, exc)
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
         return FutureReplySink(future, self._submit, self._marshal.allow_pickle)
@@ -301,13 +338,23 @@ class Caller:
         timeout_s = self.timeout_of(timeout_s)
         return PendingCall(self, self.calls.next_id(), to, what, deadline, timeout_s, reply_sink, flags)
 
-    def _send(self, call: PendingCall, message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBuffer]) -> None:
+    def _send(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Enters a call into the table, and gives its message to the router.
 
         The table comes first: the reply may be there before the router returns.
         """
+        self._enter(call, message, large)
+        self._dispatch(call, message, large)
+
+    def _enter(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if self._lifetime.is_closed:
+            self._admission.end(call.peer, call.id)
             raise RpcdistError("RPC is shutting down in this process")
+        if call.flags.is_repeatable and not large and not call.forks:
+            call.repeat = message
+        self.calls.add(call)
+
+    def _dispatch(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         at = call.deadline.at
         timeout_us = 0 if at == INFINITE else min(max(1, int((at - time.monotonic()) * 1e6)), MAX_TIMEOUT_US)
         if isinstance(message, CompactCall):
@@ -315,9 +362,6 @@ class Caller:
         else:
             message.call.id = call.id
             message.call.timeout_us = timeout_us
-        if call.flags.is_repeatable and not large and not call.forks:
-            call.repeat = message
-        self.calls.add(call)
         try:
             self._router.send_call(call.peer, message, large, call)
         except TransportError as exc:
@@ -379,6 +423,7 @@ class Caller:
             exc: what it fails with; None where the caller completes its own side.
         """
         if self.calls.take(call.id) is None:
+            self._admission.end(call.peer, call.id)  # it may have been admitted, and not sent yet
             return False
         session = call.session
         if session is not None:
@@ -446,30 +491,3 @@ class Caller:
 
 def _lost(session: MessageSink, reason: str, what: str) -> WorkerLost:
     return WorkerLost(session.peer.name, what, time.monotonic() - session.last_received, reason)
-
-
-def _name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: Share) -> None:
-    target.rref.CopyFrom(id_to_pb(share.rref))
-    target.fork.CopyFrom(id_to_pb(share.fork))
-
-
-def _positional(args: Any) -> tuple[Any, ...]:
-    if type(args) is tuple:
-        return args
-    if args is None:
-        return ()
-    # These can be taken apart, too, but nobody who writes `args=tensor` or `args="text"` means that.
-    if isinstance(args, str | bytes | torch.Tensor) or not isinstance(args, Iterable):
-        raise TypeError(
-            f"args must be a tuple or list of the function's arguments, not one of type {type(args).__name__}; write "
-            "args=(value,) to pass one value"
-        )
-    return tuple(args)
-
-
-def _by_keyword(kwargs: Any) -> Mapping[str, Any]:
-    if kwargs is None:
-        return {}
-    if type(kwargs) is not dict and not isinstance(kwargs, Mapping):
-        raise TypeError(f"kwargs must be a dict of the function's keyword arguments, not a {type(kwargs).__name__}")
-    return kwargs

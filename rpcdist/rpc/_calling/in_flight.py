@@ -1,0 +1,202 @@
+"""Bounds the memory of calls in flight: who calls faster than a worker answers has to wait.
+
+What counts are the bytes of the arguments of calls to one worker, from the moment a call may be sent until it has
+ended. So the bound holds for what waits here to be written, for what is under way, and for what waits at the callee
+until a thread of its pool is free. Calls of a few bytes do not count: their number is bounded by the memory that their
+futures take at the caller.
+
+Who waits, where there is no room:
+
+    a thread of the user's    sleeps until there is, at most until the deadline of its call
+    a task on an event loop   never waits here, since the loop would: the call is made, and its message goes out later
+    a handler                 goes on: two workers that call each other from handlers would wait for each other
+
+Replies never wait. Calls go out in the order in which they came; one that is larger than the limit goes alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Final
+
+from rpcdist.deadline import Deadline
+from rpcdist.errors import Overloaded
+from rpcdist.rpc._executors.blocking import hooks
+from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._futures.interrupt import acquire
+
+__all__ = ["COUNTED_FROM_BYTES", "Admission", "InFlightBytes"]
+
+COUNTED_FROM_BYTES: Final = 4096
+"""Calls with fewer bytes of arguments do not count, and cost nothing here."""
+
+
+class _Waiter:
+    __slots__ = ("admitted", "call", "num_bytes")
+
+    def __init__(self, call: int, num_bytes: int, admitted: Callable[[], object]) -> None:
+        self.call = call
+        self.num_bytes = num_bytes
+        self.admitted = admitted
+
+
+class _Line:
+    """The calls to one worker."""
+
+    __slots__ = ("num_bytes", "waiters")
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.waiters: OrderedDict[int, _Waiter] = OrderedDict()  # by call, in the order in which they came
+
+
+class InFlightBytes:
+    """One per agent. Any thread may call any method.
+
+    Invariants:
+        1. The admitted calls to one worker have at most `limit_bytes` together, or there is one of them, unless calls
+           were admitted with `take_anyway`.
+        2. Calls that wait are admitted in the order in which they came.
+
+    Args:
+        limit_bytes: for the calls to one worker.
+    """
+
+    def __init__(self, limit_bytes: int) -> None:
+        self.limit_bytes = limit_bytes
+        self._lines: dict[int, _Line] = {}  # by worker
+        self._admitted: dict[int, int] = {}  # by call: its bytes
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        with self._lock:
+            num_bytes = sum(line.num_bytes for line in self._lines.values())
+            return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
+
+    def __contains__(self, call: int) -> bool:
+        """Whether a call was admitted, and has not ended."""
+        return call in self._admitted
+
+    def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
+        """Admits a call to a worker, sooner or later; False if its deadline came first."""
+        there_is_room = threading.Lock()
+        there_is_room.acquire()
+        waiter = _Waiter(call, num_bytes, there_is_room.release)
+        if self._enter(to, waiter):
+            return True
+        try:
+            admitted = acquire(there_is_room, deadline.wait_s())
+        except BaseException:  # Ctrl-C in the main thread
+            self.end(to, call)
+            raise
+        if not admitted:
+            self.end(to, call)
+        return admitted
+
+    def defer(self, to: int, call: int, num_bytes: int, admitted: Callable[[], object]) -> bool:
+        """Admits a call at once, or returns False, and calls `admitted`, which must not block, when it is admitted.
+
+        It is called on the thread that ends another call; not if `end` comes first.
+        """
+        return self._enter(to, _Waiter(call, num_bytes, admitted))
+
+    def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
+        """Admits a call, room or not."""
+        with self._lock:
+            self._admit(self._line(to), call, num_bytes)
+
+    def end(self, to: int, call: int) -> None:
+        """A call to a worker has ended, admitted or not; idempotent."""
+        with self._lock:
+            line = self._lines.get(to)
+            if line is None:
+                return
+            found = self._admitted.pop(call, None)
+            if found is not None:
+                line.num_bytes -= found
+            else:
+                line.waiters.pop(call, None)
+            admitted = []
+            while line.waiters:
+                waiter = next(iter(line.waiters.values()))
+                if not self._has_room(line, waiter.num_bytes):
+                    break
+                line.waiters.popitem(last=False)
+                self._admit(line, waiter.call, waiter.num_bytes)
+                admitted.append(waiter)
+            if not line.num_bytes and not line.waiters:
+                del self._lines[to]
+        for waiter in admitted:
+            waiter.admitted()
+
+    def _enter(self, to: int, waiter: _Waiter) -> bool:
+        with self._lock:
+            line = self._line(to)
+            if line.waiters or not self._has_room(line, waiter.num_bytes):
+                line.waiters[waiter.call] = waiter
+                return False
+            self._admit(line, waiter.call, waiter.num_bytes)
+            return True
+
+    def _line(self, to: int) -> _Line:
+        return self._lines.setdefault(to, _Line())
+
+    def _has_room(self, line: _Line, num_bytes: int) -> bool:
+        return not line.num_bytes or line.num_bytes + num_bytes <= self.limit_bytes
+
+    def _admit(self, line: _Line, call: int, num_bytes: int) -> None:
+        line.num_bytes += num_bytes
+        self._admitted[call] = num_bytes
+
+
+class Admission:
+    """Who waits for `InFlightBytes`, and how. Any thread may call it.
+
+    Args:
+        bound: what is in flight.
+        io: where messages that were deferred are sent.
+        handler_loop: the event loop on which handlers run.
+    """
+
+    def __init__(self, bound: InFlightBytes, io: IoThread, handler_loop: asyncio.AbstractEventLoop) -> None:
+        self._bound = bound
+        self._io = io
+        self._handler_loop = handler_loop
+
+    def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline, what: Callable[[], str]) -> None:
+        """Waits until a call may be sent, unless it is a handler's; not on an event loop.
+
+        Args:
+            to: the worker.
+            call: its number.
+            num_bytes: of its arguments.
+            deadline: of the call.
+            what: describes it, for the error.
+
+        Raises:
+            Overloaded: there was no room until the deadline.
+        """
+        if hooks.enter is not None:  # a thread of the pool
+            self._bound.take_anyway(to, call, num_bytes)
+        elif not self._bound.wait(to, call, num_bytes, deadline):
+            raise Overloaded(
+                f"{what()} was not sent: the arguments of calls to that worker that have not ended filled the "
+                f"{self._bound.limit_bytes} bytes of RpcOptions(max_in_flight_bytes=...) until the deadline. Wait for "
+                "some results before you make more calls, or raise the limit"
+            )
+
+    def defer(self, to: int, call: int, num_bytes: int, later: Callable[[], None]) -> bool:
+        """Whether a call may be sent now. If not, `later` is called on the I/O loop when it may; on an event loop."""
+        if num_bytes < COUNTED_FROM_BYTES:
+            return True
+        if asyncio._get_running_loop() is self._handler_loop:
+            self._bound.take_anyway(to, call, num_bytes)
+            return True
+        return self._bound.defer(to, call, num_bytes, lambda: self._io.call_soon(later))
+
+    def end(self, to: int, call: int) -> None:
+        """See `InFlightBytes.end`."""
+        self._bound.end(to, call)
