@@ -45,6 +45,7 @@ __all__ = [
     "GROUP_SILENCE_LIMIT_S",
     "GROUP_TIMEOUT_S",
     "GROUP_VERDICT_LIMIT_S",
+    "GRPC_GREETING_LIMIT_S",
     "GRPC_STOP_GRACE_S",
     "HANDSHAKE_LIMIT_S",
     "HEARTBEATS_PER_PEER_TIMEOUT",
@@ -174,6 +175,8 @@ KEEP_ALIVE_PROBE_S: Final = 10.0
 """How long the kernel waits for the answer before it asks again."""
 KEEP_ALIVE_PROBES: Final = 3
 """Questions without an answer after which the connection is broken."""
+GRPC_GREETING_LIMIT_S: Final = 5.0
+"""The beginning of HTTP/2 on a new connection, measured by gRPC's server; then it closes the connection."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
 REFUSAL_LIMIT_S: Final = 1.0

@@ -45,7 +45,14 @@ class Pipe:
         return await self._inbox.get()
 
     async def write(self, data: bytes) -> None:
-        await self._outbox.put(data)
+        self.write_nowait(data)
+
+    def write_nowait(self, data: bytes) -> None:
+        self._outbox.put_nowait(data)
+
+    @property
+    def num_unread(self) -> int:
+        return self._outbox.qsize()
 
 
 class Visit:
@@ -131,11 +138,13 @@ def test_a_host_has_half_of_the_places_and_its_oldest_makes_room() -> None:
 
 
 @pytest.mark.usefixtures("limits")
-def test_a_connection_of_many_streams_has_few_places() -> None:
+def test_a_connection_of_many_streams_has_few_places_and_the_others_are_not_read() -> None:
     async def scene(door: Admission) -> None:
         streams = [Visit(door, HERE) for _ in range(admission.MAX_UNPROVEN_PER_CONNECTION + 1)]
+        streams[-1].client.write_nowait(b"something large")
         await settle(streams)
-        assert [bool(visit.told) for visit in streams] == [True] + [False] * admission.MAX_UNPROVEN_PER_CONNECTION
+        assert [visit.codes for visit in streams] == [[]] * admission.MAX_UNPROVEN_PER_CONNECTION + [[pb.Refusal.BUSY]]
+        assert streams[-1].client.num_unread == 1
         for visit in streams:
             await visit.end()
 
@@ -267,7 +276,7 @@ def test_silent_streams_of_one_connection_stop_nobody(
     async def crowd() -> None:
         async with grpc.aio.insecure_channel(address) as channel:
             calls: list[Any] = [channel.stream_stream(SESSION_PATH)() for _ in range(600)]
-            assert await calls[0].code() is grpc.StatusCode.UNAVAILABLE
+            assert await calls[-1].code() is grpc.StatusCode.UNAVAILABLE
             link = await asyncio.wrap_future(
                 asyncio.run_coroutine_threadsafe(client.connect(address, "echo", LIMIT_S), client.io.loop)
             )

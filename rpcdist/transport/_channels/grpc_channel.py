@@ -19,7 +19,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.time_limits import REFUSAL_LIMIT_S
+from rpcdist.time_limits import GRPC_GREETING_LIMIT_S, REFUSAL_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 
 __all__ = [
@@ -53,6 +53,7 @@ CHANNEL_OPTIONS = [
 SERVER_OPTIONS = [
     *_COMMON_OPTIONS,
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error
+    ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
 ]
 
 

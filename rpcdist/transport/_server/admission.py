@@ -4,7 +4,8 @@ What a stranger can cost is bounded for all listeners of a process together: `MA
 host a part of them, of one connection of gRPC `MAX_UNPROVEN_PER_CONNECTION`; `HANDSHAKE_LIMIT_S` and a few messages of
 `MAX_HANDSHAKE_BYTES` for each. A newcomer never waits for a stranger: the oldest handshake makes room for it, of the
 host that has the most. A peer that knows the token is done within milliseconds, and one that was displaced all the same
-is told to try again.
+is told to try again. Only on one connection the newcomer is turned away, before anything of it is read: a link opens
+one stream, and gRPC takes in a message of megabytes for each that is read.
 """
 
 from __future__ import annotations
@@ -106,6 +107,9 @@ class Admission:
         Returns:
             Whether the peer is proven and accepted; if not, the caller closes the connection.
         """
+        if origin.port and self._count(lambda other: other == origin) >= MAX_UNPROVEN_PER_CONNECTION:
+            await self._turn_away(turn_away, pb.Refusal.BUSY, "too many handshakes on one connection")
+            return False
         self._make_room(origin)
         entry = _Unproven(origin)
         self._unproven[entry] = None
@@ -127,20 +131,26 @@ class Admission:
             return False  # the peer went away before it proved anything
         finally:
             self._unproven.pop(entry, None)
+        await self._turn_away(turn_away, code, reason)
+        return False
+
+    async def _turn_away(
+        self, turn_away: Callable[[pb.Refusal], Awaitable[None]], code: pb.Refusal.Code, reason: str
+    ) -> None:
         with suppress(TimeoutError, TransportError):
             async with asyncio.timeout(REFUSAL_LIMIT_S):
                 await turn_away(pb.Refusal(reason=reason, code=code))
-        return False
 
     def _make_room(self, newcomer: Origin) -> None:
         """Displaces the oldest of those that have more than their part."""
-        if newcomer.port:
-            self._keep_below(MAX_UNPROVEN_PER_CONNECTION, lambda origin: origin == newcomer)
         self._keep_below(MAX_UNPROVEN // 2, lambda origin: origin.host == newcomer.host)
         if len(self._unproven) >= MAX_UNPROVEN:
             hosts = Counter(entry.origin.host for entry in self._unproven)
             crowd = hosts.most_common(1)[0][0]
             self._keep_below(hosts[crowd], lambda origin: origin.host == crowd)
+
+    def _count(self, counts: Callable[[Origin], bool]) -> int:
+        return sum(counts(entry.origin) for entry in self._unproven)
 
     def _keep_below(self, limit: int, counts: Callable[[Origin], bool]) -> None:
         counted = [entry for entry in self._unproven if counts(entry.origin)]

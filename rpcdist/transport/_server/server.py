@@ -135,7 +135,8 @@ class Server(grpc.GenericRpcHandler):
         path = handler_call_details.method
         if path == SESSION_PATH:
             return self._session_handler
-        return self._unary.handlers.get(path) or self._introspection.handlers.get(path)
+        unary = self._unary.handler(path, handler_call_details.invocation_metadata)
+        return unary or self._introspection.handlers.get(path)
 
     # ------------------------------------------------------------ sessions
 

@@ -31,7 +31,6 @@ class UnaryServices:
 
     Attributes:
         names: the full names of the services.
-        handlers: gRPC's handlers, by the path of their methods.
 
     Args:
         proven: the sessions that calls may belong to.
@@ -39,7 +38,7 @@ class UnaryServices:
 
     def __init__(self, proven: ProvenSessions) -> None:
         self.names: list[str] = []
-        self.handlers: dict[str, Any] = {}
+        self._methods: dict[str, tuple[type[Message], Method]] = {}  # by the path
         self._proven = proven
         self._num_running = 0
         self._one_ended = asyncio.Event()
@@ -50,17 +49,23 @@ class UnaryServices:
             if method.name in methods:
                 request_type = GetMessageClass(method.input_type)
                 path = f"/{descriptor.full_name}/{method.name}"
-                self.handlers[path] = self._handler(path, request_type, methods[method.name])
+                self._methods[path] = request_type, methods[method.name]
         if descriptor.full_name not in self.names:
             self.names.append(descriptor.full_name)
 
-    def _handler(self, path: str, request_type: type[Message], method: Method) -> Any:
+    def handler(self, path: str, metadata: Any) -> Any:
+        """gRPC's handler for one call; None if there is no such method.
+
+        The proof is looked at here, when nothing of the request has been read: a stranger's is never taken in.
+        """
+        found = self._methods.get(path)
+        if found is None:
+            return None
+        peer = self._proven.peer_of(path, metadata)
+        return _refuse_unread(path) if peer is None else self._answer(path, peer, *found)
+
+    def _answer(self, path: str, peer: Identity, request_type: type[Message], method: Method) -> Any:
         async def handle(data: bytes, context: Any) -> bytes:
-            peer = self._proven.peer_of(path, context.invocation_metadata())
-            if peer is None:
-                reason = f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first"
-                await refuse(context, handshake_pb2.Refusal(reason=reason))
-                raise AssertionError("unreachable")  # gRPC's `abort` raises
             try:
                 request = request_type.FromString(data)
             except DecodeError:
@@ -89,3 +94,11 @@ class UnaryServices:
                     await self._one_ended.wait()
         except TimeoutError:
             logger.debug("%s unary calls were cut off", self._num_running)
+
+
+def _refuse_unread(path: str) -> Any:
+    async def refuse_it(_requests: Any, context: Any) -> None:
+        reason = f"{path} needs a proven session; open {PACKAGE}.Rpc/Session first"
+        await refuse(context, handshake_pb2.Refusal(reason=reason))
+
+    return grpc.stream_stream_rpc_method_handler(refuse_it)  # of a stream, nothing is read that is not asked for
