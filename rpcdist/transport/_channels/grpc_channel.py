@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any, Final
 
 import grpc
@@ -19,7 +19,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
-from rpcdist.time_limits import GRPC_GREETING_LIMIT_S, REFUSAL_LIMIT_S
+from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 
 __all__ = [
@@ -86,13 +86,13 @@ def mapped_errors(address: str) -> Iterator[None]:
         yield
     except grpc.RpcError as exc:
         raise error_of(exc, address) from exc
-    except (grpc.aio.UsageError, grpc.aio.InternalError) as exc:
+    except grpc.aio.BaseError as exc:
         raise TransportError(f"the connection with {address} is closed: {exc}") from exc
 
 
 # The streams handle errors in line: a context manager costs 3 us, and a call passes here four times.
 _BROKEN = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN)
-_GRPC_ERRORS = (grpc.RpcError, grpc.aio.UsageError, grpc.aio.InternalError, asyncio.InvalidStateError)
+_GRPC_ERRORS = (grpc.RpcError, grpc.aio.BaseError, asyncio.InvalidStateError)
 
 
 def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistError:
@@ -141,11 +141,10 @@ class GrpcClientChannel:
             await self._raise_status()  # the call has ended, and its status says why
             raise _stream_error(exc, self._address) from exc
         except _GRPC_ERRORS as exc:
-            # The first write to a call that the server has ended at once fails with an internal error.
-            if not self._stands:
-                with suppress(TimeoutError):
-                    async with asyncio.timeout(REFUSAL_LIMIT_S):
-                        await self._raise_status()
+            if not self._stands and isinstance(exc, grpc.RpcError) and exc.code() is grpc.StatusCode.INTERNAL:
+                # gRPC has lost the status of a call that ended before its first write.
+                reason = "the server ended the connection at once; it may have too much to do"
+                raise ConnectFailed(self._address, reason) from exc
             raise _stream_error(exc, self._address, self._stands) from exc
 
     def _raise_if_aborted(self) -> None:
