@@ -229,6 +229,7 @@ def test_bad_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureF
 
 def test_the_package_is_a_program(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["rpcdist", "--help"])
+    monkeypatch.delitem(sys.modules, "rpcdist.__main__")  # it was imported above: `runpy` would complain
     with pytest.raises(SystemExit, match="0"):
         runpy.run_module("rpcdist", run_name="__main__")
     assert "profile-call" in capsys.readouterr().out
