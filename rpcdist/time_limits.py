@@ -27,6 +27,7 @@ __all__ = [
     "CONTEXT_RELEASE_DELAY_S",
     "COORDINATOR_CONNECT_LIMIT_S",
     "COORDINATOR_GRACE_S",
+    "COPY_TURN_LIMIT_S",
     "DDP_NOTICE_POLL_S",
     "DEPENDENCIES",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
@@ -347,6 +348,8 @@ SEGMENTS_RETURN_S: Final = 0.02
 """Interval at which a session tells its peer which lent segments are free again, if no message does so earlier."""
 SEGMENTS_TRIM_S: Final = 30.0
 """A segment of shared memory that no message needed for this time is given back to the system."""
+COPY_TURN_LIMIT_S: Final = 0.05
+"""A large buffer's turn to be copied into shared memory, measured by the thread that copies; then it copies at once."""
 POOL_TICK_S: Final = 0.001
 """Interval at which the pool's monitor looks whether jobs wait for a thread."""
 POOL_CORE_DELAY_S: Final = 0.001

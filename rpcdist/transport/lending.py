@@ -33,9 +33,10 @@ import os
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from rpcdist.errors import ProtocolViolation
+from rpcdist.transport.memory_copies import copy_memory, declare
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 __all__ = ["LEND_FROM_BYTES", "MAX_LENT_BYTES", "MAX_SEGMENTS", "Borrower", "Ended", "Lender", "Offer", "size_class"]
@@ -59,21 +60,9 @@ _Memory: Final = ctypes.c_char * (1 << 62)
 _MAP_FAILED: Final = ctypes.c_void_p(-1).value
 
 
-def _declare(name: str, result: type, *arguments: type) -> Any:
-    """A function of the C library; calls of it release the interpreter's lock. None where no memory can be shared."""
-    if os.name != "posix":
-        return None
-    function = getattr(ctypes.CDLL(None, use_errno=True), name)
-    function.restype, function.argtypes = result, arguments
-    return function
-
-
-_memmove: Final = _declare("memmove", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
-_madvise: Final = _declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-_munmap: Final = _declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
-_mmap: Final = _declare(
-    "mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t
-)
+_madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_munmap: Final = declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_mmap: Final = declare("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
 
 
 def size_class(num_bytes: int) -> int:
@@ -283,9 +272,9 @@ def _copy(mapped: _Mapped, view: memoryview) -> None:
     try:
         source = ctypes.addressof(ctypes.c_char.from_buffer(view))
     except TypeError:  # memory that may only be read has no address for ctypes
-        _memmove(mapped.address, bytes(view), view.nbytes)
+        ctypes.memmove(mapped.address, bytes(view), view.nbytes)
     else:
-        _memmove(mapped.address, source, view.nbytes)
+        copy_memory(mapped.address, source, view.nbytes)
 
 
 class _Forks:
