@@ -50,7 +50,7 @@ class WatchConnection:
         data = await self._exactly(size)
         try:
             message = None if data is None else json.loads(data)
-        except ValueError as exc:
+        except (ValueError, RecursionError) as exc:  # the latter for brackets in brackets
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is not JSON") from exc
         if message is not None and not isinstance(message, dict):
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")

@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import stat
 import struct
 import time
 import zlib
@@ -50,8 +51,9 @@ class ChangeLog:
         self._header = b""
 
     def create(self, deadline: Deadline) -> None:
-        """Makes the file if it is not there or empty; raises `DistStoreError` if it is something else's."""
+        """Makes the file if it is not there or empty; raises `DistStoreError` if it is not one for this user alone."""
         with _system_errors(self.path), self._opened(os.O_RDWR | os.O_CREAT, fcntl.LOCK_EX, deadline) as descriptor:
+            self._check_ours(descriptor)
             header = os.pread(descriptor, HEADER_BYTES, 0)
             if not MAGIC.startswith(header[: len(MAGIC)]):
                 raise DistStoreError(f"{self.path} exists and is not the file of a store; use another path")
@@ -59,6 +61,24 @@ class ChangeLog:
                 header = MAGIC + os.urandom(HEADER_BYTES - len(MAGIC))
                 _write_all(descriptor, header, 0)
             self._header = header
+
+    def _check_ours(self, descriptor: int) -> None:
+        """Raises where others could have written what this process is about to believe, such as addresses."""
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode):
+            raise DistStoreError(f"{self.path} is not a file; use another path")
+        if found.st_uid != os.geteuid():
+            raise DistStoreError(
+                f"{self.path} belongs to user {found.st_uid}, not to {os.geteuid()}, who runs this process; use a path "
+                "in a folder of your own"
+            )
+        if found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+            if found.st_size:
+                raise DistStoreError(
+                    f"{self.path} can be written by other users (mode {stat.S_IMODE(found.st_mode):o}); remove it, or "
+                    f"`chmod 600 {self.path}` if you trust what is in it"
+                )
+            os.fchmod(descriptor, 0o600)  # nobody has written anything yet
 
     @contextmanager
     def locked(self, writing: bool, deadline: Deadline) -> Iterator[OpenLog]:
@@ -81,7 +101,7 @@ class ChangeLog:
 
     @contextmanager
     def _opened(self, flags: int, mode: int, deadline: Deadline) -> Iterator[int]:
-        descriptor = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
+        descriptor = os.open(self.path, flags | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
         try:
             self._lock(descriptor, mode, deadline)
             yield descriptor

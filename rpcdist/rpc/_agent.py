@@ -259,6 +259,8 @@ class Agent:
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(references.on_broken)
         events.replaced.listen(references.on_replaced)
+        events.replaced.listen(self._control.forget)
+        events.member.listen(self._control.on_member)
         events.lease_ended.listen(references.on_lease_ended)
         events.lost.listen(references.on_lost)
         events.lost.listen(self.directory.on_lost)

@@ -13,6 +13,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._peers.control import ControlInbox
 from rpcdist.rpc._peers.demultiplexer import PoolJob
+from rpcdist.rpc._peers.directory import MemberEvent
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
@@ -66,6 +67,15 @@ class ControlReceiver:
         if not self._to_acknowledge:
             self._io.loop.call_later(ACKNOWLEDGE_DELAY_S, self.acknowledge)
         self._to_acknowledge[session] = inbox.applied
+
+    def forget(self, sender: Identity) -> None:
+        """A process is out of the job for good, and sends no message again."""
+        self._inboxes.pop((sender.id, sender.incarnation), None)
+
+    def on_member(self, event: MemberEvent) -> None:
+        """A worker came or went. One that was lost may be found again, and go on with its numbers."""
+        if event.kind == "left":
+            self.forget(event.member.identity)
 
     def acknowledge(self) -> None:
         """Sends the acknowledgements that are due."""

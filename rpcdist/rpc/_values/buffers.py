@@ -15,12 +15,13 @@ from typing import Final
 import torch
 
 from rpcdist._proto import value_pb2
-from rpcdist.errors import SerializationError
+from rpcdist.errors import SerializationError, TransportError
 
 __all__ = [
     "INLINE_LIMIT",
     "LargeBuffer",
     "ReceiveBuffer",
+    "TensorBuffer",
     "add_buffer",
     "memory_view",
     "received_buffers",
@@ -59,11 +60,15 @@ class LargeBuffer:
         view: the bytes, contiguous; the view keeps their owner (a tensor, an array) alive.
     """
 
-    __slots__ = ("size", "view")
+    __slots__ = ("_view", "size")
 
     def __init__(self, view: memoryview) -> None:
         self.size = view.nbytes
-        self.view = view
+        self._view = view
+
+    @property
+    def view(self) -> memoryview:
+        return self._view
 
     def copy(self) -> ReceiveBuffer:
         """What the receiver would hold; for calls of a worker to itself."""
@@ -73,6 +78,34 @@ class LargeBuffer:
 
     def __repr__(self) -> str:
         return f"<LargeBuffer {self.size} bytes>"
+
+
+class TensorBuffer(LargeBuffer):
+    """Memory of tensors. Nobody can keep their owner from resizing a storage, which frees it, so every look asks.
+
+    Args:
+        start: the address.
+        size: in bytes.
+        tensors: those that lie there.
+    """
+
+    __slots__ = ("_storages",)
+
+    def __init__(self, start: int, size: int, tensors: Sequence[torch.Tensor]) -> None:
+        storages = [tensor.untyped_storage() for tensor in tensors]
+        super().__init__(memory_view(start, size, (tensors, storages)))
+        self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
+
+    @property
+    def view(self) -> memoryview:
+        """Raises `TransportError` if the memory is not there any more."""
+        for storage, address, size in self._storages:
+            if storage.data_ptr() != address or storage.nbytes() != size:
+                raise TransportError(
+                    "the memory of a tensor was freed or resized while it was being sent; leave the storage of tensors "
+                    "that a call carries alone until the call is done"
+                )
+        return self._view
 
 
 class ReceiveBuffer:

@@ -18,7 +18,7 @@ from typing import Final, NamedTuple
 import torch
 
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, memory_view
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
 from rpcdist.rpc._values.plain import PlainWriter, read_plain
 from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
@@ -75,7 +75,7 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
             start = address_of(tensor, size)
             spans.append((start, start + size))
             if size > INLINE_LIMIT:
-                large.append(LargeBuffer(memory_view(start, size, tensor)))
+                large.append(TensorBuffer(start, size, (tensor,)))
             else:
                 parts.append(string_at(start, size))
                 num_bytes += size

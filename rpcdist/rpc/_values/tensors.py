@@ -25,7 +25,7 @@ from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, memory_view
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
 
 __all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
@@ -110,7 +110,7 @@ def pack_tensors(
                 has_strides = True
     if not has_strides and (len(views) < 2 or _are_apart(views)):
         for view in views:
-            _send_span(value, view.start, view.end - view.start, view.tensor, (view,), large)
+            _send_span(value, view.start, view.end - view.start, (view.tensor,), (view,), large)
     else:
         for cluster in _clusters(views):
             _send_cluster(value, cluster, large)
@@ -212,7 +212,7 @@ def _send_span(
     value: value_pb2.Value,
     start: int,
     size: int,
-    owner: object,
+    owners: Sequence[torch.Tensor],
     views: Sequence[_View],
     large: list[LargeBuffer],
 ) -> None:
@@ -224,7 +224,7 @@ def _send_span(
         buffer.inline = string_at(start, size)
     else:
         buffer.size = size
-        large.append(LargeBuffer(memory_view(start, size, owner)))
+        large.append(TensorBuffer(start, size, owners))
     for view in views:
         if index:
             view.message.buffer = index
@@ -245,7 +245,7 @@ def _send_compacted(value: value_pb2.Value, same: list[_View], large: list[Large
         del view.message.stride[:]
         view.message.stride.extend(stride)
     moved = [view._replace(start=copy.data_ptr()) for view in same]
-    _send_span(value, copy.data_ptr(), copy.nbytes, copy, moved, large)
+    _send_span(value, copy.data_ptr(), copy.nbytes, (copy,), moved, large)
 
 
 def _needed_bytes(tensor: torch.Tensor) -> int:

@@ -42,7 +42,20 @@ class OutgoingBuffer(Protocol):
 
     @property
     def view(self) -> memoryview:
-        """C-contiguous, one byte per item. It is read while chunks are written, not when the message is queued."""
+        """C-contiguous, one byte per item. It is asked for with every chunk, which is read when it is written.
+
+        Raises:
+            TransportError: the memory is not there any more; the session ends.
+        """
+
+
+class _Body:
+    """A message that is too long for a frame, as a buffer."""
+
+    __slots__ = ("view",)
+
+    def __init__(self, message: rpc_pb2.Message) -> None:
+        self.view = memoryview(message.SerializeToString())
 
 
 class _OutgoingTransfer:
@@ -51,13 +64,14 @@ class _OutgoingTransfer:
     `loans` are the segments that a wrapped message names; the peer reads of them when all of this has arrived.
     """
 
-    __slots__ = ("at", "buffers", "index", "loans", "number", "stream", "then")
+    __slots__ = ("at", "buffers", "index", "loans", "number", "sizes", "stream", "then")
 
     def __init__(
         self,
         number: int,
         stream: int,
-        buffers: list[memoryview],
+        buffers: Sequence[OutgoingBuffer],
+        sizes: Sequence[int],
         then: _OutgoingTransfer | None = None,
         loans: Sequence[int] = (),
     ) -> None:
@@ -65,16 +79,17 @@ class _OutgoingTransfer:
         self.number = number
         self.stream = stream
         self.buffers = buffers
+        self.sizes = sizes
         self.index = 0
         self.at = 0
         self.then = then
 
     def next_chunk(self) -> Parts:
-        view = self.buffers[self.index]
-        start, end = self.at, min(self.at + CHUNK_BYTES, len(view))
+        view, size = self.buffers[self.index].view, self.sizes[self.index]
+        start, end = self.at, min(self.at + CHUNK_BYTES, size)
         head = chunk_head(self.number, self.index, start, end - start)
         self.at = end
-        if end == len(view):
+        if end == size:
             self._skip_to_next()
         return head, view[start:end]
 
@@ -84,9 +99,9 @@ class _OutgoingTransfer:
 
     @property
     def finished(self) -> bool:
-        while self.index < len(self.buffers) and not len(self.buffers[self.index]):
+        while self.index < len(self.sizes) and not self.sizes[self.index]:
             self._skip_to_next()  # an empty buffer has no chunks
-        return self.index == len(self.buffers)
+        return self.index == len(self.sizes)
 
 
 _Entry = tuple[bytes, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
@@ -103,11 +118,11 @@ def _stream_of(message: WireMessage) -> int:
     return 0
 
 
-def _set_sizes(message: WireMessage, views: list[memoryview]) -> None:
+def _set_sizes(message: WireMessage, sizes: list[int]) -> None:
     if isinstance(message, rpc_pb2.Message):
-        message.large.extend(map(len, views))
+        message.large.extend(sizes)
     else:
-        message.large = list(map(len, views))
+        message.large = sizes
 
 
 class Outgoing:
@@ -160,10 +175,10 @@ class Outgoing:
         transfer = None
         if buffers:
             message.transfer = number = next(self._numbers)
-            views = [buffer.view for buffer in buffers]
+            sizes = [len(buffer.view) for buffer in buffers]
             if not message.large:  # else some of them were lent, and leave an empty view here
-                _set_sizes(message, views)
-            transfer = _OutgoingTransfer(number, stream, views)
+                _set_sizes(message, sizes)
+            transfer = _OutgoingTransfer(number, stream, buffers, sizes)
         if isinstance(message, CompactCall):
             self._add_call(message, transfer)
             return number
@@ -206,11 +221,12 @@ class Outgoing:
     def _wrap(
         self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None
     ) -> tuple[bytes, _OutgoingTransfer]:
-        body = memoryview(message.SerializeToString())
-        announcement = frame(rpc_pb2.Message(transfer=number, large=[len(body)], wrapped=True))
+        body = _Body(message)
+        size = len(body.view)
+        announcement = frame(rpc_pb2.Message(transfer=number, large=[size], wrapped=True))
         # The same number is free again when the inner message is announced.
         loans = [loan.segment for loan in message.loans]
-        return announcement, _OutgoingTransfer(number, stream, [body], inner, loans)
+        return announcement, _OutgoingTransfer(number, stream, [body], [size], inner, loans)
 
     def abort(self, number: int) -> Sequence[int] | None:
         """Stops a transfer.
