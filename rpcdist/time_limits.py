@@ -29,6 +29,7 @@ __all__ = [
     "COORDINATOR_GRACE_S",
     "COPY_TURN_LIMIT_S",
     "DDP_NOTICE_POLL_S",
+    "DEPARTURE_REVIEW_S",
     "DEPENDENCIES",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
     "FILE_FIRST_PAUSE_S",
@@ -328,6 +329,8 @@ SIGNAL_CHECK_INTERVAL_S: Final = 0.5
 """A main thread that waits wakes up this often to see a Ctrl-C that came just before it slept."""
 SHUTDOWN_POLL_S: Final = 1.0
 """A graceful `shutdown` counts the outstanding calls at least this often."""
+DEPARTURE_REVIEW_S: Final = 5.0
+"""Interval at which the leader of a `shutdown` looks again who lives, also those that it has given up."""
 SHUTDOWN_REPORT_INTERVAL_S: Final = 60.0
 """A graceful `shutdown` logs this often what it waits for."""
 REFUSAL_LOG_PERIOD_S: Final = 60.0

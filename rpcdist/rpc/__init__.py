@@ -1,7 +1,7 @@
 """Remote procedure calls and remote references between the processes of a training job.
 
-The names are those of `torch.distributed.rpc`; `Future`, `Stream`, `rpc_stream`, `wait_any` and `as_completed` are
-ours.
+The names are those of `torch.distributed.rpc`; ours are `Future`, `Stream`, `rpc_stream`, `wait_any`, `as_completed`,
+`idempotent`, and the functions about who is in the job: `workers`, `wait_for_worker`, `on_membership_change`, `serve`.
 """
 
 from __future__ import annotations
@@ -53,7 +53,16 @@ from rpcdist.rpc.backend_registry import (
     init_backend,
     register_backend,
 )
+from rpcdist.rpc.functions import idempotent
 from rpcdist.rpc.future import Future
+from rpcdist.rpc.membership import (
+    MembershipChange,
+    on_membership_change,
+    serve,
+    stop_serving,
+    wait_for_worker,
+    workers,
+)
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -63,6 +72,7 @@ from rpcdist.transport.fork import check_not_forked
 __all__ = [
     "BackendType",
     "Future",
+    "MembershipChange",
     "PyRRef",
     "RRef",
     "RpcAgent",
@@ -85,19 +95,25 @@ __all__ = [
     "functions",
     "get_rpc_timeout",
     "get_worker_info",
+    "idempotent",
     "init_backend",
     "init_rpc",
     "internal",
     "is_available",
+    "on_membership_change",
     "options",
     "register_backend",
     "remote",
     "rpc_async",
     "rpc_stream",
     "rpc_sync",
+    "serve",
     "shutdown",
+    "stop_serving",
     "wait_all",
     "wait_any",
+    "wait_for_worker",
+    "workers",
 ]
 
 logger = logging.getLogger(__name__)

@@ -30,10 +30,12 @@ from rpcdist.rpc._autograd_hooks import MakeAutograd
 from rpcdist.rpc._calling.autograd_links import AutogradLinks, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._calling.rref_calls import RRefCalls
 from rpcdist.rpc._executors import torch_state
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
+from rpcdist.rpc._executors.timers import Timers
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
@@ -46,6 +48,7 @@ from rpcdist.rpc._membership.leader import Leader
 from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
+from rpcdist.rpc._membership.serving import Serving
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
@@ -187,13 +190,16 @@ class Agent:
             self.directory, coordinator.service, self.router.send_control, self.router.watch, lifetime
         )
         self.watch = MembershipWatch(self.pool.submit)
+        self.serving = Serving()
+        self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
+        always = {**self.leader.callables, **self._departures.callables, **self.serving.callables}
         self.dispatcher = Dispatcher(
             pool=self.pool,
             user_loop=self.user_loop,
             new_context=context.copy,
             marshal=self.marshal,
             rrefs=self.rrefs,
-            callables=Callables(options, {**self.leader.callables, **self._departures.callables}, me.name),
+            callables=Callables(options, always, me.name),
             admit_context=self.autograd.admit,
             me=me,
             lifetime=lifetime,
@@ -206,6 +212,7 @@ class Agent:
             coordinator=coordinator,
             is_static=is_static,
             caller=self.caller,
+            retries=self.retries,
             dispatcher=self.dispatcher,
             rrefs=self.rrefs,
             streams=self.streams,
@@ -316,7 +323,9 @@ class Agent:
         self._restore_torch()
         stopped = "RPC was shut down in this process while the call was in flight"
         self.caller.fail_all(RpcdistError(stopped))
+        self.retries.fail_all(RpcdistError(stopped))
         self.streams.fail_all(stopped)
+        self.serving.stop("RPC was shut down in this process")
         self.dispatcher.cancel_all()
         self.autograd.close()
         self.rrefs.close()

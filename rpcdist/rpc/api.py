@@ -20,6 +20,7 @@ from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
+from rpcdist.rpc.functions import is_idempotent
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
@@ -121,10 +122,16 @@ def rpc_sync(
 
     Raises:
         DeadlineExceeded: the time is over; the callee sees its deadline, too.
-        WorkerLost: the callee died or its connection broke.
+        WorkerLost: the callee died or its connection broke. A function that is marked by `rpc.idempotent` is called
+            again instead, until the time is over.
         UnknownWorker: nobody is called so.
         Exception: what the function raised, with the remote traceback as `__cause__`.
     """
+    if is_idempotent(func):
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("rpc_sync")
+        retried: Future[T] = current_agent().retries.start(to, func, args, kwargs, timeout)
+        return retried.wait()
     result: T = current_agent().caller.sync(to, func, args, kwargs, timeout)
     return result
 
@@ -141,7 +148,9 @@ def rpc_async(
     Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
     wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
     """
-    future: Future[T] = current_agent().caller.start(to, func, args, kwargs, timeout)
+    agent = current_agent()
+    calls = agent.retries if is_idempotent(func) else agent.caller
+    future: Future[T] = calls.start(to, func, args, kwargs, timeout)
     note_started(future)
     return future
 

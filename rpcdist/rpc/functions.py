@@ -6,13 +6,16 @@ import functools
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
-__all__ = ["ASYNC_MARK", "async_execution", "is_async_execution"]
+__all__ = ["ASYNC_MARK", "async_execution", "idempotent", "is_async_execution", "is_idempotent"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
 ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 """The attribute by which a function is known to return a future that its caller waits for."""
+
+IDEMPOTENT_MARK: Final = "_rpcdist_idempotent"
+"""The attribute by which a function is known to do no harm when it runs twice."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
@@ -42,3 +45,20 @@ def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
 def is_async_execution(fn: object) -> bool:
     """Whether the function, or the function behind a method, carries the mark of `async_execution`."""
     return hasattr(fn, ASYNC_MARK)
+
+
+def idempotent(fn: Callable[P, R]) -> Callable[P, R]:
+    """Mark a function that may run twice, or on a replacement of its worker, without harm.
+
+    Such are reads, and writes of a value that does not depend on the one before.
+
+    `rpc_sync` and `rpc_async` call it again when its worker is lost, after pauses that grow and are random, until the
+    call's timeout. With static and class methods this is the inner decorator.
+    """
+    setattr(fn, IDEMPOTENT_MARK, True)
+    return fn
+
+
+def is_idempotent(fn: object) -> bool:
+    """Whether the function, or the function behind a method, carries the mark of `idempotent`."""
+    return getattr(fn, IDEMPOTENT_MARK, None) is True

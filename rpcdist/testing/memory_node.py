@@ -66,6 +66,7 @@ class MemoryNode:
         self._wires = wires
         self._silence_limit_s = peer_timeout_s
         self._sessions: dict[Session, MemoryChannel] = {}
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return f"<MemoryNode {self.name} at {self.address} [{len(self._sessions)} sessions]>"
@@ -98,8 +99,9 @@ class MemoryNode:
     # ------------------------------------------------------------ I/O loop
 
     async def close(self, reason: str) -> None:
-        """Ends all connections, and refuses new ones."""
+        """Ends all connections, and refuses new ones in both directions."""
         self.address = None
+        self._is_closed = True
         sessions = list(self._sessions)
         for session in sessions:
             session.close(reason)
@@ -118,6 +120,8 @@ class MemoryNode:
         expected: Identity | None = None,
         retry: bool = True,
     ) -> MemoryConnection:
+        if self._is_closed:
+            raise ConnectFailed(address, "this process has ended")
         target = await self._find(address, Deadline.after(timeout_s), timeout_s, retry)
         there, back = self._wires.path(self, target), self._wires.path(target, self)
         await asyncio.sleep(there.delay_s + back.delay_s)

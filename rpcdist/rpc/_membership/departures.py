@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import suppress
 from typing import Any
 
 from rpcdist.errors import WorkerLost
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
+from rpcdist.time_limits import DEPARTURE_REVIEW_S
 
 __all__ = ["DEPART", "ENDED", "LEAVES", "NOT_ARRIVED", "POINTS", "Departures"]
 
@@ -93,7 +95,11 @@ class Departures:
         round_.came.add(name)
         self._review()
         try:
-            await round_.ended.wait()
+            while not round_.ended.is_set():
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(DEPARTURE_REVIEW_S):
+                        await round_.ended.wait()
+                self._review()
         except asyncio.CancelledError:
             if not round_.ended.is_set():
                 round_.had_work.pop(name, None)
@@ -119,9 +125,11 @@ class Departures:
             elif round_.had_work:
                 self._rounds.append(round_)
         if self._rounds:
-            for member in self._directory.living():
-                if member.identity != self._directory.me:
-                    self._watch(member.identity.id, "the shutdown of the job")
+            # Also those that this worker has given up: if one lives after all, two would lead, and wait for each other.
+            living = [member.identity for member in self._directory.living()]
+            for identity in [*living, *self._directory.suspected()]:
+                if identity != self._directory.me:
+                    self._watch(identity.id, "the shutdown of the job")
 
     def _is_complete(self, round_: _Round) -> bool:
         return all(member.identity.name in round_.had_work for member in self._directory.living())

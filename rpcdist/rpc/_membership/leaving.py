@@ -15,6 +15,7 @@ from rpcdist.errors import DeadlineExceeded, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
+from rpcdist.rpc._calling.retries import Retries
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.departing import Departing
 from rpcdist.rpc._membership.departures import Departures
@@ -49,6 +50,7 @@ class Leaving:
         coordinator: knows who is still there where workers come and go.
         is_static: whether the members are the same from beginning to end.
         caller: has calls outstanding.
+        retries: has calls that are to be made again.
         dispatcher: handles calls of others.
         rrefs: holds references to values elsewhere.
         streams: may be open here, with nobody who reads them.
@@ -67,6 +69,7 @@ class Leaving:
         coordinator: Coordinator,
         is_static: bool,
         caller: Caller,
+        retries: Retries,
         dispatcher: Dispatcher,
         rrefs: RRefManager,
         streams: StreamTable,
@@ -81,6 +84,7 @@ class Leaving:
         self._coordinator = coordinator
         self._is_static = is_static
         self._caller = caller
+        self._retries = retries
         self._dispatcher = dispatcher
         self._rrefs = rrefs
         self._streams = streams
@@ -146,7 +150,8 @@ class Leaving:
         reported = time.monotonic()
         while True:
             step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
-            if calls.wait_empty(step_s) and dispatcher.wait_idle(step_s) and not len(calls):
+            waits = (self._retries.wait_empty, calls.wait_empty, dispatcher.wait_idle)
+            if all(wait(step_s) for wait in waits) and not len(calls):
                 if not all_are_leaving or self._streams.wait_empty(step_s):
                     return
             if all_are_leaving and not len(calls) and dispatcher.only_streams:

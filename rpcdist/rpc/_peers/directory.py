@@ -297,6 +297,10 @@ class Directory:
         """The members that live, by id."""
         return [member for _, member in sorted(self._living.items())]
 
+    def suspected(self) -> list[Identity]:
+        """The members that the coordinator lists, but this worker's own detector has declared lost."""
+        return list(self._suspected)
+
     def leader(self) -> Identity:
         """The living worker of the lowest rank; this one, if it knows of no other."""
         living = self._living

@@ -24,6 +24,7 @@ from typing import Protocol
 
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
+from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
@@ -72,6 +73,9 @@ class PeerOwner(Protocol):
 
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         """The connection ended; calls that were sent on it will not be answered."""
+
+    def hears_from(self, identity: Identity) -> bool:
+        """Whether the worker has a connection of its own to this one, on which it shows that it lives."""
 
     def on_peer_found(self, peer: Peer) -> None:
         """A worker that was declared lost has a connection again."""
@@ -221,7 +225,8 @@ class Peer:
                     limit = now + LAST_ATTEMPT_SHARE * self._timeout_s  # this process was held up: it judges nobody
                 refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
                 # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
-                if now >= limit or (refused and now - started >= REFUSED_GRACE_S):
+                is_over = now >= limit or (refused and now - started >= REFUSED_GRACE_S)
+                if is_over and not self._owner.hears_from(self.identity):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, now - started)
                     self._lose(_because(broken, str(exc)), gone=refused)

@@ -72,8 +72,10 @@ class Router:
         self._me = directory.me.id
         self._loopback = Loopback(directory.me, demultiplexer.on_messages)
         self._peers: dict[int, Peer] = {}
+        self._inbound: dict[Identity, PeerSession] = {}  # the last session that each worker has opened to this one
         self._lock = threading.Lock()  # for making peers; they are looked up without it
         events.opened.listen(self._on_opened)
+        events.broken.listen(self._on_broken)
         events.replaced.listen(self._on_replaced)
 
     def __repr__(self) -> str:
@@ -231,6 +233,14 @@ class Router:
     def on_peer_broken(self, session: PeerSession, reason: str) -> None:
         self._events.broken.publish(session, reason)
 
+    def hears_from(self, identity: Identity) -> bool:
+        session = self._inbound.get(identity)
+        return (
+            session is not None
+            and session.closed_reason is None
+            and time.monotonic() - session.last_received < self._peer_timeout_s
+        )
+
     def on_peer_found(self, peer: Peer) -> None:
         self._events.found.publish(peer.identity)
 
@@ -249,7 +259,12 @@ class Router:
         if peer is not None and peer.identity == session.peer:  # its predecessor's numbers mean nothing to this one
             peer.acknowledged(message.ack.control_seq)
 
+    def _on_broken(self, session: MessageSink, reason: str) -> None:
+        if self._inbound.get(session.peer) is session:
+            del self._inbound[session.peer]
+
     def _on_opened(self, session: PeerSession) -> None:
+        self._inbound[session.peer] = session
         peer = self._peers.get(session.peer.id)
         if peer is not None and peer.identity == session.peer:
             peer.revive()  # it lives after all

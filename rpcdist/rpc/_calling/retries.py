@@ -1,0 +1,151 @@
+"""Calls of idempotent functions, made again when their worker is lost, until their deadline."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import copy_context
+from typing import Any
+
+from rpcdist.backoff import backoff
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import OwnerLost, WorkerLost
+from rpcdist.rpc._calling.caller import Caller, Destination
+from rpcdist.rpc._executors.timers import Timer, Timers
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc.future import Future
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
+
+__all__ = ["Retries"]
+
+
+class Retries:
+    """One per agent; any thread may use it.
+
+    Args:
+        caller: makes the calls.
+        directory: who is in the job.
+        timers: for the pauses.
+        submit: gives functions that encode arguments, and so may run code of users, to the pool.
+    """
+
+    def __init__(
+        self, caller: Caller, directory: Directory, timers: Timers, submit: Callable[[Callable[[], None]], object]
+    ) -> None:
+        self.caller = caller
+        self.directory = directory
+        self.timers = timers
+        self.submit = submit
+        self._changed = threading.Condition()
+        self._open: set[_Retried] = set()
+
+    def __repr__(self) -> str:
+        return f"<Retries [{len(self._open)} calls]>"
+
+    def start(self, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float) -> Future[Any]:
+        """As `Caller.start`. What is wrong with the arguments is raised at once, as there."""
+        retried = _Retried(self, to, func, args, kwargs, timeout_s)
+        with self._changed:
+            self._open.add(retried)
+        try:
+            retried.attempt()
+        except BaseException:
+            self.forget(retried)
+            raise
+        return retried.future
+
+    def forget(self, retried: _Retried) -> None:
+        with self._changed:
+            self._open.discard(retried)
+            self._changed.notify_all()
+
+    def wait_empty(self, timeout_s: float) -> bool:
+        """Waits until all of them have ended; False when the time is over."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._open, timeout_s)
+
+    def fail_all(self, exc: BaseException) -> None:
+        """Ends those that pause; the calls of the others are ended by the caller."""
+        with self._changed:
+            paused = list(self._open)
+        for retried in paused:
+            retried.end(exc)
+
+
+class _Retried:
+    """One of these calls. At any time it has a call in flight, or a timer, or has ended."""
+
+    def __init__(
+        self, owner: Retries, to: Destination, func: Callable[..., Any], args: Any, kwargs: Any, timeout_s: float
+    ) -> None:
+        self.future: Future[Any] = Future(on_cancel=self._cancel)
+        self._owner = owner
+        self._call = (to, func, args, kwargs)
+        self._deadline = Deadline.after(owner.caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+        self._pauses: Iterator[float] = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, self._deadline)
+        self._context = copy_context()  # of the thread that makes the call: later attempts see the same
+        self._lock = threading.Lock()
+        self._current: Future[Any] | None = None
+        self._timer: Timer | None = None
+        self._ended = False
+
+    def attempt(self) -> None:
+        """Makes the call once more."""
+        deadline = self._deadline
+        left_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
+        current = self._context.copy().run(self._owner.caller.start, *self._call, left_s)
+        with self._lock:
+            self._timer = None
+            self._current = current
+            ended = self._ended
+        if ended:
+            current.cancel()
+        current.add_done_callback(self._done)
+
+    def _attempt_again(self) -> None:
+        try:
+            self.attempt()
+        except BaseException as exc:
+            self.end(exc)
+
+    def _done(self, current: Future[Any]) -> None:
+        error = current.exception()
+        if error is None:
+            self._finish()
+            self.future._complete(current.value())
+        elif self._is_loss(error) and not self._deadline.expired():
+            with self._lock:
+                if not self._ended:
+                    again = self._owner.submit
+                    self._current = None
+                    self._timer = self._owner.timers.call_later(next(self._pauses), lambda: again(self._attempt_again))
+        else:
+            self.end(error)
+
+    def _is_loss(self, error: BaseException) -> bool:
+        """Whether the worker that was called is lost; the function may also raise a `WorkerLost` about another one."""
+        if not isinstance(error, WorkerLost) or isinstance(error, OwnerLost):
+            return False
+        directory = self._owner.directory
+        return error.worker == directory.name_of(directory.resolve(self._call[0]))
+
+    def end(self, error: BaseException) -> None:
+        if self._finish():
+            self.future._fail(error)
+
+    def _finish(self) -> bool:
+        with self._lock:
+            was_open, self._ended = not self._ended, True
+            timer, self._timer = self._timer, None
+        if timer is not None:
+            timer.cancel()
+        self._owner.forget(self)
+        return was_open
+
+    def _cancel(self) -> bool:
+        with self._lock:
+            current = self._current
+        self._finish()
+        if current is not None:
+            current.cancel()
+        return True

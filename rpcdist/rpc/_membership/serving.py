@@ -1,0 +1,82 @@
+"""A worker that serves until it is told to stop: by a signal, by another worker, or by the end of its agent."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
+
+from rpcdist.deadline import Deadline
+from rpcdist.rpc._futures.interrupt import longest_sleep_s
+
+__all__ = ["STOP", "Serving"]
+
+STOP = "rpcdist.rpc._membership.serving:stop"
+SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class Serving:
+    """One per agent; any thread may use it.
+
+    A request to stop that comes before `wait` counts: the next `wait` returns at once.
+    """
+
+    def __init__(self) -> None:
+        # Its `put` may interrupt its own `get`, so a signal handler may call it.
+        self._requests: SimpleQueue[str] = SimpleQueue()
+
+    def __repr__(self) -> str:
+        return f"<Serving [{self._requests.qsize()} requests to stop]>"
+
+    def stop(self, why: str) -> None:
+        """Ends one `wait`."""
+        self._requests.put(why)
+
+    def wait(self, timeout_s: float | None) -> str | None:
+        """Waits for a request to stop, and returns why it was made; None when the time is over.
+
+        On the main thread SIGTERM and SIGINT are such requests while it waits; a second one has its usual effect.
+        """
+        deadline = Deadline.after(timeout_s)
+        with self._signals():
+            while True:
+                try:
+                    return self._requests.get(timeout=min(longest_sleep_s(), deadline.remaining_s()))
+                except Empty:
+                    if deadline.expired():
+                        return None
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {number: signal.getsignal(number) for number in SIGNALS}
+
+        def restore() -> None:
+            for number, handler in before.items():
+                if handler is not None:  # None: it was not set by Python, and cannot be set again
+                    signal.signal(number, handler)
+
+        def on_signal(number: int, frame: FrameType | None) -> None:
+            restore()
+            self.stop(signal.Signals(number).name)
+
+        try:
+            for number in SIGNALS:
+                signal.signal(number, on_signal)
+            yield
+        finally:
+            restore()
+
+    @property
+    def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
+        """What every peer may call, by the name on the wire."""
+        return {STOP: self._on_stop}
+
+    async def _on_stop(self, name: str) -> None:
+        self.stop(f"worker {name!r} asked for it")

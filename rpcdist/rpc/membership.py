@@ -1,0 +1,82 @@
+"""Who is in the job, by name and by role; who comes and goes; and a worker that only serves."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from rpcdist.errors import BlockingInLoop
+from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._membership.membership_watch import MembershipChange
+from rpcdist.rpc._membership.serving import STOP
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.worker_info import WorkerInfo
+
+__all__ = ["MembershipChange", "on_membership_change", "serve", "stop_serving", "wait_for_worker", "workers"]
+
+
+def workers(role: str | None = None) -> list[WorkerInfo]:
+    """The workers that live, by rank, this one included; those of a role (`RpcOptions(role=...)`), if one is given.
+
+    Nobody is asked: the coordinator tells everybody who comes and goes.
+    """
+    living = current_agent().directory.living()
+    return [WorkerInfo(m.identity.name, m.identity.id) for m in living if role is None or m.role == role]
+
+
+def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
+    """Waits until a worker of this name is in the job and lives: one that was late, or the replacement of a lost one.
+
+    Args:
+        name: of the worker.
+        timeout: limit in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+
+    Raises:
+        DeadlineExceeded: the time is over.
+        BlockingInLoop: called on an event loop.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.wait_for_worker", "await asyncio.to_thread(rpc.wait_for_worker, ...)")
+    agent = current_agent()
+    return agent.directory.wait_until_lives(name, agent.caller.timeout_of(timeout))
+
+
+def on_membership_change(callback: Callable[[MembershipChange], object]) -> Callable[[], None]:
+    """Has a function called whenever a worker joins, leaves or is lost.
+
+    The calls come one at a time, in the order of the changes, on a thread of the pool, so the function may block and
+    call other workers. What it raises is logged.
+
+    Returns:
+        A function that ends that.
+    """
+    return current_agent().watch.add(callback)
+
+
+def serve(timeout: float | None = None) -> str | None:
+    """Serves the calls of others until this worker is told to stop, and returns why; call `shutdown` then.
+
+    It is told by SIGTERM or Ctrl-C, where this is the main thread (a second one has its usual effect), by
+    `stop_serving` on another worker, or by a `shutdown` on another thread.
+
+    Args:
+        timeout: limit in seconds; None for none. When it is over, the result is None.
+
+    Raises:
+        BlockingInLoop: called on an event loop.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.serve", "await asyncio.to_thread(rpc.serve)")
+    return current_agent().serving.wait(timeout)
+
+
+def stop_serving(to: Destination, timeout: float = UNSET_RPC_TIMEOUT) -> None:
+    """Ends `serve` on another worker, also if it calls that only later. Arguments and errors as for `rpc_sync`."""
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.stop_serving", "await asyncio.to_thread(rpc.stop_serving, ...)")
+    agent = current_agent()
+    limit_s = agent.caller.timeout_of(timeout)
+    agent.caller.gather(
+        agent.directory.resolve(to), STOP, (agent.worker_name,), 0 if limit_s == float("inf") else limit_s
+    )
