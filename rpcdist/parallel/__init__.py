@@ -17,17 +17,20 @@ if TYPE_CHECKING:
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
+    from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 __all__ = [
     "DistributedDataParallel",
     "Join",
     "Pipeline",
     "SyncBatchNorm",
+    "ZeroRedundancyOptimizer",
     "algorithms",
     "comm_hooks",
     "distributed",
     "pipeline",
     "sync_batch_norm",
+    "zero_redundancy",
 ]
 
 # Where each name is defined; None for a submodule.
@@ -36,11 +39,13 @@ _HOMES: dict[str, str | None] = {
     "Join": "rpcdist.parallel.algorithms",
     "Pipeline": "rpcdist.parallel.pipeline",
     "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
+    "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
     "algorithms": None,
     "comm_hooks": None,
     "distributed": None,
     "pipeline": None,
     "sync_batch_norm": None,
+    "zero_redundancy": None,
 }
 
 

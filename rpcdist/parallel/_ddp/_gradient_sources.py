@@ -134,7 +134,7 @@ class DistributedPass(GradientSource):
 
 
 class NoPass(GradientSource):
-    """The source of a rank without gradients; see `Reducer.shadow`."""
+    """The source of a rank without gradients of its own; see `Reducer.shadow`."""
 
     lends = False
 
@@ -142,7 +142,9 @@ class NoPass(GradientSource):
         return None
 
     def deliver(self, members: list[BucketEntry], reduced: list[torch.Tensor], lasting: bool) -> None:
-        """Drops the reduced gradients: this rank does not use them."""
+        """Leaves them in `.grad`: a `ZeroRedundancyOptimizer` under the same `Join` steps with them."""
+        for member, tensor in zip(members, reduced, strict=True):
+            member.parameter.grad = tensor if lasting else tensor.clone()
 
     def at_end(self, callback: Callable[[], None]) -> None:
         raise AssertionError("there is no backward pass")
