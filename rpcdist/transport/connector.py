@@ -27,7 +27,7 @@ from rpcdist.time_limits import (
     TCP_CHANNEL_LIMIT_S,
 )
 from rpcdist.transport import fork
-from rpcdist.transport._channels.channel import Channel
+from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.channel_choice import Channels, allowed_channels
 from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GRPC_ENDS, GrpcClientChannel
 from rpcdist.transport._channels.proving import prove_client
@@ -191,7 +191,11 @@ class Connector:
             return None
 
     def _link(
-        self, wanted: _Wanted, channel: Channel, handshake: ClientHandshake, connection: grpc.aio.Channel
+        self,
+        wanted: _Wanted,
+        channel: ReadChannel | DirectChannel,
+        handshake: ClientHandshake,
+        connection: grpc.aio.Channel,
     ) -> Link:
         keys = handshake.session
         session = Session(

@@ -17,7 +17,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
-from rpcdist.transport._channels.channel import Channel, DirectChannel
+from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
@@ -122,7 +122,7 @@ class Session:
     def __init__(
         self,
         io: IoLoop,
-        channel: Channel,
+        channel: ReadChannel | DirectChannel,
         peer: Identity,
         *,
         role: str,
@@ -326,6 +326,7 @@ class Session:
             self._direct.ring()
 
     async def _read_loop(self) -> None:
+        assert not isinstance(self._channel, DirectChannel)
         while (data := await self._channel.read()) is not None:
             self.receive(data)
 

@@ -21,6 +21,7 @@ from rpcdist.errors import ConnectFailed
 from rpcdist.testing import eventually
 from rpcdist.transport import Link, Node, connector
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import accepted_ends, connect_tcp, connected_ends, local_name
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
@@ -202,7 +203,9 @@ def test_a_channel_that_breaks_ends_its_session_and_the_next_one_works(nodes: No
     server, client, answers = serve(nodes), nodes.make("client"), Recorder()
     link = open_link(client, server, handler=answers)
     assert works(link, answers) == "tcp"
-    link.session._channel._socket.shutdown(socket.SHUT_RDWR)  # type: ignore[attr-defined]
+    channel = link.session._channel
+    assert isinstance(channel, SocketChannel)
+    channel._socket.shutdown(socket.SHUT_RDWR)
     assert "broke" in answers.wait_closed()
     again = Recorder()
     assert works(open_link(client, server, handler=again), again) == "tcp"
@@ -249,6 +252,8 @@ class Relay:
                     for end in (victim, target):
                         selector.register(end, selectors.EVENT_READ)
                     continue
+                if here.fileno() < 0:
+                    continue  # closed with its other end, a moment ago
                 data = b""
                 with suppress(OSError):
                     data = here.recv(1 << 16)

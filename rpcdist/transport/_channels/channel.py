@@ -9,20 +9,24 @@ from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import ChunkHead
 from rpcdist.transport.shared_memory import Segment
 
-__all__ = ["Channel", "DirectChannel", "FrameReceiver"]
+__all__ = ["Channel", "DirectChannel", "FrameReceiver", "ReadChannel"]
 
 
 class Channel(Protocol):
     """Carries the envelopes of one session; used on the I/O loop."""
-
-    async def read(self) -> bytes | None:
-        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
 
     async def write(self, data: bytes) -> None:
         """Returns when the channel can take more; raises `TransportError` when it broke."""
 
     def abort(self, reason: str) -> None:
         """Ends the channel at once; pending reads and writes fail. Idempotent."""
+
+
+class ReadChannel(Channel, Protocol):
+    """A channel that a task reads."""
+
+    async def read(self) -> bytes | None:
+        """The next envelope; None when the peer closed the channel. Raises `TransportError` when it broke."""
 
 
 class FrameReceiver(Protocol):

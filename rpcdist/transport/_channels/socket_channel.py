@@ -3,11 +3,9 @@
 A frame is four bytes of length, little endian, and the envelope. A set top bit marks the last frame, whose text says
 why the sender closes.
 
-    before the proof    `read` and `write`, like any `Channel`; frames are limited to the size of the handshake, and
-                        nothing is received beyond one scratch buffer
-    after it            `deliver` hands each frame to the session as it arrives, and the payload of a chunk is received
-                        straight into the memory where it belongs; `put` sends from any thread, a chunk straight out of
-                        the memory of its tensor
+The peer is proven before there is a channel (socket_pipe.py). `deliver` hands each frame to the session as it arrives,
+and the payload of a chunk is received straight into the memory where it belongs; `put` sends from any thread, a chunk
+straight out of the memory of its tensor.
 
 [Note: reading to the end] A peer that dies with something unread in its socket leaves its data and an error here.
 uvloop calls the reader once for the two and then never again, so the reader goes on until the socket says that it is
@@ -41,7 +39,6 @@ from rpcdist.transport._framing.frames import (
     ChunkHead,
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
 from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.waiters import wake
@@ -86,7 +83,6 @@ class SocketChannel:
         # Reading.
         self._receiver: FrameReceiver | None = None
         self._done: asyncio.Future[None] | None = None  # of `deliver`
-        self._readable: asyncio.Future[None] | None = None
         self._scratch = memoryview(bytearray(_SCRATCH_BYTES))  # small frames, and the beginnings of large ones
         self._num_scratch = 0
         self._room = _SCRATCH_BYTES  # how much of the scratch the next receive may fill
@@ -108,48 +104,7 @@ class SocketChannel:
         state = "closed" if self._closed else "open" if self._ended is None else f"ended: {self._ended}"
         return f"<SocketChannel to {self._address} [{state}], {sum(map(len, self._rest))} B waiting>"
 
-    # ------------------------------------------------------------ reading, before the proof
-
-    async def read(self) -> bytes | None:
-        """See `Channel`; for the handshake, whose limit of a frame's size holds."""
-        while self._ended is None:
-            frame = self._first_frame()
-            if frame is not None:
-                return frame
-            num_bytes = self._receive_into(self._scratch[self._num_scratch :])
-            if num_bytes is None:
-                await self._until_readable()
-            elif num_bytes == 0:
-                return None
-            else:
-                self._num_scratch += num_bytes
-        raise self._ended
-
-    def _first_frame(self) -> bytes | None:
-        scratch, end = self._scratch, self._num_scratch
-        if end < _LENGTH.size:
-            return None
-        size, is_last = self._size_at(0, MAX_HANDSHAKE_BYTES)
-        after = _LENGTH.size + size
-        if end < after:
-            return None
-        frame = bytes(scratch[_LENGTH.size : after])
-        self._drop_scratch(after)
-        if is_last:
-            raise self._closed_because(frame)
-        return frame
-
-    async def _until_readable(self) -> None:
-        readable = self._readable = self._loop.create_future()
-        self._loop.add_reader(self._socket, wake, readable)
-        try:
-            await readable
-        finally:
-            self._readable = None
-            if not self._closed:
-                self._loop.remove_reader(self._socket)
-
-    # ------------------------------------------------------------ reading, after it
+    # ------------------------------------------------------------ reading
 
     async def deliver(self, receiver: FrameReceiver) -> None:
         """Gives the receiver what arrives, until the channel ends; the peer is proven.
@@ -168,7 +123,7 @@ class SocketChannel:
             with suppress(OSError):  # no descriptor is left: then the loop alone reads
                 self._lead = Lead(self._socket.fileno(), self._read_led)
         self._loop.add_reader(self._lead or self._socket, self._read_some)
-        self._loop.call_soon(self._start)  # what came with the last handshake message lies here already
+        self._loop.call_soon(self._start)  # what came right after the handshake lies there already
         try:
             await self._done
         finally:
@@ -177,10 +132,6 @@ class SocketChannel:
         raise self._ended
 
     def _start(self) -> None:
-        try:
-            self._split()
-        except Exception as exc:
-            self._finish(exc)
         if self._lead is not None:
             self._lead.open()
         self._read_some()
@@ -306,7 +257,7 @@ class SocketChannel:
         """Takes the frames out of the scratch, and moves what is left to its beginning."""
         scratch, end, at = self._scratch, self._num_scratch, 0
         while end - at >= _LENGTH.size and (receiver := self._receiver) is not None:
-            size, is_last = self._size_at(at, _LARGEST_BYTES)
+            size, is_last = self._size_at(at)
             body = at + _LENGTH.size
             if end - body >= size:
                 at = body + size
@@ -342,11 +293,11 @@ class SocketChannel:
         elif plain is not None:
             receiver.receive(plain)
 
-    def _size_at(self, at: int, limit: int) -> tuple[int, bool]:
+    def _size_at(self, at: int) -> tuple[int, bool]:
         """The size of the frame that begins there, and whether it is the last one."""
         (number,) = _LENGTH.unpack_from(self._scratch, at)
         size, is_last = number & ~_LAST, number >= _LAST
-        if size > (_MAX_REASON_BYTES if is_last else limit):
+        if size > (_MAX_REASON_BYTES if is_last else _LARGEST_BYTES):
             raise ProtocolViolation(f"{self._address} announced a frame of {size} bytes")
         return size, is_last
 
@@ -474,7 +425,7 @@ class SocketChannel:
         if self._ended is None:
             self._ended = error
         self._stop_listening()
-        for waiter in (self._done, self._readable, self._writable):
+        for waiter in (self._done, self._writable):
             if waiter is not None:
                 wake(waiter)
 
