@@ -6,6 +6,7 @@ Each message has one handler, `on_message`; the envelopes of sessions and the gR
 from __future__ import annotations
 
 import itertools
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -26,6 +27,7 @@ from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
@@ -47,6 +49,7 @@ class AutogradWorker:
         self._sender = PassSender(host)
         self._numbers = itertools.count(1)  # of the passes that begin here
         self._passes: dict[int, BackwardPass] = {}  # those that run, by id
+        self._finding = threading.Lock()
         self._releases = Releases(host)
         self._to_drop: deque[Context] = deque()
         self._drop_timer: Timer | None = None  # I/O loop
@@ -95,27 +98,30 @@ class AutogradWorker:
         context = self.contexts.find(context_id)
         edges = _checked_roots(roots)
         gradients = [torch.ones_like(root, requires_grad=False) for root in roots]
-        begun = self._add_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients)
+        begun = self._make_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients)
+        self._check(begun)
         begun.prepare(options)
         return begun, partial(begun.start, edges, context.neighbours(), None)
 
-    def _add_pass(
+    def _make_pass(
         self,
         context: Context,
         id: int,
         on_end: Callable[[BackwardPass], object] = lambda ended: None,
         root_gradients: Sequence[torch.Tensor] = (),
     ) -> BackwardPass:
-        """Makes a pass, and keeps it until it ends."""
+        """Makes a pass, and keeps it until it ends. Follow it by `_check`."""
 
         def remove(ended: BackwardPass) -> None:
             self._passes.pop(id, None)
             on_end(ended)
 
         made = self._passes[id] = BackwardPass(self._sender, context, id, remove, root_gradients)
-        if context.is_released:  # by another thread, whose search for passes may have missed this one
-            made.fail(_released(context))
         return made
+
+    def _check(self, made: BackwardPass) -> None:
+        if made.context.is_released:  # by another thread, whose search for passes may have missed this one
+            made.fail(_released(made.context))
 
     def _passes_in(self, context: Context) -> list[BackwardPass]:
         return [current for current in list(self._passes.values()) if current.context is context]
@@ -202,10 +208,14 @@ class AutogradWorker:
             context.drop()
         self._drop()
 
-    # ------------------------------------------------------------ messages (I/O loop)
+    # ------------------------------------------------------------ messages (I/O loop, or a thread that reads for it)
 
     def on_message(
-        self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
+        self,
+        sender: Identity,
+        message: autograd_pb2.AutogradMessage,
+        buffers: Sequence[ReceiveBuffer],
+        via: MessageSink | None = None,
     ) -> None:
         kind = message.WhichOneof("end")
         if kind == "release":
@@ -227,23 +237,26 @@ class AutogradWorker:
         read: Callable[[], object] | None = None
         if message.HasField("gradients"):
             read = partial(decode, message.gradients.value, buffers, None, plain_only=not self.host.allow_pickle)
-        current.post(partial(current.take, sender.id, message, read), current.can_wait(sender.id, message))
+        current.post(partial(current.take, sender.id, message, read, via), current.can_wait(sender.id, message))
 
     def _pass_of(
         self, context: Context, message: autograd_pb2.AutogradMessage, sender: Identity
     ) -> BackwardPass | None:
         """The pass of a message, made for its first message; None if it is over."""
-        current = self._passes.get(message.backward)
-        if current is not None and current.context is context:
-            return current
-        if message.backward in context.ended_passes:
-            if message.HasField("begin"):
-                self._answer_late(context, sender, message)
-            return None
-        if message.HasField("aborted"):
-            context.ended_passes[message.backward] = decode_error(message.aborted)
-            return None
-        return self._add_pass(context, message.backward)
+        with self._finding:  # messages of a pass may arrive on several threads at once, and make one pass
+            current = self._passes.get(message.backward)
+            if current is not None and current.context is context:
+                return current
+            has_ended = message.backward in context.ended_passes
+            if not has_ended and message.HasField("aborted"):
+                context.ended_passes[message.backward] = decode_error(message.aborted)
+                return None
+            made = None if has_ended else self._make_pass(context, message.backward)
+        if made is not None:
+            self._check(made)
+        elif message.HasField("begin"):
+            self._answer_late(context, sender, message)
+        return made
 
     def _answer_late(self, context: Context, sender: Identity, message: autograd_pb2.AutogradMessage) -> None:
         """Answers a begin that came after the pass has ended here: this worker received nothing from that neighbour."""

@@ -45,7 +45,8 @@ from rpcdist.autograd._spans import PassClock
 from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import decode_begin_options, decode_events, encode_error, encode_merged
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._executors.blocking import blocking
+from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
+from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.failures import text_of, traceback_of
 
 __all__ = ["BackwardPass"]
@@ -107,6 +108,9 @@ class BackwardPass:
         self._ready: list[Run] = []  # executed by the thread that handles events
         self._is_draining = False
         self._has_waiter = False
+        self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
+        self._last_link: MessageSink | None = None
+        self._led: MessageSink | None = None  # read by the thread that waits
 
     def __repr__(self) -> str:
         return f"<BackwardPass {self.id:#x} of {self.context!r}: {self._state!r}>"
@@ -139,13 +143,26 @@ class BackwardPass:
             self._inbox.append(job)
             if lazily:
                 return
-            if self._has_waiter:
+            if not self._has_waiter:
+                if self._is_draining:
+                    return
+                self._is_draining = True
+            else:
                 self._changed.notify_all()
-                return
-            if self._is_draining:
-                return
-            self._is_draining = True
-        self._sender.submit(self._drain)
+        if self._has_waiter:
+            self._ring()
+        else:
+            self._sender.submit(self._drain)
+
+    def _ring(self) -> None:
+        """Has the thread that waits look around, if it reads a connection meanwhile."""
+        led = self._led
+        if led is not None:
+            led.ring()
+
+    def went_by(self, to: int, session: MessageSink) -> None:
+        """The session by which a message to a neighbour went. Its answers will come there."""
+        self._links[to] = self._last_link = session
 
     def can_wait(self, sender: int, message: autograd_pb2.AutogradMessage) -> bool:
         """Whether nothing follows from a message yet: it is a begin whose verdicts are all open."""
@@ -159,7 +176,13 @@ class BackwardPass:
         is_open = not (received.used or received.unused or received.partly)
         return is_open and 0 < num_sends == len(received.open)
 
-    def take(self, sender: int, message: autograd_pb2.AutogradMessage, decode: Callable[[], object] | None) -> None:
+    def take(
+        self,
+        sender: int,
+        message: autograd_pb2.AutogradMessage,
+        decode: Callable[[], object] | None,
+        via: MessageSink | None = None,
+    ) -> None:
         """Handles a neighbour's message; only on the thread that handles the events of the pass.
 
         Args:
@@ -167,7 +190,10 @@ class BackwardPass:
             message: what it says.
             decode: returns its gradients, a list of tensors and None for each message of the graph; None if it has
                 none.
+            via: the session by which it came, and by which what this worker says goes.
         """
+        if via is not None:
+            self._links[sender] = self._last_link = via
         self._clock.heard(sender)
         if message.done.is_heavy:
             self.context.is_heavy_elsewhere = True
@@ -189,7 +215,9 @@ class BackwardPass:
                 if not self._inbox:
                     self._clock.idle()
                     self._is_draining = False
-                    return
+                    break
+        if hooks.enter is not None and self._last_link is not None:
+            hooks.last_act = LastAct(_nothing, self._last_link)  # the next thing to do will probably come from there
 
     def run_here(self, first: Job) -> None:
         """Calls `first`, then handles events on this thread until the pass is over; raises what ended it.
@@ -223,11 +251,22 @@ class BackwardPass:
         return self.flush if self._outbox or self.is_finishing else None
 
     def _wait(self) -> None:
+        deadline = self._options.deadline
         self._clock.idle()
-        with self._changed, blocking():
-            in_time = self._changed.wait_for(lambda: self._inbox or self.is_over, self._options.deadline.wait_s())
+        with blocking():
+            link = self._led = self._last_link  # set before `_is_waiting` looks: whoever posts later then rings
+            try:
+                if link is not None and link.lead(self._is_waiting, deadline.wait_s()):
+                    return
+            finally:
+                self._led = None
+            with self._changed:
+                in_time = self._changed.wait_for(lambda: not self._is_waiting(), deadline.wait_s())
         if not in_time:
             self.fail(self._late())
+
+    def _is_waiting(self) -> bool:
+        return not self._inbox and not self.is_over
 
     def expire(self) -> None:
         """Fails the pass because its deadline is over; for a pass without a thread that waits for it."""
@@ -281,7 +320,7 @@ class BackwardPass:
             if merged.done:
                 message.done.is_heavy = self.context.is_heavy
             large = self._sender.encode_gradients(to, message, merged.gradients) if merged.gradients else ()
-            self._sender.send(to, message, self, large)
+            self._sender.send(to, message, self, large, self._links.get(to))
         if ends:
             self._end(None)
 
@@ -393,9 +432,14 @@ class BackwardPass:
             self.is_over = True
             self.error = error
             self._changed.notify_all()
+        self._ring()
         self._gradients.close()
         self.context.ended_passes[self.id] = error
         self.context.spans.extend((self.id, *part) for part in self._clock.parts)
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)
         return True
+
+
+def _nothing() -> None:
+    """What a turn leaves to be sent: it has sent all."""

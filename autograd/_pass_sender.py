@@ -28,6 +28,9 @@ class MessageOwner(Protocol):
     def fail(self, exc: BaseException) -> None:
         """Ends the pass on all workers."""
 
+    def went_by(self, to: int, session: MessageSink) -> None:
+        """The session by which a message to a worker went."""
+
 
 class PassSender:
     """The connections of one worker, as its backward passes use them. Any thread may call any method.
@@ -53,11 +56,12 @@ class PassSender:
         body: autograd_pb2.AutogradMessage,
         owner: MessageOwner | None = None,
         large: Sequence[LargeBuffer] = (),
+        via: MessageSink | None = None,
     ) -> None:
-        """Sends a message, at most once; if that fails, its owner fails."""
+        """Sends a message, at most once, by the session `via` if it is open; if that fails, its owner fails."""
         observer = None if owner is None else _PassMessageObserver(self, owner, to)
         try:
-            self._host.send(to, body, large, observer)
+            self._host.send(to, body, large, observer, via)
         except RpcdistError as exc:
             if owner is not None:
                 owner.fail(self.lost(to, str(exc)))
@@ -98,6 +102,7 @@ class _PassMessageObserver:
         return self._owner.error is not None
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
+        self._owner.went_by(self._to, session)
         if session.closed_reason is not None:
             self._fail(self._sender.lost(self._to, session.closed_reason))
 

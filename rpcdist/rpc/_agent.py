@@ -27,7 +27,7 @@ from rpcdist.collectives import Store
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import MakeAutograd
-from rpcdist.rpc._calling.autograd_links import AutogradLinks, tell_autograd
+from rpcdist.rpc._calling.autograd_links import AutogradLinks, autograd_handler, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._calling.retries import Retries
@@ -243,7 +243,7 @@ class Agent:
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)
         handle("rref", self._control.on_message)
-        handle("autograd", self._control.on_message)
+        handle("autograd", autograd_handler(self.autograd, self._control))
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
         self._control.handle("autograd", self.autograd.on_message)

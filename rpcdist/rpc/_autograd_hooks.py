@@ -24,7 +24,7 @@ from rpcdist._proto import autograd_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.timers import Timer
-from rpcdist.rpc._peers.network import SendObserver
+from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
 
 __all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
@@ -54,13 +54,21 @@ class AutogradHooks(Protocol):
     """Distributed autograd of one agent."""
 
     def admit(self, context_id: int, sender: Identity) -> CallContext | None:
-        """The context of a call that arrived; None if it is over. On the I/O loop."""
+        """The context of a call that arrived; None if it is over. Any thread; it runs no code of users."""
         ...
 
     def on_message(
-        self, sender: Identity, message: autograd_pb2.AutogradMessage, buffers: Sequence[ReceiveBuffer]
+        self,
+        sender: Identity,
+        message: autograd_pb2.AutogradMessage,
+        buffers: Sequence[ReceiveBuffer],
+        via: MessageSink | None = None,
     ) -> None:
-        """A message arrived; on the I/O loop. The same message may come twice, and in any order with others."""
+        """A message arrived. The same message may come twice, and in any order with others.
+
+        On the I/O loop, or on a thread that reads for it; it runs no code of users. The ends of contexts come on the
+        loop. `via` is the session by which it came, and by which answers may go.
+        """
         ...
 
     def worker_lost(self, identity: Identity, exc: Exception) -> None:
@@ -143,8 +151,9 @@ class AutogradHost(Protocol):
         message: autograd_pb2.AutogradMessage,
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
+        via: MessageSink | None = None,
     ) -> None:
-        """Sends a message to another worker, at most once.
+        """Sends a message to another worker, at most once; by the session `via`, if it is open.
 
         Raises:
             TransportError, UnknownWorker: the worker is lost, or nobody has this id.

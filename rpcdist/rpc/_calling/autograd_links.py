@@ -13,15 +13,17 @@ from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.timers import Timers
+from rpcdist.rpc._peers.control_receiver import ControlReceiver
+from rpcdist.rpc._peers.demultiplexer import Handler, PoolJob
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._peers.router import Router
-from rpcdist.rpc._values import LargeBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 
-__all__ = ["AutogradLinks", "tell_autograd"]
+__all__ = ["AutogradLinks", "autograd_handler", "tell_autograd"]
 
 
 class AutogradLinks:
@@ -63,8 +65,28 @@ class AutogradLinks:
         message: autograd_pb2.AutogradMessage,
         buffers: Sequence[LargeBuffer] = (),
         observer: SendObserver | None = None,
+        via: MessageSink | None = None,
     ) -> None:
-        self._router.send(to, rpc_pb2.Message(autograd=message), buffers, observer)
+        if via is None or via.closed_reason is not None:
+            self._router.send(to, rpc_pb2.Message(autograd=message), buffers, observer)
+            return
+        number = via.send(rpc_pb2.Message(autograd=message), buffers)
+        if observer is not None:
+            observer.on_sent(via, number)
+
+
+def autograd_handler(hooks: AutogradHooks, control: ControlReceiver) -> Handler:
+    """Takes the messages of distributed autograd that arrive on sessions: numbered ones are applied once, in order."""
+
+    def on_message(
+        session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
+    ) -> None:
+        if message.control_seq:
+            control.on_message(session, message, buffers, jobs)
+        else:
+            hooks.on_message(session.peer, message.autograd, buffers, session)
+
+    return on_message
 
 
 def tell_autograd(hooks: AutogradHooks, events: PeerEvents, lifetime: Lifetime) -> None:

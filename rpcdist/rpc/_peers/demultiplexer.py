@@ -50,7 +50,9 @@ class Demultiplexer:
         kind = message.WhichOneof("body")
         if kind == "reply":
             return not message.reply.stream
-        return kind == "call" and not message.call.autograd_context
+        if kind == "autograd":
+            return not (message.control_seq or message.autograd.HasField("release"))
+        return kind == "call"
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""
