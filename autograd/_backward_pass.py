@@ -1,12 +1,8 @@
 """One backward pass on one worker: feeds events to the pure state machine `PassState`, and carries out its actions.
 
 Threads: `post` may be called on any thread, also on the I/O loop, and never waits. Events are handled one after the
-other: by the thread that waits for the pass on the worker where it began, and by a pool thread on the others. A run
-that blocks has a pool thread of its own.
-
-A *turn* is all that this thread does until nothing is left to do: it takes in all messages that have arrived, and runs
-what became ready. What the other workers must hear of it is sent together at the end of the turn, or before anything
-that may take long (`_outbox`).
+other, in the turns of one thread (`_pass_turns`); a run that blocks has a pool thread of its own. What the other
+workers must hear of a turn is sent together at its end, or before anything that may take long (`_outbox`).
 """
 
 from __future__ import annotations
@@ -14,7 +10,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial, reduce
 
@@ -41,11 +36,11 @@ from rpcdist.autograd._pass_events import (
     Started,
 )
 from rpcdist.autograd._pass_sender import PassSender
+from rpcdist.autograd._pass_turns import Job, PassTurns
 from rpcdist.autograd._spans import PassClock
 from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import decode_begin_options, decode_events, encode_error, encode_merged
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.failures import text_of, traceback_of
 
@@ -53,14 +48,12 @@ __all__ = ["BackwardPass"]
 
 logger = logging.getLogger(__name__)
 
-Job = Callable[[], object]
-
 
 MAX_NODES_BEFORE_SENDING = 64
 """A worker with a larger graph lets the others know what it has decided before it runs the graph."""
 
 
-class BackwardPass:
+class BackwardPass(PassTurns):
     """One backward pass on one worker.
 
     The first message of a pass may overtake the one that begins it, so a pass exists before its options are known:
@@ -87,11 +80,11 @@ class BackwardPass:
         on_end: Callable[[BackwardPass], object],
         root_gradients: Sequence[torch.Tensor] = (),
     ) -> None:
+        super().__init__(sender.submit, PassClock())
         self.context = context
         self.id = id
         self.root_gradients = root_gradients
         self.error: BaseException | None = None
-        self.is_over = False
         self.is_finishing = False
         self._on_end = on_end
         self._sender = sender
@@ -101,16 +94,10 @@ class BackwardPass:
         self._options = PassOptions()
         self._gradients = ArrivedGradients()
         self._outbox = Outbox()
-        self._clock = PassClock()
         self._involved: set[int] = set()
-        self._changed = threading.Condition()
-        self._inbox: deque[Job] = deque()
         self._ready: list[Run] = []  # executed by the thread that handles events
-        self._is_draining = False
-        self._has_waiter = False
         self._links: dict[int, MessageSink] = {}  # by neighbour: the session that carries the messages of both
-        self._last_link: MessageSink | None = None
-        self._led: MessageSink | None = None  # read by the thread that waits
+        self._ending = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<BackwardPass {self.id:#x} of {self.context!r}: {self._state!r}>"
@@ -137,32 +124,10 @@ class BackwardPass:
 
     # ------------------------------------------------------------ events
 
-    def post(self, job: Job, lazily: bool = False) -> None:
-        """Calls `job` on the thread that handles the events of this pass; `lazily`: not before the next event."""
-        with self._changed:
-            self._inbox.append(job)
-            if lazily:
-                return
-            if not self._has_waiter:
-                if self._is_draining:
-                    return
-                self._is_draining = True
-            else:
-                self._changed.notify_all()
-        if self._has_waiter:
-            self._ring()
-        else:
-            self._sender.submit(self._drain)
-
-    def _ring(self) -> None:
-        """Has the thread that waits look around, if it reads a connection meanwhile."""
-        led = self._led
-        if led is not None:
-            led.ring()
-
     def went_by(self, to: int, session: MessageSink) -> None:
         """The session by which a message to a neighbour went. Its answers will come there."""
-        self._links[to] = self._last_link = session
+        self._links[to] = session
+        self.follow(session)
 
     def can_wait(self, sender: int, message: autograd_pb2.AutogradMessage) -> bool:
         """Whether nothing follows from a message yet: it is a begin whose verdicts are all open."""
@@ -193,7 +158,7 @@ class BackwardPass:
             via: the session by which it came, and by which what this worker says goes.
         """
         if via is not None:
-            self._links[sender] = self._last_link = via
+            self.went_by(sender, via)
         self._clock.heard(sender)
         if message.done.is_heavy:
             self.context.is_heavy_elsewhere = True
@@ -205,72 +170,34 @@ class BackwardPass:
         if starts:  # what was kept until now is handled at the start, so that the first messages have its consequences
             self.start((), self.context.neighbours() | {sender}, sender)
 
-    def _drain(self) -> None:
-        while True:
-            job = self._next_job()
-            if job is not None:
-                self._guarded(job)
-                continue
-            with self._changed:
-                if not self._inbox:
-                    self._clock.idle()
-                    self._is_draining = False
-                    break
-        if hooks.enter is not None and self._last_link is not None:
-            hooks.last_act = LastAct(_nothing, self._last_link)  # the next thing to do will probably come from there
-
     def run_here(self, first: Job) -> None:
         """Calls `first`, then handles events on this thread until the pass is over; raises what ended it.
 
         Ctrl-C and other exceptions of this thread end the pass everywhere.
         """
-        self._has_waiter = True  # no other thread knows the pass yet
         try:
-            self._guarded(first)
-            while not self.is_over:
-                job = self._next_job()
-                if job is not None:
-                    self._guarded(job)
-                else:
-                    self._wait()
+            self.run_turns(first, self._options.deadline)
         except BaseException as exc:
             self.fail(exc)
             raise
         if self.error is not None:
             raise self.error
 
-    def _next_job(self) -> Job | None:
-        """The next event; when all are handled, the runs that they made ready, and then what the others must hear."""
-        with self._changed:
-            if self._inbox:
-                return self._inbox.popleft()
+    def next_step(self) -> Job | None:
+        """What to do when all events are handled: the runs that they made ready, then what the others must hear."""
         if self.is_over:
             return None
         if self._ready:
             return self._execute_ready
         return self.flush if self._outbox or self.is_finishing else None
 
-    def _wait(self) -> None:
-        deadline = self._options.deadline
-        self._clock.idle()
-        with blocking():
-            link = self._led = self._last_link  # set before `_is_waiting` looks: whoever posts later then rings
-            try:
-                if link is not None and link.lead(self._is_waiting, deadline.wait_s()):
-                    return
-            finally:
-                self._led = None
-            with self._changed:
-                in_time = self._changed.wait_for(lambda: not self._is_waiting(), deadline.wait_s())
-        if not in_time:
-            self.fail(self._late())
-
-    def _is_waiting(self) -> bool:
-        return not self._inbox and not self.is_over
-
     def expire(self) -> None:
         """Fails the pass because its deadline is over; for a pass without a thread that waits for it."""
-        self.post(lambda: self.fail(self._late()))
+        self.post(self.expire_here)
+
+    def expire_here(self) -> None:
+        """`expire` on the thread that handles the events."""
+        self.fail(self._late())
 
     def _late(self) -> DeadlineExceeded:
         names = self._sender.name_of
@@ -280,7 +207,8 @@ class BackwardPass:
             f"{self.context.id} on worker {names(self._sender.id)!r} ({'; '.join(waits) or 'a gate waits'})"
         )
 
-    def _guarded(self, job: Job) -> None:
+    def guarded(self, job: Job) -> None:
+        """Calls a job, unless the pass is over; the pass fails if the job does."""
         if self.is_over:
             return
         try:
@@ -298,7 +226,7 @@ class BackwardPass:
             if isinstance(action, Run):
                 if action.pending:
                     self.flush()  # its gates wait for what other workers do with these messages
-                    self._sender.submit(self._guarded, partial(self._execute_blocking, action))
+                    self._sender.submit(self.guarded, partial(self._execute_blocking, action))
                 else:
                     self._ready.append(action)
                 continue
@@ -426,20 +354,15 @@ class BackwardPass:
         self._sender.spread(self._involved | {worker_of(self.id)}, message)
 
     def _end(self, error: BaseException | None) -> bool:
-        with self._changed:
+        with self._ending:
             if self.is_over:
                 return False
-            self.is_over = True
             self.error = error
-            self._changed.notify_all()
-        self._ring()
+            self.is_over = True
+        self.wake()
         self._gradients.close()
         self.context.ended_passes[self.id] = error
         self.context.spans.extend((self.id, *part) for part in self._clock.parts)
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)
         return True
-
-
-def _nothing() -> None:
-    """What a turn leaves to be sent: it has sent all."""

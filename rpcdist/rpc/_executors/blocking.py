@@ -38,12 +38,13 @@ class LastAct(NamedTuple):
 class _ThreadHooks(threading.local):
     """What to call around a wait on this thread; None on threads that belong to no pool.
 
-    `last_act` is set by a job, and taken when it has ended.
+    `last_act` is set by a job, and taken when it has ended; `reads_jobs`, while a pool's thread reads its next job.
     """
 
     enter: Hook | None = None
     leave: Hook | None = None
     last_act: LastAct | None = None
+    reads_jobs: bool = False
 
 
 hooks = _ThreadHooks()

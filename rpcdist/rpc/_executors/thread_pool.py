@@ -147,7 +147,7 @@ class ThreadPool:
         # One that is about to park looks at the queue again, so a running thread is enough.
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
-        elif self._monitor.sleeping:
+        elif self._monitor.sleeping and not blocking.hooks.reads_jobs:  # such a thread takes the job itself, at once
             self._monitor.wake()
 
     def submit_many(self, jobs: Iterable[tuple[Function, tuple[object, ...]]]) -> None:
@@ -160,7 +160,7 @@ class ThreadPool:
             return
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
             self.start_one()
-        elif self._monitor.sleeping:
+        elif self._monitor.sleeping and not blocking.hooks.reads_jobs:
             self._monitor.wake()
 
     def stats(self) -> PoolStats:
@@ -293,11 +293,14 @@ class ThreadPool:
         answer, source = last_act
         try:
             if self._has_nothing_to_do():
+                blocking.hooks.reads_jobs = True
                 source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
             else:
                 answer()
         except BaseException as error:
             self._report(error, answer)
+        finally:
+            blocking.hooks.reads_jobs = False
 
     def _has_nothing_to_do(self) -> bool:
         return not self._queue and not self._stopping

@@ -52,7 +52,7 @@ class Demultiplexer:
             return not message.reply.stream
         if kind == "autograd":
             return not (message.control_seq or message.autograd.HasField("release"))
-        return kind == "call"
+        return bool(kind == "call")
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on a session. What they give the pool to do goes there together: one wake-up for all."""
