@@ -38,9 +38,11 @@ proto: $(READY)  ## rpcdist/_proto/ from proto/
 
 bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray; BENCH=--write keeps the tables
 	$(BIN)/python benchmarks/rpc.py $(BENCH)
+	$(BIN)/python benchmarks/rpc.py --channels tcp $(BENCH)
 	$(BIN)/python benchmarks/rpc.py --channels grpc $(BENCH)
 	$(BIN)/python benchmarks/rpc.py --unsuspecting $(BENCH)
 	$(if $(RAY),$(BIN)/python benchmarks/rpc.py --ray $(RAY) $(BENCH))
+	$(BIN)/python benchmarks/scale.py $(BENCH)
 	$(BIN)/python benchmarks/collectives.py $(BENCH)
 	$(BIN)/python benchmarks/autograd.py $(BENCH)
 	$(BIN)/python benchmarks/autograd.py --channels grpc $(BENCH)

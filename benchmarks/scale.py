@@ -1,0 +1,77 @@
+"""$ python benchmarks/scale.py
+Starts many workers on one machine, and lets all of them call all others; shows times, connections and memory.
+
+The processes are forked from one that has imported torch, so the start is that of the world and not torch's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from statistics import median
+
+from _report import RESULTS, Line, about_machine, layout, show, write_results
+from _scale import Scale, measure_scale
+
+from rpcdist.testing import WorkerPool
+
+HEAD: Line = ("what", "unit", "measured", "budget", "ok")
+START_LIMIT_S = 20.0
+
+
+def lines_of(scale: Scale) -> list[Line]:
+    """The table."""
+    num_workers = len(scale.joined)
+
+    def line(what: str, unit: str, value: float, limit: float | None = None) -> Line:
+        verdict = "" if limit is None else "yes" if value <= limit else "NO"
+        return what, unit, show(value), "" if limit is None else f"at most {limit:g} {unit}".rstrip(), verdict
+
+    def typical(states: str, attribute: str, scale_by: float = 1) -> float:
+        return float(median(getattr(state, attribute) for state in getattr(scale, states))) * scale_by
+
+    return [
+        line(f"start of {num_workers} workers", "s", scale.start_s, START_LIMIT_S),
+        line("connections that a worker has opened when all have joined, most", "", max(
+            state.num_opened for state in scale.joined[1:]), 1),
+        line("the same, the coordinator, which watches the others", "", scale.joined[0].num_opened, num_workers - 1),
+        line("first call of all to all", "s", scale.first_s),
+        line("connections that a worker has opened then, most", "", max(
+            state.num_opened for state in scale.called), num_workers - 1),
+        line("second call of all to all", "s", scale.second_s),
+        line("shutdown", "s", scale.shutdown_s),
+        *(
+            row
+            for when, states in (("when all have joined", "joined"), ("after the calls", "called"))
+            for row in (
+                line(f"threads of a worker {when}", "", typical(states, "num_threads")),
+                line(f"descriptors of a worker {when}", "", typical(states, "num_descriptors")),
+                line(f"private memory of a worker {when}", "MiB", typical(states, "private_bytes", 2**-20)),
+            )
+        ),
+    ]  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
+    parser.add_argument("--workers", type=int, default=32, help="how many (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
+    arguments = parser.parse_args()
+    if arguments.workers < 2:
+        parser.error(f"--workers {arguments.workers}: at least 2")
+    os.environ.setdefault("RPCDIST_TEST_SCALE", "3")  # the kit's limits suit a few workers
+    about = about_machine("rpcdist", "torch", "grpcio", "uvloop")
+    print("\n".join(about), flush=True)
+    with WorkerPool() as pool:
+        lines = lines_of(measure_scale(pool, arguments.workers))
+    table = layout(HEAD, lines)
+    print("\n".join(["", *table]))
+    if arguments.write:
+        write_results("scale.py", [*about, "", *table])
+    return int(arguments.check and any(line[-1] == "NO" for line in lines))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
