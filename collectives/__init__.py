@@ -43,6 +43,7 @@ _MODULES = {
     "._api.point_to_point": "P2POp batch_isend_irecv irecv isend recv send",
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
+    "._api.torch_names": "GroupName _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint",
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
     "._stores.hash_store": "HashStore",
@@ -64,6 +65,9 @@ _MODULES = {
     ),
     ".process_group": "ProcessGroup",
     ".work": "Work",
+    # Of the layer above: scripts of torch name these types in annotations of communication hooks.
+    "..parallel.comm_hooks": "BuiltinCommHookType GradBucket",
+    "..parallel._ddp._reducer": "Reducer",
 }
 _LAZY = {name: module for module, names in _MODULES.items() for name in names.split()}
 _MODULES_AS_NAMES = frozenset({"collective_utils", "flight_recorder", "functional"})
@@ -93,6 +97,7 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.operations import *
     from rpcdist.collectives._api.point_to_point import *
     from rpcdist.collectives._api.split_groups import *
+    from rpcdist.collectives._api.torch_names import *
     from rpcdist.collectives._group.backend_contract import GroupBackend
     from rpcdist.collectives._group.backend_contract import GroupContext as GroupContext
     from rpcdist.collectives._operations.operation import ReduceOp as ReduceOp

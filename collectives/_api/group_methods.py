@@ -61,10 +61,12 @@ class LowerCaseOperations:
 
     # ------------------------------------------------------------ one tensor
 
-    def allreduce(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> Work:
-        """`opts`: AllreduceOptions, or a ReduceOp."""
+    def allreduce(
+        self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None, *, op: object = None
+    ) -> Work:
+        """`opts`: AllreduceOptions, or a ReduceOp, which may be given as `op`."""
         tensor = _one(tensors)
-        given = _options(AllreduceOptions, opts, "reduceOp", timeout)
+        given = _options(AllreduceOptions, _either(opts, op), "reduceOp", timeout)
         return self._binding_of(tensor).all_reduce(tensor, given.reduceOp, given.asyncOp, given.timeout_s)
 
     def allreduce_coalesced(self, tensors: Sequence[torch.Tensor], opts: object = None) -> Work:
@@ -74,18 +76,26 @@ class LowerCaseOperations:
         return _submit(binding, lowering.all_reduce_coalesced(binding.place, list(tensors), given.reduceOp), given)
 
     def reduce(
-        self, tensors: Tensors, opts: object = None, op: object = ReduceOp.SUM, timeout: timedelta | None = None
+        self,
+        tensors: Tensors,
+        opts: object = None,
+        op: object = ReduceOp.SUM,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> Work:
-        """`opts`: ReduceOptions, or the root's rank."""
+        """`opts`: ReduceOptions, or the root's rank, which may be given as `root`."""
         tensor = _one(tensors)
-        given = _options(ReduceOptions, opts, "rootRank", timeout, reduceOp=op)
+        given = _options(ReduceOptions, _either(opts, root), "rootRank", timeout, reduceOp=op)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.reduce(binding.place, tensor, given.rootRank, given.reduceOp), given)
 
-    def broadcast(self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None) -> Work:
-        """`opts`: BroadcastOptions, or the root's rank."""
+    def broadcast(
+        self, tensors: Tensors, opts: object = None, timeout: timedelta | None = None, *, root: int | None = None
+    ) -> Work:
+        """`opts`: BroadcastOptions, or the root's rank, which may be given as `root`."""
         tensor = _one(tensors)
-        given = _options(BroadcastOptions, opts, "rootRank", timeout)
+        given = _options(BroadcastOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.broadcast(binding.place, tensor, given.rootRank), given)
 
@@ -107,27 +117,41 @@ class LowerCaseOperations:
     _allgather_base = all_gather_single
 
     def gather(
-        self, output_tensors: TensorLists, input_tensors: Tensors, opts: object = None, timeout: timedelta | None = None
+        self,
+        output_tensors: TensorLists,
+        input_tensors: Tensors,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> Work:
-        """`opts`: GatherOptions, or the root's rank; `output_tensors` is empty everywhere else."""
+        """`opts`: GatherOptions, or the root's rank, also as `root`; `output_tensors` is empty everywhere else."""
         tensor, outputs = _one(input_tensors), _list(output_tensors)
-        given = _options(GatherOptions, opts, "rootRank", timeout)
+        given = _options(GatherOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.gather(binding.place, outputs, tensor, given.rootRank), given)
 
     def scatter(
-        self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, timeout: timedelta | None = None
+        self,
+        output_tensors: Tensors,
+        input_tensors: TensorLists,
+        opts: object = None,
+        timeout: timedelta | None = None,
+        *,
+        root: int | None = None,
     ) -> Work:
-        """`opts`: ScatterOptions, or the root's rank; `input_tensors` is empty everywhere else."""
+        """`opts`: ScatterOptions, or the root's rank, also as `root`; `input_tensors` is empty everywhere else."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
-        given = _options(ScatterOptions, opts, "rootRank", timeout)
+        given = _options(ScatterOptions, _either(opts, root), "rootRank", timeout)
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.scatter(binding.place, tensor, inputs, given.rootRank), given)
 
-    def reduce_scatter(self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None) -> Work:
-        """`opts`: ReduceScatterOptions, or a ReduceOp."""
+    def reduce_scatter(
+        self, output_tensors: Tensors, input_tensors: TensorLists, opts: object = None, *, op: object = None
+    ) -> Work:
+        """`opts`: ReduceScatterOptions, or a ReduceOp, which may be given as `op`."""
         tensor, inputs = _one(output_tensors), _list(input_tensors)
-        given = _options(ReduceScatterOptions, opts, "reduceOp")
+        given = _options(ReduceScatterOptions, _either(opts, op), "reduceOp")
         binding = self._binding_of(tensor)
         return _submit(binding, lowering.reduce_scatter(binding.place, tensor, inputs, given.reduceOp), given)
 
@@ -194,13 +218,13 @@ class LowerCaseOperations:
 
     # ------------------------------------------------------------ point to point, barriers
 
-    def send(self, tensors: Tensors, dst_rank: int, tag: int = 0) -> Work:
+    def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:
         """To a rank of the group; done when the tensor may be changed again."""
-        return self._binding_of(_one(tensors)).send(_one(tensors), dst_rank, tag)
+        return self._binding_of(_one(tensors)).send(_one(tensors), dstRank, tag)
 
-    def recv(self, tensors: Tensors, src_rank: int, tag: int = 0) -> Work:
+    def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:
         """From a rank of the group."""
-        return self._binding_of(_one(tensors)).recv(_one(tensors), src_rank, tag)
+        return self._binding_of(_one(tensors)).recv(_one(tensors), srcRank, tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
         """From whichever rank sends first."""
@@ -217,6 +241,13 @@ class LowerCaseOperations:
         """Waits for all ranks; its error names those that did not come, all of them in either case."""
         given = _options(BarrierOptions, None, timeout=timeout)
         self.binding(self.object_device).submit(lowering.barrier(), False, given.timeout_s)
+
+
+def _either(opts: object, named: object) -> object:
+    """The options, or the one value that a keyword of torch's gives instead."""
+    if opts is not None and named is not None:
+        raise TypeError(f"got {opts!r} as well as the keyword argument {named!r}; give one of them")
+    return named if opts is None else opts
 
 
 def _last(works: Iterable[Work]) -> Work:

@@ -70,6 +70,8 @@ class ReduceOp(Enum):
     PREMUL_SUM = 8
 
 
+ReduceOp.RedOpType = ReduceOp  # type: ignore[attr-defined]  # torch's name of the type of its members
+
 DTYPES: Final = (
     torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16, torch.bfloat16, torch.float32,
     torch.float64, torch.bool, torch.complex64, torch.complex128, torch.complex32, torch.uint16, torch.uint32,

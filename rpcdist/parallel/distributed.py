@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +33,7 @@ from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._tensor_tree import find_tensors
 from rpcdist.parallel._ddp._torch_hooks import adapt_hook
+from rpcdist.parallel._ddp._torch_methods import TorchMethods
 from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
 from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
@@ -41,7 +42,7 @@ from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
 __all__ = ["DistributedDataParallel"]
 
 
-class DistributedDataParallel(nn.Module, Joinable):
+class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     """Trains the same module on all ranks of a group: gradients are averaged over the ranks during the backward pass.
 
     Wrap the module on every rank, train as in a single process, and give each rank its own part of the data. The
@@ -412,35 +413,7 @@ class DistributedDataParallel(nn.Module, Joinable):
         """Registers a hook by its type."""
         self.register_comm_hook(self.process_group, builtin_hook(comm_hook_type))  # type: ignore[arg-type]
 
-    def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
-        raise ConfigError(
-            "_register_fused_optim is not supported; step the optimizer after backward, or in a hook of each parameter "
-            "(register_post_accumulate_grad_hook) with gradient_as_bucket_view=True"
-        )
-
-    # ------------------------------------------------------------ other methods of torch's class
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
-        if not any(name.startswith("module.") for name in state_dict):
-            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
-        return super().load_state_dict(state_dict, *args, **kwargs)
-
-    @staticmethod
-    def _set_params_and_buffers_to_ignore_for_model(
-        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
-    ) -> None:
-        """Leaves parameters and buffers, by their names in the module, to each rank. Call it before wrapping."""
-        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
-        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
-            if name in params_and_buffers_to_ignore:
-                tensor._ddp_ignored = True  # type: ignore[attr-defined]
-
-    @staticmethod
-    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
-        for name, parameter in module.named_parameters():
-            if not hasattr(parameter, "_ddp_ignored"):
-                yield (name, parameter) if named_params else parameter
+    # ------------------------------------------------------------ other methods of torch's class; see `TorchMethods`
 
     @classmethod
     def _get_active_ddp_module(cls) -> DistributedDataParallel | None:
@@ -449,11 +422,6 @@ class DistributedDataParallel(nn.Module, Joinable):
     def _get_ddp_logging_data(self) -> dict[str, str | int]:
         """Options, buckets and times, for debugging."""
         return logging_data(self.module, self.reducer, self.forward_sync_buffers)
-
-    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
-        """Checks the rate and ignores it: times are taken in every iteration."""
-        if sample_rate < 1:
-            raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
 
     def _set_static_graph(self) -> None:
         """The same as `static_graph=True`; call it before training."""

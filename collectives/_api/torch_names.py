@@ -1,0 +1,110 @@
+"""Names of `torch.distributed` that scripts use beside the documented ones."""
+
+from __future__ import annotations
+
+import pdb
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import NewType
+
+import torch
+
+from rpcdist.collectives._api.operations import all_gather_single, barrier, reduce_scatter_single
+from rpcdist.collectives._group.world import Group, current_world, default_group, member_group
+from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives.work import Work
+
+__all__ = ["GroupName", "_all_gather_base", "_coalescing_manager", "_reduce_scatter_base", "breakpoint"]
+
+GroupName = NewType("GroupName", str)
+"""What `ProcessGroup.group_name` is."""
+
+
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+    """Starts the debugger on one rank, in the caller's frame; the others wait until it goes on. All ranks call it.
+
+    Args:
+        rank: the rank in the world to stop on.
+        skip: pass over the first calls from this line.
+        timeout_s: from now on the limit of the operations of all groups, so that none ends while somebody debugs; None
+            leaves the limits.
+    """
+    caller = sys._getframe(1)
+    group = default_group()
+    if group.next_number(f"breakpoint at {caller.f_code.co_filename}:{caller.f_lineno}") <= skip:
+        return
+    if timeout_s is not None:
+        for known in current_world().groups.values():
+            known.set_timeout(timedelta(seconds=timeout_s))
+    if group.rank() == rank:
+        print(f"rank {rank} stops here; the other ranks wait for it", file=sys.stderr)
+        _Debugger().set_trace(caller)
+    barrier()
+
+
+class _Debugger(pdb.Pdb):
+    """A debugger for processes whose `sys.stdin` is not the terminal, as those of `multiprocessing`."""
+
+    def interaction(self, *args: object, **kwargs: object) -> None:
+        before = sys.stdin
+        try:
+            with open("/dev/stdin") as sys.stdin:
+                super().interaction(*args, **kwargs)  # type: ignore[arg-type]  # its arguments differ between versions
+        finally:
+            sys.stdin = before
+
+
+class _CoalescedWorks:
+    """What `_coalescing_manager` yields."""
+
+    def __init__(self) -> None:
+        self.works: list[Work] = []
+
+    def append(self, work: Work | None) -> None:
+        """Adds an operation to wait for."""
+        if work is not None:
+            self.works.append(work)
+
+    def wait(self) -> None:
+        """Waits for the operations that were added; those called inside without `async_op` are done."""
+        for work in self.works:
+            work.wait()
+
+
+@contextmanager
+def _coalescing_manager(
+    group: Group = None, device: torch.device | None = None, async_ops: bool = False
+) -> Iterator[_CoalescedWorks]:
+    """For scripts of torch: each operation inside runs when it is called, so nothing is coalesced.
+
+    Small operations are cheap here; `all_reduce_coalesced` joins several into one.
+    """
+    member_group(group, "_coalescing_manager")
+    yield _CoalescedWorks()
+
+
+def _all_gather_base(
+    output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Group = None, async_op: bool = False
+) -> Work | None:
+    """The old name of `all_gather_into_tensor`."""
+    _renamed("_all_gather_base", "all_gather_into_tensor")
+    return all_gather_single(output_tensor, input_tensor, group, async_op)
+
+
+def _reduce_scatter_base(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    op: object = ReduceOp.SUM,
+    group: Group = None,
+    async_op: bool = False,
+) -> Work | None:
+    """The old name of `reduce_scatter_tensor`."""
+    _renamed("_reduce_scatter_base", "reduce_scatter_tensor")
+    return reduce_scatter_single(output, input, op, group, async_op)
+
+
+def _renamed(name: str, instead: str) -> None:
+    warnings.warn(f"`{name}` is deprecated; please use `{instead}`", FutureWarning, stacklevel=3)

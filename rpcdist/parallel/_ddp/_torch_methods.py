@@ -1,0 +1,68 @@
+"""Methods of torch's DistributedDataParallel that scripts call, and that the training itself does not need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.nn.parallel.scatter_gather import gather, scatter_kwargs
+
+from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._devices import move_to
+
+__all__ = ["TorchMethods"]
+
+
+class TorchMethods(nn.Module):
+    """See `DistributedDataParallel`, whose part this is."""
+
+    dim: int
+    device_type: str
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        """Loads a state of this class, or one of the bare module, whose names lack the prefix `module.`."""
+        if not any(name.startswith("module.") for name in state_dict):
+            state_dict = {f"module.{name}": value for name, value in state_dict.items()}
+        return super().load_state_dict(state_dict, *args, **kwargs)
+
+    @staticmethod
+    def _set_params_and_buffers_to_ignore_for_model(
+        module: nn.Module, params_and_buffers_to_ignore: Sequence[str]
+    ) -> None:
+        """Leaves parameters and buffers, by their names in the module, to each rank. Call it before wrapping."""
+        module._ddp_params_and_buffers_to_ignore = params_and_buffers_to_ignore  # type: ignore[assignment]
+        for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+            if name in params_and_buffers_to_ignore:
+                tensor._ddp_ignored = True  # type: ignore[attr-defined]
+
+    @staticmethod
+    def _get_data_parallel_params(module: nn.Module, named_params: bool = False) -> Iterator[Any]:
+        for name, parameter in module.named_parameters():
+            if not hasattr(parameter, "_ddp_ignored"):
+                yield (name, parameter) if named_params else parameter
+
+    def _set_ddp_runtime_logging_sample_rate(self, sample_rate: int) -> None:
+        """Checks the rate and ignores it: times are taken in every iteration."""
+        if sample_rate < 1:
+            raise ConfigError("DDP runtime logging sample rate should be equal or greater than 1")
+
+    def _register_fused_optim(self, optim: object, *args: object, **kwargs: object) -> NoReturn:
+        raise ConfigError(
+            "_register_fused_optim is not supported; step the optimizer after backward, or in a hook of each parameter "
+            "(register_post_accumulate_grad_hook) with gradient_as_bucket_view=True"
+        )
+
+    def scatter(self, inputs: Any, kwargs: Any, device_ids: Sequence[int | torch.device]) -> Any:
+        """Cuts positional and keyword arguments along `dim`, one part for each device."""
+        return scatter_kwargs(inputs, kwargs, device_ids, dim=self.dim)
+
+    def gather(self, outputs: Any, output_device: int | torch.device) -> Any:
+        """Joins the outputs of several devices along `dim`."""
+        return gather(outputs, output_device, dim=self.dim)
+
+    def to_kwargs(self, inputs: Any, kwargs: Any, device_id: int) -> tuple[tuple[Any], tuple[Any]]:
+        """Positional and keyword arguments on a device, each as a tuple of one: for that device."""
+        device = torch.device(self.device_type, device_id)
+        return (move_to(inputs, device),), (move_to(kwargs, device),)

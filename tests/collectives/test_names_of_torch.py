@@ -1,0 +1,210 @@
+"""The names and signatures of torch, module by module: what is missing or differs here is listed, with the reason."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pdb
+import types
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as torch_distributed
+from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
+from torch.utils.data import DistributedSampler as TorchSampler
+
+from rpcdist import collectives
+from rpcdist.collectives.torch_backend import TorchProcessGroup
+from rpcdist.data import DistributedSampler
+from rpcdist.errors import ConfigError
+from rpcdist.parallel import DistributedDataParallel, SyncBatchNorm, ZeroRedundancyOptimizer
+
+TORCH = "torch.distributed"
+
+MISSING = {
+    f"{TORCH} rpcdist.collectives": {
+        "Logger": "the logger inside torch's DDP; ours has _get_ddp_logging_data",
+        "ProcessGroupGloo": "a class of torch's backend; ours is made by init_process_group('gloo')",
+        "RankType": "a type alias of torch's, of a number or a symbol of its compiler",
+        "log": "torch's own logger",
+        "timedelta": "of the standard library, imported there by accident",
+    },
+    f"{TORCH}.collective_utils rpcdist.collectives.collective_utils": {
+        "all_gather_object_enforce_type": "what torch's all_gather checks types with; ours does it inside",
+        "SyncPayload": "what torch's functions send inside",
+    },
+    f"{TORCH}.algorithms.join rpcdist.parallel.algorithms": {},
+    f"{TORCH}.algorithms.ddp_comm_hooks rpcdist.parallel.comm_hooks": {},
+    f"{TORCH}.algorithms.ddp_comm_hooks.default_hooks rpcdist.parallel.comm_hooks": {},
+    f"{TORCH}.algorithms.ddp_comm_hooks.powerSGD_hook rpcdist.parallel.comm_hooks": {
+        "batched_powerSGD_hook": "fails with torch 2.13, too",
+    },
+    f"{TORCH}.algorithms.ddp_comm_hooks.quantization_hooks rpcdist.parallel.comm_hooks": {},
+    f"{TORCH}.device_mesh rpcdist.collectives.device_mesh": {},
+}
+
+DIFFERENT_SIGNATURES = {
+    f"{TORCH} rpcdist.collectives": {
+        "rendezvous": "the keyword arguments have another name, which no caller sees",
+    },
+}
+
+
+def quietly_imported(name: str) -> Any:
+    """A module of torch's, without what it says about itself being deprecated."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return importlib.import_module(name)
+
+
+def public_names(module: types.ModuleType) -> list[str]:
+    """What a module defines or lends: its `__all__`, or, in `torch.distributed`, all that it has."""
+    listed = getattr(module, "__all__", None)
+    names = listed if listed is not None else [name for name in dir(module) if not name.startswith("_")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of deprecated names
+        found = [name for name in names if not isinstance(getattr(module, name), types.ModuleType)]
+        own = module.__name__ == TORCH or listed is not None
+        return [name for name in found if own or getattr(getattr(module, name), "__module__", "") == module.__name__]
+
+
+def parameter_names(function: Any) -> list[str] | None:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):  # of C++
+        return None
+
+
+@pytest.mark.parametrize("pair", sorted(MISSING))
+def test_every_name_of_torch_is_here_or_listed(pair: str) -> None:
+    theirs, ours = map(quietly_imported, pair.split())
+    missing = {name for name in public_names(theirs) if not name.startswith("_") and not hasattr(ours, name)}
+    assert missing == set(MISSING[pair])
+
+
+@pytest.mark.parametrize("pair", sorted(MISSING))
+def test_functions_take_the_arguments_of_torch(pair: str) -> None:
+    theirs, ours = map(quietly_imported, pair.split())
+    different = set()
+    for name in public_names(theirs):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            function = getattr(theirs, name)
+            if not inspect.isfunction(function) or not hasattr(ours, name):
+                continue
+        wanted, got = parameter_names(function), parameter_names(getattr(ours, name))
+        if wanted is not None and got is not None and got[: len(wanted)] != wanted:
+            different.add(name)
+    assert different == set(DIFFERENT_SIGNATURES.get(pair, {}))
+
+
+CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
+    "ProcessGroup": (
+        torch_distributed.ProcessGroup,
+        collectives.ProcessGroup,
+        {
+            **dict.fromkeys(("CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "BackendType"), "numbers"),
+            **dict.fromkeys(("boxed", "unbox"), "torch's wrapping for its compiler"),
+            "merge_remote_group": "torch's groups that grow; see shrink_group",
+            "use_pg_for_symm_mem_rendezvous": "symmetric memory of GPUs",
+        },
+    ),
+    "Store": (torch_distributed.Store, collectives.Store, {}),
+    "Work": (
+        torch_distributed.Work,
+        collectives.Work,
+        dict.fromkeys(("boxed", "unbox"), "torch's wrapping for its compiler"),
+    ),
+    "DistributedDataParallel": (TorchDataParallel, DistributedDataParallel, {}),
+    "DistributedSampler": (TorchSampler, DistributedSampler, {}),
+    "SyncBatchNorm": (torch.nn.SyncBatchNorm, SyncBatchNorm, {}),
+    "ZeroRedundancyOptimizer": (
+        quietly_imported("torch.distributed.optim").ZeroRedundancyOptimizer,
+        ZeroRedundancyOptimizer,
+        {},
+    ),
+}
+
+ON_INSTANCES = {"bound_device_id"}
+"""Attributes that the constructor sets."""
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_every_method_of_torch_is_here_or_listed(name: str) -> None:
+    theirs, ours, listed = CLASSES[name]
+    missing = {each for each in vars(theirs) if not each.startswith("_") and not hasattr(ours, each)} - ON_INSTANCES
+    assert missing == set(listed)
+
+
+@pytest.mark.parametrize("name", sorted(CLASSES))
+def test_methods_take_the_arguments_of_torch(name: str) -> None:
+    theirs, ours, _ = CLASSES[name]
+    for each, function in vars(theirs).items():
+        if inspect.isfunction(function) and hasattr(ours, each) and (each == "__init__" or not each.startswith("_")):
+            wanted, got = parameter_names(function), parameter_names(getattr(ours, each))
+            assert wanted is not None and got is not None
+            lacking = [parameter for parameter in wanted if parameter not in got]
+            assert not lacking or any(text in got for text in ("kwargs", "_", "options")), (each, lacking)
+
+
+@pytest.fixture
+def world_of_one() -> Iterator[None]:
+    collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
+    yield
+    collectives.destroy_process_group()
+
+
+def test_old_names_of_functions(world_of_one: None) -> None:
+    one, all_ranks = torch.ones(2), torch.zeros(2)
+    with pytest.warns(FutureWarning, match="all_gather_into_tensor"):
+        collectives._all_gather_base(all_ranks, one)
+    with pytest.warns(FutureWarning, match="reduce_scatter_tensor"):
+        collectives._reduce_scatter_base(one, all_ranks * 3)
+    with collectives._coalescing_manager(async_ops=True) as manager:
+        manager.append(collectives.all_reduce(one, async_op=True))
+        collectives.all_reduce(all_ranks)
+    manager.wait()
+    assert one.tolist() == [3.0, 3.0] and all_ranks.tolist() == [1.0, 1.0]
+
+
+def test_keywords_of_the_methods_of_groups(world_of_one: None) -> None:
+    group, one = collectives.group.WORLD, torch.ones(2)
+    assert isinstance(group, collectives.ProcessGroup)
+    group.allreduce([one], op=collectives.ReduceOp.MAX).wait()
+    group.broadcast(one, root=0).wait()
+    group.reduce(one, root=0, op=collectives.ReduceOp.SUM).wait()
+    group.reduce_scatter(one, [one + 1], op=collectives.ReduceOp.MIN).wait()
+    group.gather([[torch.zeros(2)]], [one], root=0).wait()
+    group.scatter(one, [one + 1], root=0).wait()
+    assert one.tolist() == [3.0, 3.0]
+    with pytest.raises(TypeError, match="give one of them"):
+        group.broadcast(one, 0, root=0)
+    for method, keyword in (("send", "dstRank"), ("recv", "srcRank")):
+        with pytest.raises(ConfigError, match="should not be the same"):
+            getattr(group, method)([one], **{keyword: 0})
+
+
+def test_the_debugger_stops_in_the_callers_frame(world_of_one: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    stops: list[str] = []
+    monkeypatch.setattr(pdb.Pdb, "set_trace", lambda self, frame: stops.append(frame.f_code.co_name))
+    for _ in range(3):
+        collectives.breakpoint(skip=2, timeout_s=50)
+    assert stops == ["test_the_debugger_stops_in_the_callers_frame"]
+    group = collectives.group.WORLD
+    assert isinstance(group, collectives.ProcessGroup) and group.timeout_s == 50
+    collectives.breakpoint(rank=1, timeout_s=None)
+    assert len(stops) == 1
+
+
+def test_arguments_are_cut_and_moved_as_by_torch(world_of_one: None) -> None:
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    [[moved]], [named] = model.to_kwargs((torch.ones(2),), {"scale": 2}, 0)
+    assert moved.tolist() == [1.0, 1.0] and named == {"scale": 2}
+
+
+def test_the_type_of_reduce_operations_has_torchs_name() -> None:
+    assert collectives.ReduceOp.RedOpType is collectives.ReduceOp  # type: ignore[attr-defined]  # see there
+    assert issubclass(TorchProcessGroup, torch_distributed.ProcessGroup)
