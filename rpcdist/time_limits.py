@@ -267,7 +267,7 @@ UNARY_DRAIN_LIMIT_S: Final = 0.5
 LINK_CLOSE_LIMIT_S: Final = 2.0
 """The end of one connection: the stream and its gRPC channel."""
 LISTENER_STOP_LIMIT_S: Final = 2.0
-"""The end of the local channel's listener and of the sessions that came through it."""
+"""The end of a raw listener and of the sessions that came through it."""
 LEADER_LEAVE_LIMIT_S: Final = 0.5
 """The I/O loop waits so long for a thread that reads from a connection which ends; then that thread closes it."""
 GRPC_STOP_GRACE_S: Final = 0.2

@@ -190,7 +190,7 @@ class ClientHandshake(_HandshakeSide):
     Args:
         token: the job token.
         job: the job's name, empty where none was given; both sides must say the same.
-        role: what the connection is for ("rpc", "store", "collective" ...).
+        role: what the connection is for ("rpc", "store", "socket" ...).
         identity: who this process is.
         purpose: which of several takers of the role is meant, and what for.
         channel: the kind of connection, and its two ends as this side sees them.

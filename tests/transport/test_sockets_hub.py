@@ -32,6 +32,8 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node, unix_sockets
 from rpcdist.transport._channels import stream_sockets
+from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport._server import stream_listeners
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -207,6 +209,26 @@ def test_a_hub_opens_once_and_needs_a_good_host() -> None:
             hub.close()
         with pytest.raises(TransportError):
             SocketHub.open(hub, "127.0.0.1")
+
+
+def test_the_hubs_and_the_sessions_of_a_node_share_its_listeners(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "auto")
+    with running_node() as node:
+        address = node.serve("127.0.0.1", 0)
+        one, other = SocketHub(node), SocketHub(node)
+        places = [HubAddress.parse(hub.open("127.0.0.1")) for hub in (one, other)]
+        assert places[0] == dataclasses.replace(places[1], taker=places[0].taker) and places[0] != places[1]
+        assert places[0].port == node._server._streams.tcp_port
+        if unix_sockets.has_abstract_sockets():
+            assert places[0].unix_name == local_name(address)
+        for unix in [unix.values[0] for unix in UNIX]:  # the same purpose, and each gets its own
+            for hub in (one, other):
+                with one.connect(hub.address, "x", LIMIT_S, unix=bool(unix)) as here, hub.expect("x", LIMIT_S) as there:
+                    talk(here, there)
+        one.close()
+        with other.connect(other.address, "x", LIMIT_S) as here, other.expect("x", LIMIT_S) as there:
+            talk(here, there)
+        other.close()
 
 
 # ------------------------------------------------------------ strangers
