@@ -11,6 +11,8 @@ on its own share of the images. With `--servers 3` each of three servers has a t
 --mode sync       The servers wait for the gradients of all trainers, average them and take one step.
 --mode optimizer  Distributed autograd carries gradients to the servers, where `DistributedOptimizer` takes the steps.
 
+--kill 1 kills trainer 1 in the middle of its work and starts it again; the others go on, and the picture shows when.
+
 It starts its processes itself. Under torchrun the first ranks are the servers, and all others are trainers:
 
     $ torchrun --nproc-per-node 3 examples/parameter_server.py --mode sync
@@ -21,13 +23,17 @@ from __future__ import annotations
 import argparse
 import importlib.util
 import math
+import os
+import signal
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Never
@@ -39,7 +45,7 @@ from torch.nn.functional import cross_entropy, linear
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, WorkerLost
 from rpcdist.launch import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
@@ -68,6 +74,7 @@ class Options:
     min_accuracy: float
     picture: Path
     staleness: int | None = None  # no limit
+    kill: int | None = None  # this trainer dies once
 
     @property
     def steps_per_epoch(self) -> int:
@@ -77,7 +84,8 @@ class Options:
     def __str__(self) -> str:
         servers = f"{self.servers} servers, " if self.servers > 1 else ""
         staleness = "" if self.staleness is None else f"staleness {self.staleness}, "
-        return f"{self.mode}, {servers}{staleness}{self.trainers} trainers, {self.epochs} epochs"
+        killed = "" if self.kill is None else f", trainer {self.kill} killed once"
+        return f"{self.mode}, {servers}{staleness}{self.trainers} trainers, {self.epochs} epochs{killed}"
 
 
 # ---- the model, as a function of one vector of parameters, which can be divided anywhere; and the data
@@ -202,11 +210,14 @@ def fetch(servers: Servers) -> Tensor:
 def train(
     servers: Servers, progress: rpc.RRef[Progress], trainer: int, share: Digits, test_digits: Digits, options: Options
 ) -> None:
-    """Trains on its share; the first server calls this on each trainer."""
-    torch.manual_seed(options.seed + 1 + trainer)
+    """Trains on its share, from the first epoch that is not done; the first server calls this on each trainer."""
+    first_epoch = 1 + progress.rpc_sync().num_epochs_done(trainer)
+    torch.manual_seed(options.seed + 1 + trainer + first_epoch)
     images, labels = (part.to(options.device) for part in share)
     learner = (OptimizerLearner if options.mode == "optimizer" else PushLearner)(servers, trainer, options)
-    for epoch in range(1, options.epochs + 1):
+    for epoch in range(first_epoch, options.epochs + 1):
+        if trainer == options.kill and first_epoch == 1 and epoch == 1 + options.epochs // 2:
+            os.kill(os.getpid(), signal.SIGKILL)
         order = torch.randperm(len(labels))[: options.steps_per_epoch * options.batch_size]
         losses = [learner.step((images[batch], labels[batch])) for batch in order.split(options.batch_size)]
         accuracy = measure_accuracy(fetch(servers), test_digits)
@@ -269,7 +280,16 @@ class Progress:
 
             bar = partial(tqdm, total=options.epochs * options.steps_per_epoch, unit="step", dynamic_ncols=True)
             self.bars = [bar(desc=f"trainer {trainer}", position=trainer) for trainer in range(options.trainers)]
+        self.absence: list[tuple[int, float]] = []  # of the killed trainer: when it died and when it was back
         self.started = time.monotonic()
+
+    def num_epochs_done(self, trainer: int) -> int:
+        return len(self.accuracies[trainer])
+
+    def mark(self, trainer: int, what: str) -> None:
+        """The trainer was killed, or is back."""
+        self.absence.append((len(self.losses[trainer]), self.elapsed_s()))
+        print(f"trainer {trainer}: {what} after {self.elapsed_s():.1f} s", flush=True)
 
     def epoch_done(self, trainer: int, epoch: int, losses: list[float], accuracy: float) -> None:
         self.losses[trainer] += losses
@@ -300,6 +320,12 @@ def draw(progress: Progress, options: Options, accuracy: float) -> None:
         left.plot(losses, color=look["color"], alpha=0.15, linewidth=0.7, zorder=1)
         left.plot(means, **look)
         right.plot(*zip(*progress.accuracies[trainer], strict=True), marker=".", linewidth=1, **look)
+    if len(progress.absence) == 2:
+        (step, died_s), (_, back_s) = progress.absence
+        text = f"trainer {options.kill} is killed,\nand back {back_s - died_s:.1f} s later"
+        left.axvline(step, color="black", linestyle=":", linewidth=1)
+        left.text(step, left.get_ylim()[1], f" {text}", verticalalignment="top", fontsize="small")
+        right.axvspan(died_s, back_s, color=f"C{options.kill}", alpha=0.15, label=f"without trainer {options.kill}")
     left.set(title="Training loss (faint: of each batch)", xlabel="step of the trainer", yscale="log")
     right.set(title="Test accuracy in % after each epoch", xlabel="seconds", ylim=(None, 100.5))
     right.axhline(accuracy, color="gray", linestyle="--", linewidth=1, label=f"{accuracy:.1f} % at the end", zorder=1)
@@ -322,7 +348,8 @@ def drive(options: Options) -> float:
     shares = zip(*(part.chunk(options.trainers) for part in train_digits), strict=True)
     progress = Progress(options)
     arguments = [(servers, rpc.RRef(progress), i, share, test_digits, options) for i, share in enumerate(shares)]
-    rpc.wait_all([rpc.rpc_async(f"trainer{i}", train, a, timeout=0) for i, a in enumerate(arguments)])  # no limit
+    with ThreadPoolExecutor(options.trainers) as threads:
+        list(threads.map(partial(drive_trainer, progress), range(options.trainers), arguments))
     seconds = progress.elapsed_s()
     for bar in progress.bars:
         bar.close()
@@ -332,8 +359,34 @@ def drive(options: Options) -> float:
     return accuracy
 
 
+def drive_trainer(progress: Progress, trainer: int, arguments: tuple[object, ...]) -> None:
+    """Has one trainer train; when it dies as it was told to, its successor goes on."""
+    name = f"trainer{trainer}"
+    while True:
+        try:
+            return rpc.rpc_sync(name, train, arguments, timeout=0)  # no limit
+        except WorkerLost:
+            if trainer != progress.options.kill or progress.absence:
+                raise
+        progress.mark(trainer, "killed")
+        rpc.wait_for_worker(name)
+        progress.mark(trainer, "back")
+
+
 def run_process(rank: int, options: Options) -> None:
-    """What each process does: rank 0 drives the training, the others serve its calls."""
+    """What each process of the launcher does; the one of the trainer that is killed starts it, and starts it again."""
+    if options.kill is None or rank != options.servers + options.kill:
+        return run_worker(rank, options)
+    while True:
+        worker = get_context("spawn").Process(target=run_worker, args=(rank, options))
+        worker.start()
+        worker.join()
+        if worker.exitcode != -signal.SIGKILL:
+            sys.exit(worker.exitcode)
+
+
+def run_worker(rank: int, options: Options) -> None:
+    """Rank 0 drives the training, the others serve its calls."""
     torch.set_num_threads(1)  # the processes share the cores already
     name = f"server{rank}" if rank < options.servers else f"trainer{rank - options.servers}"
     rpc.init_rpc(name)
@@ -358,6 +411,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--servers", type=positive(int), default=1, metavar="N", help="number of servers, which share the parameters")
     add("--trainers", type=positive(int), default=unset, metavar="N", help="number of trainers (default: 2)")
     add("--staleness", type=int, default=unset, metavar="K", help="steps that a trainer may be ahead (default: any)")
+    add("--kill", type=int, default=unset, metavar="TRAINER", help="kill this trainer once, and start it again")
     add("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes through its images")
     add("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer")
     add("--lr", type=positive(float), default=0.2, help="learning rate")
@@ -421,6 +475,12 @@ def check(options: Options) -> None:
     if options.staleness is not None and (options.mode == "sync" or options.staleness < 0):
         raise ValueError(
             "--staleness is a number of steps, for the modes async and optimizer; in sync no trainer is ahead"
+        )
+    if options.kill is not None and not 0 <= options.kill < options.trainers:
+        raise ValueError(f"--kill {options.kill}: the trainers are 0 to {options.trainers - 1}")
+    if options.kill is not None and (options.mode != "async" or options.staleness is not None or options.epochs < 2):
+        raise ValueError(
+            "--kill is for --mode async without --staleness, where nobody waits for the dead, and 2 epochs"
         )
     if options.device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"--device {options.device}: torch finds no GPU here")

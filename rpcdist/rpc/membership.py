@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
-from rpcdist.errors import BlockingInLoop
+from rpcdist.backoff import backoff
+from rpcdist.deadline import Deadline
+from rpcdist.errors import BlockingInLoop, WorkerLost
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._membership.membership_watch import MembershipChange
-from rpcdist.rpc._membership.serving import STOP
+from rpcdist.rpc._membership.serving import PING, STOP
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.worker_info import WorkerInfo
+from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, MIN_WAIT_S
 
 __all__ = ["MembershipChange", "on_membership_change", "serve", "stop_serving", "wait_for_worker", "workers"]
 
@@ -26,7 +30,7 @@ def workers(role: str | None = None) -> list[WorkerInfo]:
 
 
 def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo:
-    """Waits until a worker of this name is in the job and lives: one that was late, or the replacement of a lost one.
+    """Waits until a worker of this name is in the job and answers: one that is late, or the replacement of a lost one.
 
     Args:
         name: of the worker.
@@ -39,7 +43,18 @@ def wait_for_worker(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> WorkerInfo
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("rpc.wait_for_worker", "await asyncio.to_thread(rpc.wait_for_worker, ...)")
     agent = current_agent()
-    return agent.directory.wait_until_lives(name, agent.caller.timeout_of(timeout))
+    deadline = Deadline.after(agent.caller.timeout_of(timeout))
+    pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+    while True:
+        info = agent.directory.wait_until_lives(name, deadline)
+        limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
+        try:
+            # A worker counts as alive until its death is certain, half a second after its connection broke.
+            agent.caller.gather(info.id, PING, (), limit_s)
+        except WorkerLost:
+            time.sleep(next(pauses))
+        else:
+            return info
 
 
 def on_membership_change(callback: Callable[[MembershipChange], object]) -> Callable[[], None]:

@@ -39,6 +39,17 @@ def test_hello_prints_what_its_docstring_says() -> None:
 
 
 @pytest.mark.multiproc
+@FULL_ONLY
+def test_parameter_server_outlives_a_trainer(tmp_path: Path) -> None:
+    result = run(sys.executable, PARAMETER_SERVER, "--kill", "1", *SHORT, "--picture", tmp_path / "picture.png")
+    assert last_accuracy(result) >= SHORT_ACCURACY
+    said = [line.split(" after")[0] for line in result.stdout.splitlines()]
+    assert said.index("trainer 1: killed") < said.index("trainer 1: back")
+    assert [line for line in said if line.startswith("trainer 1: epoch 8/8")]
+    assert (tmp_path / "picture.png").exists()
+
+
+@pytest.mark.multiproc
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
@@ -143,6 +154,8 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         (("--lr", "nan"), "--lr: 'nan' is not a positive number"),
         (("--mode", "sync", "--staleness", "2"), "for the modes async and optimizer; in sync no trainer is ahead"),
         (("--staleness", "-1"), "--staleness is a number of steps"),
+        (("--kill", "2"), "--kill 2: the trainers are 0 to 1"),
+        (("--kill", "1", "--mode", "sync"), "--kill is for --mode async without --staleness"),
         (("--servers", "0"), "--servers: '0' is not a positive whole number"),
     ],
 )

@@ -85,12 +85,20 @@ def test_waiting_for_a_worker() -> None:
         waiting = cluster.begin("a", rpc.wait_for_worker, "c")
         cluster.join("c", 2)
         assert waiting.result(LIMIT_S) == rpc.WorkerInfo("c", 2)
+        with cluster.use("b"):
+            held: rpc.Future[object] = rpc.rpc_async("c", enter_and_stay)
+            assert entered.wait(LIMIT_S)
         cluster.kill("c")
-        with cluster.use("b") as agent:
-            eventually(lambda: not agent.directory.is_living(2), "b knows that c is lost")
-        waiting = cluster.begin("b", rpc.wait_for_worker, "c")
+        with cluster.use("b"), pytest.raises(WorkerLost):
+            held.wait()
+        calling = cluster.begin("b", _wait_and_call, "c")  # though c is not given up yet
         cluster.restart("c")
-        assert waiting.result(LIMIT_S) == rpc.WorkerInfo("c", 2)
+        assert calling.result(LIMIT_S) == 3
+
+
+def _wait_and_call(to: str) -> int:
+    rpc.wait_for_worker(to)
+    return int(rpc.rpc_sync(to, add, (1, 2)))
 
 
 async def test_waits_are_refused_on_a_loop() -> None:
@@ -158,6 +166,11 @@ def fail() -> None:
 @rpc.idempotent
 def lose_another() -> None:
     raise WorkerLost("z", "a call", 0.0, "it was not mine")
+
+
+async def enter_and_stay() -> None:
+    entered.set()
+    await asyncio.Event().wait()
 
 
 class Table:

@@ -13,9 +13,10 @@ from typing import Any
 from rpcdist.deadline import Deadline
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 
-__all__ = ["STOP", "Serving"]
+__all__ = ["PING", "STOP", "Serving"]
 
 STOP = "rpcdist.rpc._membership.serving:stop"
+PING = "rpcdist.rpc._membership.serving:ping"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -76,7 +77,10 @@ class Serving:
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
         """What every peer may call, by the name on the wire."""
-        return {STOP: self._on_stop}
+        return {STOP: self._on_stop, PING: self._on_ping}
 
     async def _on_stop(self, name: str) -> None:
         self.stop(f"worker {name!r} asked for it")
+
+    async def _on_ping(self) -> None:
+        """The answer says that this worker lives."""

@@ -311,13 +311,13 @@ class Directory:
         with self._lock:
             return {name: why for _, (name, why) in sorted(self._losses.items())}
 
-    def wait_until_lives(self, name: str, timeout_s: float) -> WorkerInfo:
+    def wait_until_lives(self, name: str, deadline: Deadline) -> WorkerInfo:
         """Waits until a worker of this name is in the job and lives; blocks.
 
         Raises:
             DeadlineExceeded: the time is over.
         """
-        deadline = Deadline.after(timeout_s)
+        waited_s = deadline.remaining_s()
 
         def found() -> Member | None:
             return next((member for member in self._living.values() if member.identity.name == name), None)
@@ -327,8 +327,8 @@ class Directory:
                 if deadline.expired():
                     there = ", ".join(sorted(member.identity.name for member in self._living.values()))
                     raise DeadlineExceeded(
-                        f"worker {name!r} did not join within {timeout_s:g} s; these are there: {there}. Check that it "
-                        "was started under this name, with the same MASTER_ADDR and MASTER_PORT, and look at its log"
+                        f"worker {name!r} did not join within {waited_s:.3g} s; these are there: {there}. Check that "
+                        "it was started under this name, with the same MASTER_ADDR and MASTER_PORT, and look at its log"
                     )
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
         return WorkerInfo(member.identity.name, member.identity.id)
