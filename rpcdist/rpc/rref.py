@@ -21,7 +21,7 @@ from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
-from rpcdist.rpc._rref.host import RRefHome
+from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
 from rpcdist.rpc._rref.proxy import RRefProxy
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -69,7 +69,7 @@ class PyRRef(Generic[T]):
     def _set(self, home: RRefHome, handle: Handle) -> None:
         self._home = home
         self._handle = handle
-        self._creation: Future[Any] | None = None
+        self._creation: CreationOutcome | None = None  # None if it was not made by `remote` here
         self._type_future: Future[type] | None = None
         self._invoker_names: dict[str, Future[str]] = {}  # by method
 
@@ -206,10 +206,11 @@ class PyRRef(Generic[T]):
 
     def _get_future(self) -> Future[Any]:
         """The future of the call of `remote` that made this reference; a finished one if none did."""
-        if self._creation is None:
-            self._creation = Future()
-            self._creation.set_result(None)
-        return self._creation
+        if self._creation is not None:
+            return self._creation.future()
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return done
 
     def backward(self, dist_autograd_ctx_id: int = -1, retain_graph: bool = False) -> None:
         """Runs the backward pass with the value as root; blocks.

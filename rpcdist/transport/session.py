@@ -10,7 +10,9 @@ import asyncio
 import logging
 import threading
 import time
+from _thread import get_ident
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -24,7 +26,7 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.messages import WireMessage
 from rpcdist.transport.shared_payloads import SharedPayloads
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
@@ -34,6 +36,7 @@ logger = logging.getLogger(__name__)
 _OWN_KINDS = frozenset(
     ("heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer")
 )
+FLUSH_FRAMES = 32  # so many messages of a burst are written by the thread that makes them, if the loop is late
 MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
@@ -152,6 +155,7 @@ class Session:
         self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
         self._is_draining = False  # then only the writer may leave the queue empty, since it tells `drain`
+        self._flushing = 0  # the thread that will call `flush` when it has sent
         self._last_sent = self.last_received
         self._tick_due = 0.0
         self._tick_handle: asyncio.TimerHandle | None = None
@@ -188,18 +192,35 @@ class Session:
         number = self._outgoing.add(message, buffers)
         # The message is in the queue before the flag is read, and the writer clears the flag before it looks at the
         # queue for the last time: whoever comes first, one of the two sees the message.
-        if not self._awake and not (_is_awaited(message) and self._send_here()):
-            self._awake = True
-            self._io.call_soon(self._wake_writer)
+        if self._flushing == get_ident():
+            return number  # `lead` flushes
+        if self._awake:
+            if self._outgoing.num_frames >= FLUSH_FRAMES:  # the peer need not wait until the loop gets its turn
+                self._write_here()
+        elif not (_is_urgent(message) and self._is_idle() and self._write_here()):
+            self._tell_writer()
         return number
 
-    def _send_here(self) -> bool:
+    def flush(self) -> None:
+        """Writes what waits, on this thread if that is possible; for a thread that is about to wait for an answer."""
+        if self._outgoing and not self._write_here() and not self._awake:
+            self._tell_writer()
+
+    def _tell_writer(self) -> None:
+        self._awake = True
+        self._io.call_soon(self._wake_writer)
+
+    def _is_idle(self) -> bool:
+        """Whether nothing was written for a while: then the next message is the first of a burst, or alone."""
+        return time.monotonic() - self._last_sent >= BURST_GAP_S
+
+    def _write_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
-        channel, now = self._direct, time.monotonic()
-        if channel is None or now - self._last_sent < BURST_GAP_S or not self._turn.acquire(blocking=False):
+        channel = self._direct
+        if channel is None or not self._turn.acquire(blocking=False):
             return False
         try:
-            self._last_sent = now  # before the write: what other threads queue meanwhile is a burst
+            self._last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
             for _ in range(MAX_PUTS):
                 parts = self._outgoing.next_parts() if channel.is_free and self.closed_reason is None else None
                 if parts is None:
@@ -315,10 +336,19 @@ class Session:
     ) -> bool:
         """Has this thread read while it waits, if the channel can do that and nobody else reads; see `Lead.lead`."""
         if self._direct is not None:
-            return self._direct.lead(is_waiting, timeout_s, sleep, first)
+            return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._send_first, first))
         if first is not None:
             first()
         return False
+
+    def _send_first(self, first: Callable[[], object] | None) -> None:
+        try:
+            if first is not None:
+                self._flushing = get_ident()
+                first()
+        finally:
+            self._flushing = 0
+            self.flush()
 
     def ring(self) -> None:
         """Has a thread that leads ask `is_waiting` again; any thread."""
@@ -485,14 +515,10 @@ class Session:
         return self._direct is not None and self._direct.has_unread
 
 
-def _is_awaited(message: WireMessage) -> bool:
-    """Whether somebody probably waits for this message: whoever calls `remote` goes on, and sends more."""
-    if isinstance(message, CompactCall):
-        return message.result is None
-    if isinstance(message, CompactReply):
-        return not message.created
-    if message.HasField("call"):
-        return not message.call.HasField("result")
+def _is_urgent(message: WireMessage) -> bool:
+    """Whether the message is worth a write of its own, which lets the peer begin at once."""
+    if not isinstance(message, rpc_pb2.Message):
+        return True
     if message.HasField("autograd"):
         return not message.control_seq
-    return message.HasField("reply") and not message.reply.created
+    return message.HasField("call") or message.HasField("reply")

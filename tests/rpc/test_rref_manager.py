@@ -92,13 +92,10 @@ class Cluster:
         """A reference, and what delivers the call, runs it, and delivers the reply."""
         manager, owners = self.hosts[creator].manager, self.hosts[owner].manager
         rref, fork = manager.create_remote(owner)
-        future: Future[Any] = Future()
-        rref._creation = future
-        manager.track_creation(fork, future)
 
         def deliver() -> None:
             owners.set_value(owners.accept_creation(fork, creator), value)
-            future.set_result(None)
+            manager.on_created(fork)
 
         return rref, deliver
 

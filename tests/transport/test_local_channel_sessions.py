@@ -19,6 +19,8 @@ from rpcdist.transport import session as session_module
 from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, frame
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.session import FLUSH_FRAMES
 
 
 @pytest.fixture
@@ -42,20 +44,61 @@ def reply(id: int) -> rpc_pb2.Message:
         (reply(1), [], True),
         (call(1), [b"x" * 100_000], True),
         (call(1), [b"x" * 10 * CHUNK_BYTES], False),  # the rest is the writer's
-        (rpc_pb2.Message(call=rpc_pb2.Call(id=1, result={})), [], False),
-        (rpc_pb2.Message(reply=rpc_pb2.Reply(id=1, created=True)), [], False),
+        (CompactCall(1, "m:f"), [], True),
+        (CompactReply(1, created=True), [], True),
         (rpc_pb2.Message(ack=rpc_pb2.Ack(control_seq=1)), [], False),
     ],
-    ids=["call", "reply", "small buffer", "large buffer", "remote()", "created", "ack"],
+    ids=["call", "reply", "small buffer", "large buffer", "compact call", "created", "ack"],
 )
 async def test_what_somebody_waits_for_is_written_at_once(
-    pair: ChannelPair, message: rpc_pb2.Message, buffers: list[bytes], expected: bool
+    pair: ChannelPair, message: WireMessage, buffers: list[bytes], expected: bool
 ) -> None:
     """The loop does not run in between, so only this thread can have written it."""
     session = pair.sessions[0]
     session.send(message, [Bytes(data) for data in buffers])
     assert session._outgoing.is_empty is expected and session._awake is not expected
     assert await session.drain(LIMIT_S)
+
+
+async def test_a_wait_flushes_a_burst(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop does not run in between: the thread that is about to wait writes what it and others have queued."""
+    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
+    session = pair.sessions[0]
+    session.send(call(1))
+    assert not session._outgoing.is_empty
+    session.lead(lambda: False, 0.0, None, lambda: session.send(call(2)))
+    assert session._outgoing.is_empty
+    assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
+
+
+async def test_what_was_queued_goes_out_even_if_the_wait_does_not_begin(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+
+    def first() -> None:
+        session.send(call(1))
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        session.lead(lambda: True, LIMIT_S, None, first)
+    assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
+
+
+async def test_a_flush_leaves_to_the_writer_what_it_cannot_write(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    with session._turn:  # another thread writes
+        session.lead(lambda: False, 0.0, None, lambda: session.send(call(1)))
+    assert session._awake and (await pair.handlers[1].next())[0] == 1
+
+
+async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
+    pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
+    session = pair.sessions[0]
+    for number in range(FLUSH_FRAMES + 5):
+        session.send(call(number + 1))
+    assert session._outgoing.num_frames == 5
+    assert [(await pair.handlers[1].next())[0] for _ in range(FLUSH_FRAMES + 5)] == list(range(1, FLUSH_FRAMES + 6))
 
 
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:

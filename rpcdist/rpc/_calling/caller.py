@@ -23,6 +23,7 @@ from rpcdist.rpc._calling.call_table import (
     ReplySink,
 )
 from rpcdist.rpc._calling.call_timer import CallTimer
+from rpcdist.rpc._calling.creations import Creation, CreationListener
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, Admission, InFlightBytes
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
@@ -155,12 +156,13 @@ class Caller:
         args: Any,
         kwargs: Any,
         timeout_s: float,
+        listener: CreationListener,
         on: HandleState | None = None,
-    ) -> Future[Any]:
+    ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `_call`."""
-        future: Future[Any] = Future()
-        self._call(to, func, args, kwargs, timeout_s, self._sink(future), result=share, on=on)
-        return future
+        creation = Creation(share, listener, self._submit, self.allow_pickle)
+        self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
+        return creation
 
     def fetch(self, owner: int, share: Share, timeout_s: float) -> Future[Any]:
         """The value of a remote reference, from its owner. Asking twice does no harm."""

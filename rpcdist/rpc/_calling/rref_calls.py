@@ -107,12 +107,10 @@ class RRefCalls:
         owner = self._directory.resolve(to)
         rref, share = self._rrefs.create_remote(owner)
         try:
-            created = self._caller.remote(owner, share, func, args, kwargs, timeout_s, on)
+            rref._creation = self._caller.remote(owner, share, func, args, kwargs, timeout_s, self._rrefs, on)
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)
             raise
-        rref._creation = created
-        self._rrefs.track_creation(share, created)
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:

@@ -15,7 +15,7 @@ from rpcdist.rpc._rref.identifiers import Incarnation
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["RRefHome", "RRefHost"]
+__all__ = ["CreationOutcome", "RRefHome", "RRefHost"]
 
 
 class RRefHost(Protocol):
@@ -33,6 +33,13 @@ class RRefHost(Protocol):
 
     def incarnation_of(self, worker_id: int) -> int:
         """Of the process that has this id now; 0 if it is unknown."""
+
+
+class CreationOutcome(Protocol):
+    """The call of a `remote()`, to be asked what became of it."""
+
+    def future(self) -> Future[Any]:
+        """Done when the owner holds the result."""
 
 
 class RRefHome(Protocol):

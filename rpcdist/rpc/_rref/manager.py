@@ -71,7 +71,7 @@ class RRefManager:
     def create_remote(self, owner: int) -> tuple[Any, Share]:
         """Begins a `remote()`: the reference, and what the call says that its result is.
 
-        The caller reports how the call ends: `on_created` or `on_creation_failed`, also when it could not be sent.
+        Whoever makes the call reports how it ends: `on_created` or `on_creation_failed`, also when it was not sent.
 
         Raises:
             OwnerLost: the owner is declared dead.
@@ -85,19 +85,6 @@ class RRefManager:
         if handle.state.error is not None:
             raise fresh_copy(handle.state.error)
         return self._wrap(handle), Share(rref, fork)
-
-    def track_creation(self, share: Share, future: Future[Any]) -> None:
-        """Has the end of the call of a `remote()` reported."""
-        future.is_quiet = True  # the error surfaces where the reference is used
-
-        def ended(future: Future[Any]) -> None:  # must not hold the reference, which the future would keep alive
-            error = future.exception()
-            if error is None:
-                self.on_created(share)
-            else:
-                self.on_creation_failed(share, error)
-
-        future.add_done_callback(ended)
 
     def on_created(self, share: Share) -> None:
         """The reply to `remote()` says that the owner holds the result."""

@@ -37,7 +37,7 @@ class ActiveCall:
         entry: for `remote()`: where the result is kept.
         autograd: the caller's context, in which the function runs.
         value: the share of the reference whose method is called, or whose value is fetched.
-        target: of a method: the value that it is called on, which may not be there yet.
+        target: the value that is fetched, or that a method is called on, which may not be there yet.
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_chained: the function has returned a future, and that is waited for.
     """

@@ -145,7 +145,7 @@ class Dispatcher:
             except RpcdistError as exc:
                 self.fail(active, exc)
                 return
-        if active.value is not None and not active.is_fetch and not self._find_target(active, active.value):
+        if active.value is not None and not self._find_target(active, active.value):
             return
         confirmed = arguments.confirmation() if arguments is not None else None
         if confirmed is not None:
@@ -157,11 +157,19 @@ class Dispatcher:
             jobs.append((self.run, (active,)))
 
     def _find_target(self, active: ActiveCall, value: Share) -> bool:
-        """Looks up the value that a method is called on; False if the call runs later, when the value is there."""
+        """Looks up the value that is fetched, or that a method is called on.
+
+        Returns:
+            Whether it is there. If not, the call goes on when it is: a method in the pool, a fetch on the thread that
+            has made the value.
+        """
         peer = active.session.peer
         active.target = target = self._rrefs.get_value_future(value, peer.id, peer.incarnation)
         if target.done():
             return True
+        if active.is_fetch:
+            self._chain(active, target)
+            return False
         active.is_chained = True
 
         def there(_: object) -> None:
@@ -214,7 +222,8 @@ class Dispatcher:
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if active.is_fetch:
-                self._fetch(active)
+                assert active.target is not None
+                self._chain(active, active.target)
             else:
                 self._invoke(active)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
@@ -262,12 +271,6 @@ class Dispatcher:
 
         active.is_chained = True
         future.add_done_callback(completed)
-
-    def _fetch(self, active: ActiveCall) -> None:
-        assert active.value is not None
-        peer = active.session.peer
-        future = self._rrefs.get_value_future(active.value, peer.id, peer.incarnation)
-        self._chain(active, future)
 
     # ------------------------------------------------------------ user loop
 

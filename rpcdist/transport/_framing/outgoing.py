@@ -150,6 +150,11 @@ class Outgoing:
         return bool(self._frames or self._offers or (self._transfers and self._credit_bytes > 0))
 
     @property
+    def num_frames(self) -> int:
+        """How many messages wait to be written."""
+        return len(self._frames)
+
+    @property
     def is_empty(self) -> bool:
         return not (self._frames or self._transfers)
 
