@@ -7,7 +7,7 @@ import pytest
 from rpcdist.collectives._transports.sockets import spin_policy
 from rpcdist.collectives._transports.sockets.spin_policy import MAX_SPINS, MIN_SPINS, SpinPolicy
 
-HERE, THERE = "127.0.0.1:1", "127.0.0.2:1"
+HERE, THERE = "127.0.0.1:1/a", "127.0.0.2:1/a"
 
 
 @pytest.fixture(autouse=True)
