@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel import algorithms as algorithms
     from rpcdist.parallel import comm_hooks as comm_hooks
     from rpcdist.parallel import distributed as distributed
+    from rpcdist.parallel import model_averaging as model_averaging
     from rpcdist.parallel import pipeline as pipeline
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
@@ -28,6 +29,7 @@ __all__ = [
     "algorithms",
     "comm_hooks",
     "distributed",
+    "model_averaging",
     "pipeline",
     "sync_batch_norm",
     "zero_redundancy",
@@ -43,6 +45,7 @@ _HOMES: dict[str, str | None] = {
     "algorithms": None,
     "comm_hooks": None,
     "distributed": None,
+    "model_averaging": None,
     "pipeline": None,
     "sync_batch_norm": None,
     "zero_redundancy": None,

@@ -16,10 +16,10 @@ from torch.utils.hooks import RemovableHandle
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._arguments import choose_sync, member_group, refuse_unsupported
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
+from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group, refuse_mixed_precision
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
@@ -67,7 +67,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             `param_to_hook_all_reduce` is ready, outside of the buckets.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
         mixed_precision: not supported; use `torch.autocast`.
-        device_mesh: not supported; pass `process_group`.
+        device_mesh: a mesh of one dimension, whose ranks are the group; instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
             the same parameters must be unused on all ranks.
         bucket_cap_mb_list: one cap per bucket; the last cap holds for all later buckets.
@@ -108,14 +108,14 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        refuse_unsupported(mixed_precision, device_mesh, process_group)
+        refuse_mixed_precision(mixed_precision)
         if check_reduction:
             warnings.warn("The `check_reduction` argument is deprecated: it does nothing", FutureWarning, stacklevel=2)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
-        self.process_group = member_group(process_group)
+        self.process_group = member_group(group_of_mesh(device_mesh, process_group))
         adopt_sync_batch_norms(module, self.process_group)
         self.module = module
         self.dim = dim

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
-from rpcdist.parallel._ddp._arguments import default_group, member_group
+from rpcdist.parallel._ddp._ddp_arguments import default_group, member_group
 
 __all__ = ["SyncBatchNorm", "adopt_sync_batch_norms"]
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
-from rpcdist.parallel._ddp._arguments import member_group
+from rpcdist.parallel._ddp._ddp_arguments import member_group
 from rpcdist.parallel._ddp._parameters import broadcast_tensors
 from rpcdist.parallel.algorithms import Join, Joinable, JoinHook
 

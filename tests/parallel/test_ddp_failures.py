@@ -133,7 +133,7 @@ ARGUMENT_ERRORS = {
     "two devices": "start one process for each device",
     "cpu device": "device_ids and output_device are for modules on one accelerator; this one is on cpu",
     "mixed precision": "run the forward pass under torch.autocast",
-    "mesh": "pass process_group=rpcdist.collectives.new_group(ranks)",
+    "mesh": "made by init_device_mesh",
     "cap": "a bucket cap of 0 MiB makes no sense",
     "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",
     "group": "process_group is a builtins.int; make groups with rpcdist.collectives.new_group",

@@ -10,7 +10,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 
-__all__ = ["choose_sync", "default_group", "member_group", "refuse_unsupported"]
+__all__ = ["choose_sync", "default_group", "group_of_mesh", "member_group", "refuse_mixed_precision"]
 
 
 def member_group(given: ProcessGroup | None) -> ProcessGroup:
@@ -59,14 +59,26 @@ def choose_sync(broadcast_buffers: bool | None, forward_sync_buffers: bool | Non
     return broadcast_buffers is not False
 
 
-def refuse_unsupported(
-    mixed_precision: object | None, device_mesh: object | None, process_group: ProcessGroup | None
-) -> None:
-    """Raises ConfigError, with an alternative, for arguments of torch that are not supported."""
-    if process_group is not None and device_mesh is not None:
+def group_of_mesh(device_mesh: object, process_group: ProcessGroup | None) -> ProcessGroup | None:
+    """The group of a mesh of one dimension, ours or torch's; without a mesh, the given group.
+
+    Raises:
+        ConfigError: there is a group as well, or the mesh has several dimensions.
+    """
+    if device_mesh is None:
+        return process_group
+    if process_group is not None:
         raise ConfigError("Cannot specify both process_group and device_mesh arguments.")
-    if device_mesh is not None:
-        raise ConfigError("device_mesh is not supported: pass process_group=rpcdist.collectives.new_group(ranks)")
+    get_group = getattr(device_mesh, "get_group", None)
+    if get_group is None:
+        raise ConfigError(f"device_mesh is a mesh, made by init_device_mesh, not {device_mesh!r}")
+    if getattr(device_mesh, "ndim", 1) != 1:
+        raise ConfigError(f'Only 1D device mesh is supported, but got {device_mesh}; pass one dimension, mesh["name"].')
+    return member_group(get_group())
+
+
+def refuse_mixed_precision(mixed_precision: object | None) -> None:
+    """Raises ConfigError, with an alternative."""
     if mixed_precision is not None:
         raise ConfigError(
             "mixed_precision is not supported: run the forward pass under torch.autocast, and halve the bytes on the "
