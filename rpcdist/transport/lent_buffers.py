@@ -99,6 +99,11 @@ class LentBuffers:
         return self._borrower.has_ended or self._lender.has_withdrawn
 
     @property
+    def is_news_due(self) -> bool:
+        """Whether the peer should be told with the next message, and not only when a timer says so."""
+        return self._borrower.is_return_due or self._lender.has_withdrawn
+
+    @property
     def has_leases(self) -> bool:
         """Whether tensors here lie in memory of the peer, as far as is known."""
         return self._borrower.has_leases

@@ -68,7 +68,7 @@ class SharedPayloads:
         self.is_used = True
         if buffers:
             buffers = self.lent.put_in(message, buffers, self._outgoing.add_offer)
-        if self.lent.has_news:
+        if self.lent.is_news_due:
             self._outgoing.add(self.lent.news())
         return buffers
 

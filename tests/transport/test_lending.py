@@ -12,7 +12,14 @@ from hypothesis import strategies as st
 
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport import lending
-from rpcdist.transport.lending import LEND_FROM_BYTES, Borrower, Lender, size_class
+from rpcdist.transport.lending import (
+    LEND_FROM_BYTES,
+    RETURN_TOGETHER,
+    RETURN_TOGETHER_BYTES,
+    Borrower,
+    Lender,
+    size_class,
+)
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
@@ -210,3 +217,31 @@ def fork_and_end() -> None:
 def _num_maps() -> int:
     with open("/proc/self/maps") as lines:
         return sum("memfd:rpcdist" in line for line in lines)
+
+
+def lend_and_free(pair: Pair, size: int) -> None:
+    """A tensor of that size arrives and is freed; its segment was made for it."""
+    pair.offer(size)
+    number = pair.lender.lend(memoryview(bytearray(size)))
+    assert number is not None
+    pair.borrower.borrow(number, size)
+
+
+def test_small_segments_are_returned_together(pair: Pair) -> None:
+    assert not pair.borrower.is_return_due
+    for _ in range(RETURN_TOGETHER - 1):
+        lend_and_free(pair, SIZE)
+        assert pair.borrower.has_ended and not pair.borrower.is_return_due  # the timer tells of them
+    lend_and_free(pair, SIZE)
+    assert pair.borrower.is_return_due
+    pair.pass_back()
+    assert not pair.borrower.is_return_due and not pair.borrower.has_ended
+
+
+def test_a_large_segment_is_returned_at_once(pair: Pair) -> None:
+    lend_and_free(pair, SIZE)
+    lend_and_free(pair, RETURN_TOGETHER_BYTES + 1)
+    lend_and_free(pair, SIZE)
+    assert pair.borrower.is_return_due
+    pair.pass_back()
+    assert not pair.borrower.is_return_due

@@ -18,7 +18,7 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, call
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._channels.descriptors import MAX_DESCRIPTORS
 from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
-from rpcdist.transport.lending import LEND_FROM_BYTES
+from rpcdist.transport.lending import LEND_FROM_BYTES, RETURN_TOGETHER
 from rpcdist.transport.shared_memory import Segment, unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
@@ -88,7 +88,7 @@ async def test_messages_in_a_row_use_few_segments_and_none_stays_lent(pair: Chan
         assert await exchange(pair, data, side) == data
         assert await exchange(pair, b"an answer, which takes the news along", 1 - side)
     await until_returned(pair, side)
-    assert len(lender(pair, side)._free[LARGE]) <= 3
+    assert len(lender(pair, side)._free[LARGE]) <= RETURN_TOGETHER + 2
 
 
 async def test_lent_and_other_buffers_of_one_message(pair: ChannelPair) -> None:

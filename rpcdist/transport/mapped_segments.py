@@ -1,0 +1,61 @@
+"""Segments of shared memory that are mapped in this process, and how buffers get into them."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from typing import Final
+
+from rpcdist.transport.memory_copies import copy_memory, declare
+from rpcdist.transport.shared_memory import Segment, SegmentError
+
+__all__ = ["MappedSegment"]
+
+_MADV_POPULATE_WRITE: Final = 23  # Linux 5.14; an older kernel refuses it, and pages come when they are touched
+_MAP_FAILED: Final = ctypes.c_void_p(-1).value
+_madvise: Final = declare("madvise", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
+_munmap: Final = declare("munmap", ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t)
+_mmap: Final = declare("mmap", ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_ssize_t)
+
+
+class MappedSegment:
+    """A segment that is mapped here, until this object is freed.
+
+    Python's own `mmap` keeps a descriptor open for each map, and a process may have a thousand.
+
+    Attributes:
+        number: number of the segment, in its session and direction.
+        address: where it begins.
+        size_bytes: its size.
+
+    Raises:
+        SegmentError: the system refuses to map it.
+    """
+
+    __slots__ = ("_unmap", "address", "number", "size_bytes")
+
+    def __init__(self, number: int, segment: Segment) -> None:
+        self.number = number
+        self.size_bytes = segment.size_bytes
+        self._unmap: Callable[[int, int], int] = _munmap  # when the interpreter ends, globals go first
+        protection = mmap.PROT_READ | mmap.PROT_WRITE
+        self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
+        if self.address in (0, _MAP_FAILED):
+            self.address = 0
+            raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
+        _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
+
+    def __del__(self) -> None:
+        if self.address:
+            self._unmap(self.address, self.size_bytes)
+
+    def copy_from(self, view: memoryview) -> None:
+        """Copies a buffer, which is no larger, to the begin of the segment."""
+        try:
+            source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+        except TypeError:  # memory that may only be read has no address for ctypes
+            ctypes.memmove(self.address, bytes(view), view.nbytes)
+        else:
+            copy_memory(self.address, source, view.nbytes)
