@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ from peer_timeouts import CALM_S, UNIT_S
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.testing import WorkerPool, eventually
+from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 
 pytestmark = pytest.mark.multiproc
 
@@ -66,6 +68,22 @@ def backward_after_death(to: str, ready: str, dead: str) -> tuple[str, str]:
     return type(caught.value).__name__, str(caught.value)
 
 
+def train_and_train_again(path: str) -> tuple[str, str, str]:
+    """A pass that is interrupted while this thread waits for worker b, and another one after it."""
+    x = torch.ones(3, requires_grad=True)
+    interrupted = ""
+    with autograd.context() as context_id:
+        loss = rpc_sync("b", slow_backward, (path, x)).sum()
+        try:
+            autograd.backward(context_id, [loss])
+        except KeyboardInterrupt:
+            interrupted = "KeyboardInterrupt"
+    with autograd.context() as context_id:
+        autograd.backward(context_id, [rpc_sync("b", functions.double, (x,)).sum()])
+        found = autograd.get_gradients(context_id)[x].tolist()
+    return interrupted, str(found), str(time.monotonic())
+
+
 def is_clean() -> bool:
     return set(functions.autograd_state().values()) == {"0"}
 
@@ -109,3 +127,35 @@ def test_contexts_of_a_dead_worker_end(worker_pool: WorkerPool, tmp_path: Path) 
     assert not world["b"].run(is_clean)
     world["a"].kill()
     eventually(lambda: world["b"].run(is_clean), "the context is released")
+
+
+def test_ctrl_c_while_backward_waits(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    """The thread that waits reads the connection; Ctrl-C must end that, and lose nothing for the next pass."""
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
+    running = tmp_path / "running"
+    pending = world["a"].begin(train_and_train_again, str(running))
+    eventually(running.exists, "the backward has reached the worker")
+    wait_until_asleep(world["a"].pid)
+    interrupted = time.monotonic()
+    os.kill(world["a"].pid, signal.SIGINT)
+    kind, gradient, at = pending.result()
+    assert (kind, gradient) == ("KeyboardInterrupt", "[2.0, 2.0, 2.0]")
+    assert float(at) - interrupted < PROMPT_S
+    eventually(lambda: world["a"].run(is_clean), "the context is released")
+    world["b"].kill()  # a hook of its waits for ever
+    world.shutdown("a", graceful=False)
+
+
+def test_a_worker_that_is_stopped_in_the_middle(worker_pool: WorkerPool, tmp_path: Path) -> None:
+    """The thread that waits reads the connection, and nothing comes: the worker is lost after `peer_timeout`."""
+    world = worker_pool.world("a", "b", peer_timeout=UNIT_S)
+    running = tmp_path / "running"
+    pending = world["a"].begin(train, ["b"], str(running))
+    eventually(running.exists, "the backward has reached the worker")
+    os.kill(world["b"].pid, signal.SIGSTOP)
+    try:
+        kind, text, _ = pending.result()
+    finally:
+        world["b"].kill()
+    assert kind == "BackwardError" and "'b'" in text and "lost" in text
+    eventually(lambda: world["a"].run(is_clean), "the context is released")
