@@ -101,7 +101,7 @@ class AutogradWorker:
         begun = self._make_pass(context, make_id(self.id, next(self._numbers)), on_end, gradients)
         self._check(begun)
         begun.prepare(options)
-        return begun, partial(begun.start, edges, context.neighbours(), None)
+        return begun, partial(begun.start, edges, context.partners(), None)
 
     def _make_pass(
         self,

@@ -168,7 +168,7 @@ class BackwardPass(PassTurns):
             self.prepare(decode_begin_options(message.begin))
         self.handle(*decode_events(message, sender, arrived))
         if starts:  # what was kept until now is handled at the start, so that the first messages have its consequences
-            self.start((), self.context.neighbours() | {sender}, sender)
+            self.start((), self.context.partners() | {sender}, sender)
 
     def run_here(self, first: Job) -> None:
         """Calls `first`, then handles events on this thread until the pass is over; raises what ended it.

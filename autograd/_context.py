@@ -141,6 +141,17 @@ class Context:
         with self._lock:
             return frozenset(self.known | self.callers)
 
+    def partners(self) -> frozenset[int]:
+        """The neighbours with which tensors were exchanged that have gradients, as far as this worker knows.
+
+        A pass begins with them. Any other neighbour that it concerns hears of it from one of its own partners.
+        """
+        with self._lock:
+            found = {send.to for send in self._sends.values()}
+            found.update(recv.sender for recv, _ in self._recvs.values())
+        found.discard(self._worker_id)
+        return frozenset(found)
+
     def called_by(self, worker_id: int) -> None:
         if worker_id != self._worker_id:
             with self._lock:

@@ -98,7 +98,7 @@ def graphviz_text(parts: dict[int, WorkerPart], timings: bool = False) -> str:
         lines += [f"  subgraph cluster_{worker} {{", f'    label="{part.worker}";']
         for message, to, stamp, count, leaves in part.sends:
             tensors = f"{count} tensor{'s' * (count != 1)}"
-            behind = f"\\n{leaves} leaves" if leaves else ""
+            behind = f"\\n{leaves} {'leaf' if leaves == 1 else 'leaves'}" if leaves else ""
             name = parts[to].worker if to in parts else str(to)
             lines.append(f'    "send {message}" [label="send to {name}\\n{tensors}, t={stamp}{behind}"];')
         for message, stamp in part.recvs:
@@ -121,7 +121,7 @@ def _summary(spans: Sequence[Span]) -> str:
     for kind, text in (("analysis", "looked at its graph"), ("run", "ran it")):
         times_s = [span.duration_s for span in spans if span.kind == kind]
         if times_s:
-            often = f" ({len(times_s)} runs)" if kind == "run" else ""
+            often = f" ({len(times_s)} run{'s' * (len(times_s) != 1)})" if kind == "run" else ""
             texts.append(f"{text}: {1e3 * sum(times_s):.2f} ms{often}")
     return "\\n".join(texts) or "no pass"
 

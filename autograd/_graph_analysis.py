@@ -1,7 +1,7 @@
 """Analyses a worker's graph: which roots and sends lead to which recvs and leaves, and which of them must run together.
 
-The analysis walks once over all nodes that roots and sends reach, in topological order. A bit mask per node says which
-sources' gradients flow through it, so it also shows which nodes several sources share.
+The analysis walks over all nodes that roots and sends reach. A bit mask per node says which sources' gradients flow
+through it, so it also shows which nodes several sources share.
 
 [Note: groups]
     Sources that share an inner node must run in one engine call: a node that ran twice, with a part of its gradient
@@ -112,14 +112,45 @@ def analyse(
 class _Walk:
     """All nodes that edges reach, with the mask of the edges that reach each. The walk ends at recvs and leaves.
 
+    Usually edges share nothing but these ends. Then each edge's nodes are walked over once, in any order. Only where
+    edges meet at an inner node, masks have to be passed on in topological order.
+
     Attributes:
-        masks: by node, in topological order.
+        masks: by node.
         outputs: by received tensor, given as (node of its recv, index): the mask of the sources that reach it.
     """
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
+        self.masks: dict[Node, int] = {}
         self.outputs: dict[tuple[Node, int], int] = {}
         self._following: dict[Node, Sequence[tuple[Node | None, int]]] = {}
+        if not all(self._walk_alone(edge, 1 << bit) for bit, edge in enumerate(edges)):
+            self.outputs.clear()
+            self._following.clear()
+            self._walk_together(edges)
+
+    def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
+        """Walks over what one edge reaches; False if it meets an inner node of another edge."""
+        masks, end = self.masks, (RecvNode, _AccumulateGrad)
+        todo: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr)]
+        while todo:
+            node, number = todo.pop()
+            if node is None:
+                continue
+            kind = type(node)
+            known = masks.get(node, 0)
+            if kind in end:
+                masks[node] = known | mask
+                if kind is RecvNode:
+                    self._reach(node, number, mask)
+            elif not known:
+                masks[node] = mask
+                todo += node.next_functions
+            elif known != mask:
+                return False
+        return True
+
+    def _walk_together(self, edges: Sequence[GradientEdge]) -> None:
         order = self._topological([edge.node for edge in edges])
         masks = self.masks = dict.fromkeys(order, 0)
         for bit, edge in enumerate(edges):
@@ -173,6 +204,8 @@ class _Unions:
         self._masks = [1 << bit for bit in range(count)]
 
     def join(self, mask: int) -> None:
+        if not mask & (mask - 1):
+            return  # one source
         first = self._find((mask & -mask).bit_length() - 1)
         rest = mask & ~self._masks[first]
         while rest:

@@ -53,12 +53,14 @@ class Hop:
         sender, to: workers.
         tensors: for each tensor, the (message, tensor) pairs it was computed from; they arrived at the sender.
         shares: whether its graph shares an inner node with all others of its sender that say so.
+        is_lost: whether its receiver has not recorded it: it gave up waiting, or did not look at it.
     """
 
     sender: int
     to: int
     tensors: tuple[tuple[tuple[int, int], ...], ...] = ((),)
     shares: bool = False
+    is_lost: bool = False
 
 
 @dataclass
@@ -234,7 +236,8 @@ def build(hops: tuple[Hop, ...], num_workers: int, fast: bool = False) -> World:
         stamps.append(clocks[hop.sender])
         clocks[hop.to] = max(clocks[hop.to], stamps[-1])
         neighbours[hop.sender].add(hop.to)
-        neighbours[hop.to].add(hop.sender)
+        if not hop.is_lost:
+            neighbours[hop.to].add(hop.sender)
     graphs = {worker: _local_graph(hops, stamps, worker) for worker in range(num_workers)}
     states = {worker: PassState(worker, fast) for worker in range(num_workers)}
     return World(hops, graphs, states, {worker: frozenset(found - {worker}) for worker, found in neighbours.items()})
@@ -251,7 +254,7 @@ def _local_graph(hops: tuple[Hop, ...], stamps: list[int], worker: int) -> Local
             shares += [hop.shares] * len(hop.tensors)
     recvs = []
     for id, hop in enumerate(hops[:-1]):
-        if hop.to == worker:
+        if hop.to == worker and not hop.is_lost:
             feeders = tuple(
                 sum(1 << bit for bit, needs in enumerate(sources) if (id, tensor) in needs)
                 for tensor in range(len(hop.tensors))

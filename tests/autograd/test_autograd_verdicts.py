@@ -155,6 +155,23 @@ SHAPES = {
         root(5),
     ),
     "nothing remote": (root(),),
+    "a result that was not looked at": (hop(0, 1), Hop(1, 0, (need(0),), is_lost=True), root()),
+    "one that a third worker did not look at": (
+        hop(0, 1),
+        hop(1, 2, 0),
+        Hop(2, 0, (need(1),), is_lost=True),
+        hop(2, 1, 1),
+        hop(1, 0, 3),
+        root(4),
+    ),
+    "an argument that was not looked at": (
+        hop(0, 1),
+        Hop(1, 2, (need(0),), is_lost=True),
+        Hop(1, 2, (need(0),), shares=True),
+        hop(2, 0, 2),
+        hop(1, 0, 0, shares=True),
+        root(3),
+    ),
     "seven": (
         hop(0, 1),
         hop(0, 2),
@@ -217,8 +234,10 @@ def forward_passes(draw: st.DrawFn, max_hops: int = 14, max_workers: int = 4) ->
         sender, to = draw(st.sampled_from(sorted(reached))), draw(workers)
         reached.add(to)
         count = draw(st.integers(1, 2))
-        hops.append(Hop(sender, to, tuple(draw(_needs(here[sender])) for _ in range(count)), draw(st.booleans())))
-        here[to] += [(id, tensor) for tensor in range(count)]
+        needs = tuple(draw(_needs(here[sender])) for _ in range(count))
+        is_lost = draw(st.integers(0, 4)) == 4
+        hops.append(Hop(sender, to, needs, draw(st.booleans()), is_lost))
+        here[to] += [] if is_lost else [(id, tensor) for tensor in range(count)]
     hops.append(Hop(0, 0, (draw(_needs(here[0])),), draw(st.booleans())))
     return tuple(hops), num_workers
 
