@@ -74,6 +74,7 @@ __all__ = [
     "LOCK_LONGEST_PAUSE_S",
     "LONGEST_TIMEOUT_S",
     "LOOP_CLOSE_LIMIT_S",
+    "LOOP_READ_LIMIT_S",
     "MESSAGE_SPIN_S",
     "MIN_ATTEMPT_S",
     "MIN_WAIT_S",
@@ -270,6 +271,8 @@ LISTENER_STOP_LIMIT_S: Final = 2.0
 """The end of a raw listener and of the sessions that came through it."""
 LEADER_LEAVE_LIMIT_S: Final = 0.5
 """The I/O loop waits so long for a thread that reads from a connection which ends; then that thread closes it."""
+LOOP_READ_LIMIT_S: Final = 0.005
+"""A thread that wants to read from a connection waits so long for the I/O loop to finish; then the loop reads."""
 GRPC_STOP_GRACE_S: Final = 0.2
 """What gRPC's server has for running calls when a listener stops; then it cuts them off."""
 GROUP_FAREWELL_LIMIT_S: Final = 4.0

@@ -32,7 +32,7 @@ from _thread import LockType, allocate_lock
 from collections.abc import Callable, Generator, Sequence
 from functools import partial
 from types import TracebackType
-from typing import Any, Final, TypeVar, cast
+from typing import Any, Final, Protocol, TypeVar, cast
 
 import torch
 import torch.futures
@@ -60,6 +60,24 @@ _NO_DEVICES: Final[list[torch.device]] = []
 _get_running_loop = asyncio._get_running_loop
 
 
+class Source(Protocol):
+    """Where a result will arrive, and where a thread that waits for it can read."""
+
+    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Reads while `is_waiting`, unless another thread does; whether the wait is over."""
+
+    def ring(self) -> None:
+        """Has a thread that reads ask `is_waiting` again."""
+
+
+class Expected(Protocol):
+    """What will complete a future."""
+
+    @property
+    def session(self) -> Source | None:
+        """By which the result will come; None if that is not known."""
+
+
 class Future(torch.futures.Future[T]):
     """The result of a call that is still running.
 
@@ -75,6 +93,7 @@ class Future(torch.futures.Future[T]):
         "_debt",
         "_devices",
         "_error",
+        "_expected",
         "_failure",
         "_finished",
         "_observers",
@@ -101,6 +120,7 @@ class Future(torch.futures.Future[T]):
         self._debt: list[Callable[[], T]] | None = None  # rule 3
         self._error: BaseException | None = None
         self._failure: Failure | None = None
+        self._expected: Expected | None = None
         self.is_quiet = False
         """Set by those who take over the responsibility for an error, which is then not logged when unread."""
 
@@ -211,7 +231,7 @@ class Future(torch.futures.Future[T]):
                 return True
             left_s = None if ends_at is None else ends_at - time.monotonic()
             if left_s is None or left_s > 0:
-                woken = acquire(baton, left_s)
+                woken = self._lead(baton, left_s) or acquire(baton, _left_s(ends_at))
             return woken
         finally:
             # A lock that stayed behind would be chosen by `_deliver`, and nobody would come. So this is one call of a
@@ -222,6 +242,18 @@ class Future(torch.futures.Future[T]):
                 except ValueError:  # chosen, even if this thread came away by Ctrl-C or the limit
                     if self._debt:
                         self._settle()
+
+    def _lead(self, baton: LockType, timeout_s: float | None) -> bool:
+        """Reads where the result will come from; True when the baton was given to this thread."""
+        session = self._expected.session if self._expected is not None else None
+        return session is not None and session.lead(baton.locked, timeout_s)
+
+    def _give(self, baton: LockType) -> None:
+        """Wakes a thread that waits, which may sleep on its baton, or may be reading."""
+        baton.release()
+        session = self._expected.session if self._expected is not None else None
+        if session is not None:
+            session.ring()
 
     # -- completing ----------------------------------------------------------------------------------------------------
 
@@ -280,7 +312,7 @@ class Future(torch.futures.Future[T]):
         self._debt = [decode]
         for observer in tuple(self._observers):
             if type(observer) is LockType and self._forget(observer):
-                observer.release()
+                self._give(observer)
                 return False
         return True
 
@@ -339,7 +371,7 @@ class Future(torch.futures.Future[T]):
             except IndexError:
                 return
             if type(observer) is LockType:
-                observer.release()
+                self._give(observer)
             else:
                 observer()
 
@@ -409,6 +441,10 @@ class Future(torch.futures.Future[T]):
         else:
             state = f"done: {type(self._result).__name__}"
         return f"<Future {state}>"
+
+
+def _left_s(ends_at: float | None) -> float | None:
+    return None if ends_at is None else max(0.0, ends_at - time.monotonic())
 
 
 def _check_callable(name: str, callback: object) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
+from typing import Any, Protocol
 
+from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.messages import WireMessage
@@ -18,26 +20,38 @@ from rpcdist.transport.messages import WireMessage
 __all__ = ["HandingOn"]
 
 
+class MessageHandler(Protocol):
+    """See `SessionHandler`."""
+
+    def takes_anywhere(self, message: WireMessage) -> bool: ...
+
+    def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None: ...
+
+
+class HasEnd(Protocol):
+    """A session, as far as it matters here."""
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the handler has heard of its end."""
+
+
 class HandingOn:
     """One per session.
 
     Args:
         io: the I/O loop.
-        takes_anywhere: whether the handler may get a message on any thread.
-        handle: gives the handler messages that arrived together; called on the loop, or by whoever reads.
-        failed: told on the loop what `handle` raised there.
+        session: whose messages they are.
+        handler: gets them.
+        failed: told on the loop what the handler raised there.
     """
 
     def __init__(
-        self,
-        io: IoLoop,
-        takes_anywhere: Callable[[WireMessage], bool],
-        handle: Callable[[list[Delivery]], object],
-        failed: Callable[[Exception], object],
+        self, io: IoLoop, session: HasEnd, handler: MessageHandler, failed: Callable[[Exception], object]
     ) -> None:
         self._io = io
-        self._takes_anywhere = takes_anywhere
-        self._handle = handle
+        self._session = session
+        self._handler = handler
         self._failed = failed
         self._left_to_loop: deque[list[Delivery]] = deque()
 
@@ -46,20 +60,25 @@ class HandingOn:
 
     def hand_on(self, messages: list[Delivery]) -> None:
         """Takes messages that whoever reads has read; [Note: order]."""
-        takes_anywhere = self._takes_anywhere
-        if not self._left_to_loop and (
-            all([takes_anywhere(message) for message, _ in messages]) or self._io.on_thread()
-        ):
-            self._handle(messages)
-        else:
-            self._left_to_loop.append(messages)
-            # In a context of its own: that of this thread may be one of the user's, with a deadline.
-            Context().run(self._io.call_soon, self._hand_on_the_rest)
+        if not self._left_to_loop and (self._may_be_anywhere(messages) or self._io.on_thread()):
+            self._handler.on_messages(self._session, messages)
+            return
+        self._left_to_loop.append(messages)
+        # In a context of its own: that of this thread may be one of the user's, with a deadline.
+        Context().run(self._io.call_soon, self._hand_on_the_rest)
+
+    def _may_be_anywhere(self, messages: list[Delivery]) -> bool:
+        for message, _ in messages:
+            # Compact ones may, always.
+            if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
+                return False
+        return True
 
     def _hand_on_the_rest(self) -> None:
         """On the loop; one entry for each time it is called."""
         try:
-            self._handle(self._left_to_loop[0])
+            if not self._session.has_ended:
+                self._handler.on_messages(self._session, self._left_to_loop[0])
         except Exception as exc:
             self._failed(exc)
         self._left_to_loop.popleft()  # not before: whoever reads meanwhile must queue behind it

@@ -43,8 +43,8 @@ MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the
 class SessionHandler(Protocol):
     """What the owner of a session brings. It must not block or run user code.
 
-    All of it is called on the I/O loop, except that `on_messages` may be called on a thread that leads, for messages
-    that `takes_anywhere`; never on two threads at once, and always in the order of the messages.
+    All of it is called on the I/O loop, except that `on_messages` may be called on a thread that leads, for compact
+    messages and those that it `takes_anywhere`; never on two threads at once, and in the order of the messages.
     """
 
     def on_opened(self, session: Session) -> None:
@@ -149,7 +149,7 @@ class Session:
         self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
         self._names: list[str] = []  # of the functions that the peer has numbered
-        self._handing_on = HandingOn(io, handler.takes_anywhere, self._to_handler, self._handler_failed)
+        self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
@@ -382,12 +382,12 @@ class Session:
         if messages:  # all of an envelope at once: calls go to the pool with one wake-up
             self._handing_on.hand_on(messages)
 
-    def _to_handler(self, messages: list[Delivery]) -> None:
-        if not self._ended.is_set():  # else a leader read them, and the handler has heard of the end by now
-            self._handler.on_messages(self, messages)
+    @property
+    def has_ended(self) -> bool:
+        """Whether `on_closed` has been called."""
+        return self._ended.is_set()
 
-    def _handler_failed(self, error: Exception) -> None:
-        """On the loop, with messages that a leader left to it."""
+    def _left_to_loop_failed(self, error: Exception) -> None:
         assert self._direct is not None
         self._direct.fail(error)
 

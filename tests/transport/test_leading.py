@@ -35,7 +35,8 @@ class Reader:
         self.end.setblocking(False)
         self.read = bytearray()
         self.during: Callable[[], object] = lambda: None
-        self.lead = Lead(self.end.fileno(), self.receive)
+        self.lead = Lead(self.receive)
+        assert self.lead.start(self.end.fileno())
         self.lead.open()
 
     def receive(self) -> bool:

@@ -26,7 +26,7 @@ async def pair() -> AsyncIterator[ChannelPair]:
 
 
 def lead_is_open(pair: ChannelPair) -> bool:
-    return all(stream._lead is not None and not stream._lead._holder for stream in pair.streams)
+    return all(not stream._lead._holder for stream in pair.streams)
 
 
 class Leader:

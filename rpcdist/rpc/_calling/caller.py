@@ -145,6 +145,7 @@ class Caller:
         """Calls a function; cancelling the future cancels the call. `on`: see `_call`."""
         future: Future[Any] = Future()
         call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, self._sink(future), on=on)
+        future._expected = call
         future._on_cancel = lambda: self.cancel(call, None)
         return future
 
@@ -184,6 +185,7 @@ class Caller:
             message.call.autograd_context = context_id
             name_value(message.call.fetch, share)
             self._send(call, message, ())
+        future._expected = call
         future._on_cancel = lambda: self.cancel(call, None)
         return future
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from _thread import allocate_lock, get_ident
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
@@ -58,15 +58,16 @@ class SyncReplySink:
     connection of the call, or, if another thread does, sleeps on the lock.
     """
 
-    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload", "_session")
+    __slots__ = ("_error", "_failure", "_lock", "_may_unpickle", "_payload", "_session", "_thread")
 
     def __init__(self, may_unpickle: bool) -> None:
-        self._lock = threading.Lock()
+        self._lock = allocate_lock()
         self._lock.acquire()
         self._may_unpickle = may_unpickle
         self._failure: rpc_pb2.Failure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
+        self._thread = get_ident()
         self._session: MessageSink | None = None  # where the thread may be reading
 
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
@@ -80,7 +81,7 @@ class SyncReplySink:
 
     def _wake(self) -> None:
         self._lock.release()
-        if self._session is not None:
+        if self._session is not None and self._thread != get_ident():
             self._session.ring()
 
     def wait(

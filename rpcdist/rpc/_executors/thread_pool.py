@@ -9,6 +9,7 @@ Rules:
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
  4. A job may leave its `LastAct` to the thread: to answer, and then to read from where the job came, for a moment. The
     thread counts as blocked while it sleeps there. What it reads it runs itself, so a call costs no change of thread.
+    After several jobs in a row it does not: in a burst the I/O loop reads.
  5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
     have waited that long are handed to `on_exhausted`, so that their callers get an answer.
  6. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
@@ -259,14 +260,17 @@ class ThreadPool:
         blocking.set_hooks(*sleep)
         hooks = blocking.hooks
         self._prepare()
+        num_run = 0  # jobs in a row: more than one is a burst, and the I/O loop reads more of it at a time
         queue, cleanup, new_context = self._queue, self._cleanup, self._new_context
         while True:
             try:
                 function, arguments, _ = queue.popleft()
             except IndexError:
+                num_run = 0
                 if self._park(worker):
                     continue
                 return
+            num_run += 1
             worker.arguments = arguments
             worker.job = function
             if queue and self._monitor.sleeping:
@@ -283,24 +287,30 @@ class ThreadPool:
                 cleanup()
             if (last_act := hooks.last_act) is not None:
                 hooks.last_act = None
-                self._finish(last_act, sleep)
+                if num_run == 1 and self._has_nothing_to_do():
+                    num_run = 0
+                    self._lead(last_act, sleep)
+                else:
+                    self._answer(last_act)
                 del last_act
             function = worker.job = None  # type: ignore[assignment]
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
 
-    def _finish(self, last_act: blocking.LastAct, sleep: tuple[Callable[[], object], Callable[[], object]]) -> None:
-        """Sends a job's answer, and reads the next job if there is none yet (rule 4)."""
-        answer, source = last_act
+    def _lead(self, last_act: blocking.LastAct, sleep: tuple[Callable[[], object], Callable[[], object]]) -> None:
+        """Sends a job's answer, and reads the next job (rule 4)."""
         try:
-            if self._has_nothing_to_do():
-                blocking.hooks.reads_jobs = True
-                source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
-            else:
-                answer()
+            blocking.hooks.reads_jobs = True
+            last_act.source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, last_act.answer)
         except BaseException as error:
-            self._report(error, answer)
+            self._report(error, last_act.answer)
         finally:
             blocking.hooks.reads_jobs = False
+
+    def _answer(self, last_act: blocking.LastAct) -> None:
+        try:
+            last_act.answer()
+        except BaseException as error:
+            self._report(error, last_act.answer)
 
     def _has_nothing_to_do(self) -> bool:
         return not self._queue and not self._stopping

@@ -52,6 +52,7 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
 MAX_KNOWN_COROUTINES = 4096
+_GENERATORS: Final = (Generator, AsyncGenerator)
 
 
 class Dispatcher:
@@ -245,7 +246,7 @@ class Dispatcher:
         function = self._callables.find(active.function, active.function_pickle)
         args, kwargs = _arguments(active)
         result = function(*args, **kwargs)
-        if inspect.iscoroutine(result):
+        if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
                 self._remember(active.function)
             self._start_coroutine(active, result)
@@ -313,7 +314,7 @@ class Dispatcher:
                 the function has used is freed, and the thread may wait for the next call where this one came from.
         """
         try:
-            if isinstance(result, (Generator, AsyncGenerator)) and active.entry is None:
+            if result is not None and isinstance(result, _GENERATORS) and active.entry is None:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)

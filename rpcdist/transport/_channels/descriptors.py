@@ -11,7 +11,15 @@ from typing import Final
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.shared_memory import Segment
 
-__all__ = ["ANCILLARY_BYTES", "MAX_DESCRIPTORS", "Ancillary", "ReceivedDescriptors", "rights"]
+__all__ = [
+    "ANCILLARY_BYTES",
+    "CLOSE_ON_EXEC",
+    "CUT_OFF",
+    "MAX_DESCRIPTORS",
+    "Ancillary",
+    "ReceivedDescriptors",
+    "rights",
+]
 
 Ancillary = list[tuple[int, int, bytes]]
 
@@ -19,6 +27,9 @@ _INT_BYTES: Final = array("i").itemsize
 MAX_DESCRIPTORS: Final = 16
 """That wait for the message which came with them."""
 ANCILLARY_BYTES: Final = socket.CMSG_SPACE(MAX_DESCRIPTORS * _INT_BYTES) if hasattr(socket, "CMSG_SPACE") else 0
+CUT_OFF: Final = int(getattr(socket, "MSG_CTRUNC", 0))
+"""As plain numbers: the enum that `socket` has them in costs more than the system call."""
+CLOSE_ON_EXEC: Final = int(getattr(socket, "MSG_CMSG_CLOEXEC", 0))
 
 
 class ReceivedDescriptors:
@@ -39,7 +50,7 @@ class ReceivedDescriptors:
                 self._waiting.extend(array("i", data[: len(data) // _INT_BYTES * _INT_BYTES]))
         if not ancillary:  # cut off: the kernel could not give the descriptor a number here
             self._waiting.append(None)
-        elif flags & socket.MSG_CTRUNC:
+        elif flags & CUT_OFF:
             raise ProtocolViolation(f"{self._address} passes more descriptors than it may")
         if len(self._waiting) > MAX_DESCRIPTORS:
             raise ProtocolViolation(f"{self._address} passes descriptors that it does not announce")

@@ -29,13 +29,14 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 
 __all__ = ["CAN_LEAD", "Lead", "Sleep"]
 
 CAN_LEAD: Final = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
+_READABLE: Final = int(getattr(select, "EPOLLIN", 1))
 _LONGEST_S: Final = 3600.0
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]
@@ -43,30 +44,46 @@ Sleep = tuple[Callable[[], object], Callable[[], object]]
 
 
 class Lead:
-    """The right to read one socket. Made on the I/O loop, which holds it until `open` is called.
+    """The right to read one socket. Made on the loop's thread, which holds it until `open` is called.
 
     Args:
-        descriptor: of the socket.
         read: takes some of what has arrived; called by the leader; False when there is nothing to wait for any more.
     """
 
-    def __init__(self, descriptor: int, read: Callable[[], bool]) -> None:
-        self._descriptor = descriptor
+    def __init__(self, read: Callable[[], bool]) -> None:
         self._read = read
         self._lock = allocate_lock()
         self._lock.acquire()
-        self._holder = get_ident()  # 0 while nobody reads
+        self._holder = self._loop_thread = get_ident()  # the holder is 0 while nobody reads
+        self._is_open = False
+        self._main = threading.main_thread().ident
         self._is_stopped = False
         self._then: Callable[[], object] | None = None
-        self._watch = select.epoll()
-        self._watch.register(descriptor, select.EPOLLIN)
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._has_left = False
+        self._is_closed = False
         self._end_lock = allocate_lock()  # around `_then`, `_has_left` and the closing of the bell
+        self._shield = SignalShield()
+        self._descriptor = -1
+        self._watch: select.epoll | None = None
+        self._bell = -1
+
+    def start(self, descriptor: int) -> bool:
+        """Sees to it that threads can lead; False where the system does not know how, or has no descriptor left."""
+        if not CAN_LEAD:
+            return False
+        try:
+            watch = select.epoll()
+            watch.register(descriptor, select.EPOLLIN)
+            self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        except OSError:
+            return False
+        self._descriptor = descriptor
+        self._watch = watch
+        self._hide_or_show = watch.modify
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
         self._poller.register(self._bell, select.POLLIN)
-        self._shield = SignalShield()
+        return True
 
     def __repr__(self) -> str:
         state = "stopped" if self._is_stopped else f"led by {self._holder}" if self._holder else "free"
@@ -74,6 +91,7 @@ class Lead:
 
     def fileno(self) -> int:
         """What the loop watches: readable when the socket is, unless a thread leads."""
+        assert self._watch is not None
         return self._watch.fileno()
 
     # ------------------------------------------------------------ a thread that waits
@@ -105,10 +123,14 @@ class Lead:
         me = get_ident()
         if self._holder == me:
             raise BlockingInLoop("a wait in a finalizer")
-        if me != threading.main_thread().ident:
+        if me != self._main:
             return self._lead(is_waiting, timeout_s, sleep, first, None)
-        with self._shield:
-            return self._lead(is_waiting, timeout_s, sleep, first, self._shield)
+        shield = self._shield
+        shield.enter()
+        try:
+            return self._lead(is_waiting, timeout_s, sleep, first, shield)
+        finally:
+            shield.leave()
 
     def _lead(
         self,
@@ -118,21 +140,25 @@ class Lead:
         first: Callable[[], object] | None,
         shield: SignalShield | None,
     ) -> bool:
-        if self._is_stopped or not self._lock.acquire(False):
+        if self._is_stopped or not (self._lock.acquire(False) or self._acquire_from_loop()):
             if first is not None:
                 first()
             return False
         self._holder = get_ident()
         try:
-            self._watch.modify(self._descriptor, 0)
+            self._hide_or_show(self._descriptor, 0)
             try:
                 if first is not None:
                     first()
                 return self._read_until(is_waiting, timeout_s, sleep, shield)
             finally:
-                self._watch.modify(self._descriptor, select.EPOLLIN)
+                self._hide_or_show(self._descriptor, _READABLE)
         finally:
-            self._release()
+            self.give_back()
+
+    def _acquire_from_loop(self) -> bool:
+        """Waits for the loop, which is done soon: it has perhaps just read what this thread waited for before."""
+        return self._is_open and self._holder == self._loop_thread and self._lock.acquire(timeout=LOOP_READ_LIMIT_S)
 
     def _read_until(
         self,
@@ -143,21 +169,21 @@ class Lead:
     ) -> bool:
         slice_s = _LONGEST_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
-        ends_at = None
+        ends_at = 0.0  # it is not needed if the first sleep is enough
+        started = time.monotonic()
         while is_waiting() and not self._is_stopped:
-            if ends_at is None:
-                ends_at = _LONGEST_S + time.monotonic() if timeout_s is None else time.monotonic() + timeout_s
-            elif (left_s := min(slice_s, ends_at - time.monotonic())) <= 0:
-                return False
+            if ends_at:
+                left_s = min(slice_s, ends_at - time.monotonic())
+                if left_s <= 0:
+                    return False
+            else:
+                ends_at = started + (_LONGEST_S if timeout_s is None else timeout_s)
             if sleep is not None:
                 sleep[0]()
             try:
-                if shield is None:
-                    ready = self._poller.poll(1000.0 * left_s)
-                else:
+                if shield is not None:
                     shield.is_asleep = True
-                    ready = self._poller.poll(1000.0 * left_s)
-                    shield.is_asleep = False
+                ready = self._poller.poll(1000.0 * left_s)
             except SignalNoted:
                 return False
             finally:
@@ -172,17 +198,6 @@ class Lead:
                     return False
         return not self._is_stopped
 
-    def _release(self) -> None:
-        """Gives the right back; who does so after `stop` keeps it, for good."""
-        if self._is_stopped:
-            self._leave()
-            return
-        self._holder = 0
-        self._lock.release()
-        # `stop` may have come in between, and given up waiting.
-        if self._is_stopped and self._lock.acquire(False):
-            self._leave()
-
     def ring(self) -> None:
         """Has a leader look whether it still waits; any thread."""
         if self._holder not in (0, get_ident()):
@@ -194,7 +209,8 @@ class Lead:
 
     def open(self) -> None:
         """From now on threads may lead."""
-        self._release()
+        self._is_open = True
+        self.give_back()
 
     def take(self) -> bool:
         """Takes the right for the loop, which gives it back by `give_back`; False if a thread leads."""
@@ -204,7 +220,15 @@ class Lead:
         return True
 
     def give_back(self) -> None:
-        self._release()
+        """Gives the right back; who does so after `stop` keeps it, for good."""
+        if self._is_stopped:
+            self._leave()
+            return
+        self._holder = 0
+        self._lock.release()
+        # `stop` may have come in between, and given up waiting.
+        if self._is_stopped and self._lock.acquire(False):
+            self._leave()
 
     def stop(self) -> bool:
         """Ends the leading for good; idempotent.
@@ -239,9 +263,12 @@ class Lead:
     def _end(self) -> None:
         with self._end_lock:
             then, self._then = self._then, None
-            if then is None or self._bell < 0:
+            if then is None or self._is_closed:
                 return
-            os.close(self._bell)
-            self._bell = -1
-        self._watch.close()
+            self._is_closed = True
+            if self._bell >= 0:
+                os.close(self._bell)
+                self._bell = -1
+        if self._watch is not None:
+            self._watch.close()
         then()

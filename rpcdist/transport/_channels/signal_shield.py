@@ -36,13 +36,16 @@ class SignalShield:
         is_asleep: set around a sleep: then a signal raises `SignalNoted` there.
     """
 
-    __slots__ = ("_handler", "_noted", "_replaced", "is_asleep")
+    __slots__ = ("_handler", "_known", "_noted", "_replaced", "is_asleep")
 
     def __init__(self) -> None:
         self.is_asleep = False
         self._handler = self._note  # the same object each time, so that it can be recognised
         self._noted: list[int] = []
-        self._replaced: list[tuple[int, Callable[[int, FrameType | None], Any]]] = []
+        self._known: tuple[object, ...] = ()  # the handlers when it was entered last
+        self._replaced: list[
+            tuple[int, Callable[[int, FrameType | None], Any]]
+        ] = []  # those of them that are functions
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self._noted.append(number)
@@ -50,28 +53,26 @@ class SignalShield:
             self.is_asleep = False  # once
             raise SignalNoted
 
-    def __enter__(self) -> None:
+    def enter(self) -> None:
+        """Holds all handlers back."""
+        handlers = tuple(map(getsignal, _NUMBERS))
+        if handlers != self._known:
+            self._replaced = [(n, handler) for n, handler in zip(_NUMBERS, handlers, strict=True) if callable(handler)]
+            self._known = handlers
         try:
-            for number in _NUMBERS:
-                handler = getsignal(number)
-                if callable(handler):
-                    # Remembered before it is replaced: the handler of another signal may raise between the two.
-                    self._replaced.append((number, handler))
-                    set_handler(number, self._handler)
-        except BaseException:
-            self._restore()
+            for number, _ in self._replaced:
+                set_handler(number, self._handler)
+        except BaseException:  # the handler of another signal raised it, which was not replaced yet
+            self.leave()
             raise
 
-    def __exit__(self, *_: object) -> None:
-        self._restore()
-        self._raise_noted()
-
-    def _restore(self) -> None:
-        while self._replaced:
-            number, handler = self._replaced[-1]
+    def leave(self) -> None:
+        """Lets all handlers run, and has those run now whose signals have come meanwhile."""
+        for number, handler in self._replaced:
             if getsignal(number) is self._handler:
                 set_handler(number, handler)
-            self._replaced.pop()
+        if self._noted:
+            self._raise_noted()
 
     def _raise_noted(self) -> None:
         if self._noted:

@@ -22,15 +22,14 @@ import select
 import socket
 import struct
 import threading
-from collections.abc import Callable
 from contextlib import suppress
 from contextvars import Context
 from typing import Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport._channels.channel import FrameReceiver
-from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, ReceivedDescriptors, rights
-from rpcdist.transport._channels.leading import CAN_LEAD, Lead, Sleep
+from rpcdist.transport._channels.descriptors import ANCILLARY_BYTES, CLOSE_ON_EXEC, CUT_OFF, ReceivedDescriptors, rights
+from rpcdist.transport._channels.leading import Lead
 from rpcdist.transport._framing.frames import (
     CHUNK_BYTES,
     CHUNK_HEAD_BYTES,
@@ -90,7 +89,10 @@ class SocketChannel:
         self._num_target = 0
         self._plain: bytearray | None = None  # a large frame that is no chunk, or one that nobody waits for
         self._chunk: tuple[ChunkHead, int] | None = None  # a chunk, and the size of its frame
-        self._lead: Lead | None = None  # from `deliver` on: who reads
+        self._lead = Lead(self._read_led)  # who reads
+        self._can_lead = False
+        self.lead = self._lead.lead
+        self.ring = self._lead.ring
         self._failure: Exception | None = None  # a leader's; the loop hears of it soon
         self._descriptors = ReceivedDescriptors(address)
         # Writing.
@@ -119,10 +121,8 @@ class SocketChannel:
             raise self._ended
         self._receiver = receiver
         self._done = self._loop.create_future()
-        if CAN_LEAD:
-            with suppress(OSError):  # no descriptor is left: then the loop alone reads
-                self._lead = Lead(self._socket.fileno(), self._read_led)
-        self._loop.add_reader(self._lead or self._socket, self._read_some)
+        self._can_lead = self._lead.start(self._socket.fileno())  # else the loop alone reads
+        self._loop.add_reader(self._watched, self._read_some)
         self._loop.call_soon(self._start)  # what came right after the handshake lies there already
         try:
             await self._done
@@ -132,12 +132,17 @@ class SocketChannel:
         raise self._ended
 
     def _start(self) -> None:
-        if self._lead is not None:
+        if self._can_lead:
             self._lead.open()
         self._read_some()
 
+    @property
+    def _watched(self) -> Lead | socket.socket:
+        """What tells the loop that there is something to be read by it."""
+        return self._lead if self._can_lead else self._socket
+
     def _read_some(self) -> None:
-        if self._lead is None:
+        if not self._can_lead:
             if not self._read(_RECEIVES_A_TURN):
                 self._loop.call_soon(self._read_some)  # not left to epoll: [Note: reading to the end]
         elif self._lead.take():
@@ -148,7 +153,7 @@ class SocketChannel:
 
     def read_out(self) -> Exception | None:
         """Delivers at once all that has arrived; returns why the channel has ended, or None."""
-        if self._lead is None or self._lead.stop():
+        if self._lead.stop():
             while not self._read(_RECEIVES_A_TURN):
                 pass
         return self._ended
@@ -162,25 +167,6 @@ class SocketChannel:
         except Exception as exc:
             self._finish(exc)
         return self._receiver is None
-
-    def lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None = None,
-        first: Callable[[], object] | None = None,
-    ) -> bool:
-        """See `DirectChannel`."""
-        if self._lead is not None:
-            return self._lead.lead(is_waiting, timeout_s, sleep, first)
-        if first is not None:
-            first()
-        return False
-
-    def ring(self) -> None:
-        """See `DirectChannel`."""
-        if self._lead is not None:
-            self._lead.ring()
 
     def _read_led(self) -> bool:
         """Receives once, on a thread that leads; False if nothing more can come. The end is left to the loop."""
@@ -223,7 +209,10 @@ class SocketChannel:
             if self._num_target == len(target):
                 self._complete(receiver)
         else:
-            num_bytes = self._receive_into(self._scratch[self._num_scratch :][: self._room])
+            if self._num_scratch or self._room < _SCRATCH_BYTES:
+                num_bytes = self._receive_into(self._scratch[self._num_scratch :][: self._room])
+            else:
+                num_bytes = self._receive_into(self._scratch)
             self._num_scratch += num_bytes or 0
             self._room = _SCRATCH_BYTES
             if num_bytes:
@@ -238,10 +227,8 @@ class SocketChannel:
             # Over TCP there are no descriptors; while nobody is proven, the kernel drops those that a stranger sends.
             if self._receiver is None or not self.passes_descriptors:
                 return self._socket.recv_into(place)
-            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(
-                [place], ANCILLARY_BYTES, socket.MSG_CMSG_CLOEXEC
-            )
-            if ancillary or flags & socket.MSG_CTRUNC:
+            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([place], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            if ancillary or flags & CUT_OFF:
                 self._descriptors.add(ancillary, flags)
             return num_bytes
         except (BlockingIOError, InterruptedError):
@@ -256,9 +243,12 @@ class SocketChannel:
     def _split(self) -> None:
         """Takes the frames out of the scratch, and moves what is left to its beginning."""
         scratch, end, at = self._scratch, self._num_scratch, 0
-        while end - at >= _LENGTH.size and (receiver := self._receiver) is not None:
-            size, is_last = self._size_at(at)
-            body = at + _LENGTH.size
+        while end - at >= 4 and (receiver := self._receiver) is not None:
+            (size,) = _LENGTH.unpack_from(scratch, at)
+            is_last = False
+            if size > _LARGE_BYTES:
+                size, is_last = self._size_at(at)
+            body = at + 4
             if end - body >= size:
                 at = body + size
                 frame = bytes(scratch[body:at])
@@ -270,7 +260,10 @@ class SocketChannel:
                 at = end
             else:
                 break
-        self._drop_scratch(at)
+        if at == end:
+            self._num_scratch = 0
+        else:
+            self._drop_scratch(at)
 
     def _begin_large(self, receiver: FrameReceiver, size: int, have: memoryview) -> None:
         head = parse_head(have[:CHUNK_HEAD_BYTES], size)
@@ -402,9 +395,6 @@ class SocketChannel:
                 with suppress(OSError):
                     self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
         self._rest = []
-        if self._lead is None:
-            self._close()
-            return
         if not self._lead.stop():
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # for the peer; a thread still reads
@@ -432,10 +422,9 @@ class SocketChannel:
     def _stop_listening(self) -> None:
         if self._receiver is not None:
             self._receiver = None
-            if self._lead is not None:
-                self._lead.stop()
+            self._lead.stop()
             if not self._closed:
-                self._loop.remove_reader(self._lead or self._socket)
+                self._loop.remove_reader(self._watched)
 
 
 def _bound_what_waits(connection: socket.socket) -> None:

@@ -1,0 +1,116 @@
+"""What the workers of `test_rpc_leading` run. Their main thread makes calls, and so reads its connections itself."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+
+from rpcdist import rpc
+from rpcdist.rpc._current import current_agent
+
+
+def double(number: int) -> int:
+    return 2 * number
+
+
+def sleep(seconds: float) -> float:
+    time.sleep(seconds)
+    return seconds
+
+
+def session_with(name: str) -> int:
+    """Identifies the connection that calls to a worker take."""
+    agent = current_agent()
+    return id(agent.router.session_with(agent.directory.resolve(name)))
+
+
+def call_until_interrupted(to: str) -> tuple[str, int]:
+    """Calls without pause; what ended it, and after how many calls."""
+    number = 0
+    try:
+        while True:
+            if rpc.rpc_sync(to, double, args=(number,)) != 2 * number:
+                return "a wrong result", number
+            number += 1
+    except KeyboardInterrupt:
+        return "KeyboardInterrupt", number
+
+
+def call_while_signals_come(to: str, num_signals: int) -> tuple[int, list[int]]:
+    """Calls until a handler of SIGUSR1, which makes calls itself, has run so often; returns calls and its results."""
+    results: list[int] = []
+    calls = 0
+    numbers = itertools.count()
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        results.append(rpc.rpc_sync(to, double, args=(next(numbers),)))  # the next signal may come meanwhile
+
+    signal.signal(signal.SIGUSR1, handler)
+    try:
+        while len(results) < num_signals:
+            assert rpc.rpc_sync(to, double, args=(calls,)) == 2 * calls
+            calls += 1
+    finally:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # more may be on their way
+    return calls, results
+
+
+def fork_while_another_leads(to: str) -> tuple[int, float]:
+    """A thread waits for a call and reads; then this one forks. The child's status, and the result of the call."""
+    results: list[float] = []
+    rpc.rpc_sync(to, double, args=(1,))  # the connection is there
+    waiting = threading.Thread(target=lambda: results.append(rpc.rpc_sync(to, sleep, args=(1.0,))))
+    waiting.start()
+    with _until_led(to, waiting):
+        pid = os.fork()
+        if pid == 0:
+            import gc
+
+            gc.collect()
+            os._exit(7)
+    _, status = os.waitpid(pid, 0)
+    waiting.join(60)
+    return os.waitstatus_to_exitcode(status), results[0]
+
+
+@contextmanager
+def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
+    agent = current_agent()
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline:
+        session = agent.router.session_with(agent.directory.resolve(to))
+        if session is not None and session._direct._lead._holder == by.ident:  # type: ignore[attr-defined]
+            yield
+            return
+        time.sleep(0.001)  # until the other thread sleeps in its read
+    raise AssertionError("nobody leads")
+
+
+def call_from_threads(to: str, num_threads: int, num_calls: int) -> list[str]:
+    """Calls from several threads at once, without pause; returns what went wrong."""
+    problems: list[str] = []
+
+    def calls(first: int) -> None:
+        try:
+            for number in range(first, first + num_calls):
+                if rpc.rpc_sync(to, double, args=(number,)) != 2 * number:
+                    problems.append(f"{number}: wrong")
+                if rpc.rpc_async(to, double, args=(number,)).wait() != 2 * number:
+                    problems.append(f"{number}: wrong, async")
+        except BaseException as exc:
+            problems.append(repr(exc))
+
+    threads = [threading.Thread(target=calls, args=(1000 * n,)) for n in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+        if thread.is_alive():
+            problems.append("a thread hangs")
+    return problems
