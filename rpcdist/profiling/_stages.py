@@ -35,6 +35,7 @@ class CallStage(NamedTuple):
     """What happens at one moment of a call, and how long it takes until the next stage.
 
     Attributes:
+        thread: the name of the thread, without its number; several if the calls differ.
         at_us: median of the time since the call began.
         takes_us: until the next stage of the table begins, whichever thread that is on.
     """
@@ -61,10 +62,9 @@ class Profile(NamedTuple):
 
 
 class _Key(NamedTuple):
-    """The same mark in different calls: which one it is of its kind."""
+    """The same mark in different calls, on whichever thread: which one it is of its kind."""
 
     process: str
-    thread: str
     event: str
     number: int
 
@@ -82,24 +82,33 @@ def profile_calls(calls: Sequence[CallTimes], marks: Sequence[Mark]) -> Profile:
     if not calls:
         raise ValueError("a profile needs at least one call")
     offsets: dict[_Key, list[int]] = {}
+    threads: dict[_Key, Counter[str]] = {}
     for call, own in _marks_of(calls, sorted(marks)):
-        seen: Counter[tuple[str, str, str]] = Counter()
+        seen: Counter[tuple[str, str]] = Counter()
         for mark in own:
-            kind = (mark.process, _NUMBER.sub("", mark.thread), mark.event)
-            offsets.setdefault(_Key(*kind, seen[kind]), []).append(mark.time_ns - call.began_ns)
+            kind = (mark.process, mark.event)
+            key = _Key(*kind, seen[kind])
             seen[kind] += 1
+            offsets.setdefault(key, []).append(mark.time_ns - call.began_ns)
+            threads.setdefault(key, Counter())[_NUMBER.sub("", mark.thread)] += 1
     usual = {key: median(times) / 1e3 for key, times in offsets.items() if len(times) >= USUAL_SHARE * len(calls)}
     total_us = median(call.ended_ns - call.began_ns for call in calls) / 1e3
     ordered = sorted(usual, key=usual.__getitem__)
     ends_us = [*(usual[key] for key in ordered[1:]), total_us]
     stages = [
-        CallStage(key.process, key.thread, key.event, usual[key], end_us - usual[key])
+        CallStage(key.process, _name(threads[key], len(calls)), key.event, usual[key], end_us - usual[key])
         for key, end_us in zip(ordered, ends_us, strict=True)
     ]
     rare: Counter[str] = Counter()
     for key in offsets.keys() - usual.keys():
-        rare[f"{key.event} ({key.process}, {key.thread})"] += len(offsets[key])
+        rare[f"{key.event} ({key.process}, {_name(threads[key], len(calls))})"] += len(offsets[key])
     return Profile(stages, total_us, dict(sorted(rare.items())))
+
+
+def _name(threads: Counter[str], num_calls: int) -> str:
+    """The threads on which something happens, the most frequent one first, without those of single calls."""
+    often = [thread for thread, number in threads.most_common() if number > (1 - USUAL_SHARE) * num_calls]
+    return " or ".join(often or [threads.most_common(1)[0][0]])
 
 
 def _marks_of(calls: Sequence[CallTimes], marks: Sequence[Mark]) -> Iterator[tuple[CallTimes, Sequence[Mark]]]:
