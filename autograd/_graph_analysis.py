@@ -54,6 +54,7 @@ class Analysis:
         leaves: the leaves that a source reaches.
         recvs: by message.
         sends: by message.
+        first_edges: by sent message, the number of the edge of its first tensor.
         inner: the inner nodes, with the mask of the sources that reach each.
     """
 
@@ -62,6 +63,7 @@ class Analysis:
     leaves: list[Leaf]
     recvs: dict[int, RecordedRecv]
     sends: dict[int, RecordedSend]
+    first_edges: dict[int, int]
     inner: dict[Node, int]
 
 
@@ -106,7 +108,15 @@ def analyse(
     )
     local = LocalGraph(len(roots), tuple(numbered), facts, unions.groups())
     inner = {node: mask for node, mask in masks.items() if type(node) is not _AccumulateGrad}
-    return Analysis(local, edges, leaves, {recv.id: recv for recv in recvs}, {send.id: send for send in sends}, inner)
+    return Analysis(
+        local,
+        edges,
+        leaves,
+        {recv.id: recv for recv in recvs},
+        {send.id: send for send in sends},
+        {send.id: send.first for send in numbered},
+        inner,
+    )
 
 
 class _Walk:

@@ -121,10 +121,8 @@ class GroupRun:
             if used >> root & 1:
                 edges.append(self._analysis.edges[root])
                 gradients.append(self._owner.root_gradients[root])
-        facts = {send.id: send for send in self._analysis.local.sends}
         for id in self._run.arrived:
-            first = facts[id].first
-            for bit, gradient in enumerate(self._owner.gradient(id), first):
+            for bit, gradient in enumerate(self._owner.gradient(id), self._analysis.first_edges[id]):
                 if gradient is not None and used >> bit & 1:
                     edges.append(self._analysis.edges[bit])
                     gradients.append(gradient)
