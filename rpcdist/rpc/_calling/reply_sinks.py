@@ -67,7 +67,7 @@ class SyncReplySink:
         self._failure: rpc_pb2.Failure | None = None
         self._payload: object = None
         self._error: BaseException | None = None
-        self._thread = get_ident()
+        self._thread = 0  # the one that waits
         self._session: MessageSink | None = None  # where the thread may be reading
 
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
@@ -128,6 +128,7 @@ class SyncReplySink:
             send()
             send = None
         if (session := session or call.session) is not None:
+            self._thread = get_ident()
             self._session = session  # before the lock is looked at: whoever releases it then rings
             if session.lead(self._lock.locked, call.deadline.wait_s(), None, send):
                 return True
