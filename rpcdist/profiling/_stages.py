@@ -119,6 +119,7 @@ def _marks_of(calls: Sequence[CallTimes], marks: Sequence[Mark]) -> Iterator[tup
 
 def table(profile: Profile) -> list[str]:
     """The profile as a Markdown table that is also readable as plain text."""
+    before_us = profile.stages[0].at_us if profile.stages else profile.total_us
     lines = [("at us", "takes us", "share", "process", "thread", "what happens")]
     lines += [
         (
@@ -129,7 +130,7 @@ def table(profile: Profile) -> list[str]:
             stage.thread,
             stage.event,
         )
-        for stage in profile.stages
+        for stage in (CallStage("caller", "", "the call begins", 0, before_us), *profile.stages)
     ]
     lines.append((f"{profile.total_us:.1f}", "", "", "caller", "", "the call has ended"))
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]

@@ -94,7 +94,7 @@ def test_the_table_adds_up() -> None:
     first, _, *lines = table(profile_calls([CallTimes(0, 8_000)], rows))
     assert [cell.strip() for cell in first.strip("|").split("|")][:2] == ["at us", "takes us"]
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
-    assert [(line[0], line[1]) for line in cells] == [("2.0", "3.0"), ("5.0", "3.0"), ("8.0", "")]
+    assert [(line[0], line[1]) for line in cells] == [("0.0", "2.0"), ("2.0", "3.0"), ("5.0", "3.0"), ("8.0", "")]
 
 
 # ---- marks
