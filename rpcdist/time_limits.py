@@ -29,6 +29,7 @@ __all__ = [
     "COORDINATOR_GRACE_S",
     "COPY_TURN_LIMIT_S",
     "DDP_NOTICE_POLL_S",
+    "DEBUGGER_LIMIT_S",
     "DEPARTURE_REVIEW_S",
     "DEPENDENCIES",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
@@ -65,6 +66,7 @@ __all__ = [
     "LAUNCH_KILL_LIMIT_S",
     "LAUNCH_TERMINATE_LIMIT_S",
     "LEADER_LEAVE_LIMIT_S",
+    "LEADER_SLEEP_S",
     "LEASE_IN_PEER_TIMEOUTS",
     "LEAVE_CONNECT_LIMIT_S",
     "LINK_CLOSE_LIMIT_S",
@@ -210,6 +212,8 @@ PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
 """No request may wait for longer at the store or the coordinator, whatever it asks for; the server measures."""
 GROUP_TIMEOUT_S: Final = 1800.0
 """The setup of a process group and each of its operations; torch's default. Each rank measures; the group fails."""
+DEBUGGER_LIMIT_S: Final = 3600.0
+"""What `breakpoint` makes the timeout of all groups, so that none ends while somebody debugs one of its ranks."""
 NCCL_GROUP_TIMEOUT_S: Final = 600.0
 """The same for groups of the `nccl` backend."""
 GROUP_ANSWER_LIMIT_S: Final = 0.7
@@ -271,6 +275,8 @@ LISTENER_STOP_LIMIT_S: Final = 2.0
 """The end of a raw listener and of the sessions that came through it."""
 LEADER_LEAVE_LIMIT_S: Final = 0.5
 """The I/O loop waits so long for a thread that reads from a connection which ends; then that thread closes it."""
+LEADER_SLEEP_S: Final = 3600.0
+"""The longest sleep of a thread that reads for itself, measured by it; then it goes on waiting without reading."""
 LOOP_READ_LIMIT_S: Final = 0.005
 """A thread that wants to read from a connection waits so long for the I/O loop to finish; then the loop reads."""
 GRPC_STOP_GRACE_S: Final = 0.2

@@ -16,6 +16,7 @@ from rpcdist.collectives._api.operations import all_gather_single, barrier, redu
 from rpcdist.collectives._group.world import Group, current_world, default_group, member_group
 from rpcdist.collectives._operations.operation import ReduceOp
 from rpcdist.collectives.work import Work
+from rpcdist.time_limits import DEBUGGER_LIMIT_S
 
 __all__ = ["GroupName", "_all_gather_base", "_coalescing_manager", "_reduce_scatter_base", "breakpoint"]
 
@@ -23,7 +24,7 @@ GroupName = NewType("GroupName", str)
 """What `ProcessGroup.group_name` is."""
 
 
-def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = 3600) -> None:
+def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:
     """Starts the debugger on one rank, in the caller's frame; the others wait until it goes on. All ranks call it.
 
     Args:

@@ -48,7 +48,7 @@ from rpcdist.rpc._membership.leader import Leader
 from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
-from rpcdist.rpc._membership.serving import Serving
+from rpcdist.rpc._membership.serving import StopRequests
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
@@ -67,7 +67,7 @@ from rpcdist.rpc._serving.dispatcher import Dispatcher, describe_job
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import AGENT_TICK_S, RPC_CLOSE_LIMIT_S
-from rpcdist.transport.messages import CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 __all__ = ["ROLE", "Agent", "UpperParts"]
 
@@ -190,7 +190,7 @@ class Agent:
             self.directory, coordinator.service, self.router.send_control, self.router.watch, lifetime
         )
         self.watch = MembershipWatch(self.pool.submit)
-        self.serving = Serving()
+        self.serving = StopRequests()
         self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
         always = {**self.leader.callables, **self._departures.callables, **self.serving.callables}
         self.dispatcher = Dispatcher(

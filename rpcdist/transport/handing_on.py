@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["HandingOn"]
 

@@ -10,8 +10,8 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.outgoing import OutgoingBuffer
 from rpcdist.transport.lending import Borrower, Lender
-from rpcdist.transport.messages import Loan, WireMessage
 from rpcdist.transport.shared_memory import Segment, unavailable
+from rpcdist.transport.wire_messages import Loan, WireMessage
 
 __all__ = ["LentBuffers"]
 

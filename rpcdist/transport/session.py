@@ -26,8 +26,8 @@ from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuff
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.messages import WireMessage
 from rpcdist.transport.shared_payloads import SharedPayloads
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 

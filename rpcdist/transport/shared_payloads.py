@@ -12,7 +12,7 @@ from rpcdist.transport._channels.channel import DirectChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.lent_buffers import LentBuffers
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["SharedPayloads"]
 

@@ -25,7 +25,7 @@ from rpcdist import rpc
 from rpcdist._proto import autograd_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport._framing.frames import call_frame, chunk_head, frame, reply_frame
-from rpcdist.transport.messages import CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 pytestmark = pytest.mark.multiproc
 

@@ -10,9 +10,9 @@ import pytest
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import RemoteError
 from rpcdist.rpc._calling.creations import Creation
-from rpcdist.rpc._rref.identifiers import Share, UniqueId
+from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 
-SHARE = Share(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
+SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
 
 
 class Told:
@@ -23,10 +23,10 @@ class Told:
         self.jobs: list[tuple[Callable[..., object], tuple[object, ...]]] = []
         self.creation = Creation(SHARE, self, self.submit, may_unpickle=True)
 
-    def on_created(self, share: Share) -> None:
+    def on_created(self, share: ReferenceShare) -> None:
         self.heard.append(share)
 
-    def on_creation_failed(self, share: Share, exc: BaseException) -> None:
+    def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
         self.heard.append((share, exc))
 
     def submit(self, function: Callable[..., object], /, *arguments: object) -> None:

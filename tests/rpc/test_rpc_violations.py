@@ -28,8 +28,8 @@ from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, val
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
-from rpcdist.transport.messages import CompactCall, CompactReply, Loan
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, Loan
 
 pytestmark = pytest.mark.multiproc
 

@@ -15,7 +15,7 @@ from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
@@ -59,7 +59,7 @@ class Home:
         result: Future[Any] = Future()
         result.is_quiet = True
         owner = self.host.cluster.hosts[self.host.manager.owner_of(state)]
-        value = owner.manager.get_value_future(Share(state.rref, state.id), self.host.me.id)
+        value = owner.manager.get_value_future(ReferenceShare(state.rref, state.id), self.host.me.id)
         value.add_done_callback(lambda done: copy_outcome(done, result))
         return result
 

@@ -12,8 +12,8 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport.messages import WireMessage
 from rpcdist.transport.session import HeapPayloads, Session
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "MemoryPair", "Pair", "announced", "call"]
 

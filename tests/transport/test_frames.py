@@ -14,7 +14,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import MAX_FUNCTIONS, Chunk, call_frame, frame, parse, reply_frame
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, WireMessage
+from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, WireMessage
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 I64 = st.integers(-(2**63), 2**63 - 1)

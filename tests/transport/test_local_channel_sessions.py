@@ -19,8 +19,8 @@ from rpcdist.transport import session as session_module
 from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, frame
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 from rpcdist.transport.session import FLUSH_FRAMES
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
 
 @pytest.fixture

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from rpcdist._proto import rpc_pb2, value_pb2
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.protobuf import id_to_pb
 from rpcdist.rpc._values import LargeBuffer
-from rpcdist.transport.messages import CompactCall
+from rpcdist.transport.wire_messages import CompactCall
 
 __all__ = ["by_keyword", "name_value", "num_bytes_of", "positional"]
 
@@ -24,7 +24,7 @@ def num_bytes_of(message: rpc_pb2.Message | CompactCall, large: Sequence[LargeBu
     return num_bytes
 
 
-def name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: Share) -> None:
+def name_value(target: rpc_pb2.RRefFetch | value_pb2.RRefFork, share: ReferenceShare) -> None:
     """Fills in which share of which reference is meant."""
     target.rref.CopyFrom(id_to_pb(share.rref))
     target.fork.CopyFrom(id_to_pb(share.fork))

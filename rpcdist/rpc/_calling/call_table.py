@@ -20,7 +20,7 @@ from rpcdist.rpc._calling.in_flight import InFlightBytes
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import HandleState
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["GATHERING", "REPEATABLE", "USER_CALL", "CallFlags", "CallOwner", "CallTable", "PendingCall", "ReplySink"]
 

@@ -24,7 +24,7 @@ from rpcdist.rpc._calling.call_table import (
 )
 from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.creations import Creation, CreationListener
-from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, Admission, InFlightBytes
+from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
@@ -36,21 +36,20 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply
+from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply
 
 __all__ = ["Caller", "Destination"]
 
 Destination = str | int | WorkerInfo
 CallMessage = rpc_pb2.Message | CompactCall
 INFINITE = float("inf")
-MAX_TIMEOUT_US: Final = 1 << 62  # more is as good as none
 NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 
@@ -94,7 +93,7 @@ class Caller:
         self._lifetime = lifetime
         self._timer = CallTimer(io, self._expire)
         in_flight = InFlightBytes(max_in_flight_bytes)
-        self._admission = Admission(in_flight, io, handler_loop)
+        self._admission = CallAdmission(in_flight, io, handler_loop)
         self.calls = CallTable(self._timer.wake_at, in_flight)
         self.allow_pickle = marshal.allow_pickle
 
@@ -152,7 +151,7 @@ class Caller:
     def remote(
         self,
         to: int,
-        share: Share,
+        share: ReferenceShare,
         func: Callable[..., Any],
         args: Any,
         kwargs: Any,
@@ -165,7 +164,7 @@ class Caller:
         self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
         return creation
 
-    def fetch(self, owner: int, share: Share, timeout_s: float) -> Future[Any]:
+    def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
         """The value of a remote reference, from its owner. Asking twice does no harm."""
         future: Future[Any] = Future()
         context, context_id = self._join_autograd(owner)
@@ -209,7 +208,7 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         reply_sink: ReplySink,
-        result: Share | None = None,
+        result: ReferenceShare | None = None,
         on: HandleState | None = None,
     ) -> PendingCall:
         """Makes a call; see `_prepare`."""
@@ -225,7 +224,7 @@ class Caller:
         kwargs: Any,
         timeout_s: float,
         reply_sink: ReplySink,
-        result: Share | None = None,
+        result: ReferenceShare | None = None,
         on: HandleState | None = None,
     ) -> tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]:
         """Makes a call and its message, which runs code of users; `_send` does not.
@@ -258,7 +257,12 @@ class Caller:
         return (pending, *self._in_protobuf(pending, name, written, context_id, result))
 
     def _in_protobuf(
-        self, pending: PendingCall, name: str | bytes, written: Written | None, context_id: int, result: Share | None
+        self,
+        pending: PendingCall,
+        name: str | bytes,
+        written: Written | None,
+        context_id: int,
+        result: ReferenceShare | None,
     ) -> tuple[rpc_pb2.Message, Sequence[LargeBuffer]]:
         """The message of a call that has parts which the compact form does not know, and its large buffers."""
         message = rpc_pb2.Message()
@@ -271,7 +275,7 @@ class Caller:
         if result is not None:
             name_value(call.result, result)
         if pending.on is not None:
-            name_value(call.on, Share(pending.on.rref, pending.on.id))
+            name_value(call.on, ReferenceShare(pending.on.rref, pending.on.id))
         large: Sequence[LargeBuffer] = ()
         if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
             try:
@@ -360,7 +364,7 @@ class Caller:
 
     def _dispatch(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         at = call.deadline.at
-        timeout_us = 0 if at == INFINITE else min(max(1, int((at - time.monotonic()) * 1e6)), MAX_TIMEOUT_US)
+        timeout_us = 0 if at == INFINITE else max(1, int((at - time.monotonic()) * 1e6))
         if isinstance(message, CompactCall):
             message.timeout_us = timeout_us
         else:

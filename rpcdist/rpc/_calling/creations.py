@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._calling.reply_sinks import Submit
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 
@@ -19,10 +19,10 @@ __all__ = ["Creation", "CreationListener"]
 class CreationListener(Protocol):
     """Who counts references."""
 
-    def on_created(self, share: Share) -> None:
+    def on_created(self, share: ReferenceShare) -> None:
         """The owner holds the result; any thread."""
 
-    def on_creation_failed(self, share: Share, exc: BaseException) -> None:
+    def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
         """The call failed; not on the I/O loop."""
 
 
@@ -40,7 +40,7 @@ class Creation:
 
     __slots__ = ("_error", "_future", "_has_ended", "_listener", "_lock", "_may_unpickle", "_share", "_submit")
 
-    def __init__(self, share: Share, listener: CreationListener, submit: Submit, may_unpickle: bool) -> None:
+    def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit, may_unpickle: bool) -> None:
         self._share = share
         self._listener = listener
         self._submit = submit

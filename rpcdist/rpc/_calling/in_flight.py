@@ -28,13 +28,13 @@ from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import acquire
 
-__all__ = ["COUNTED_FROM_BYTES", "Admission", "InFlightBytes"]
+__all__ = ["COUNTED_FROM_BYTES", "CallAdmission", "InFlightBytes"]
 
 COUNTED_FROM_BYTES: Final = 4096
 """Calls with fewer bytes of arguments do not count, and cost nothing here."""
 
 
-class _Waiter:
+class _WaitingCall:
     __slots__ = ("admitted", "call", "num_bytes")
 
     def __init__(self, call: int, num_bytes: int, admitted: Callable[[], object]) -> None:
@@ -50,7 +50,7 @@ class _Line:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self.waiters: OrderedDict[int, _Waiter] = OrderedDict()  # by call, in the order in which they came
+        self.waiters: OrderedDict[int, _WaitingCall] = OrderedDict()  # by call, in the order in which they came
 
 
 class InFlightBytes:
@@ -84,7 +84,7 @@ class InFlightBytes:
         """Admits a call to a worker, sooner or later; False if its deadline came first."""
         there_is_room = threading.Lock()
         there_is_room.acquire()
-        waiter = _Waiter(call, num_bytes, there_is_room.release)
+        waiter = _WaitingCall(call, num_bytes, there_is_room.release)
         if self._enter(to, waiter):
             return True
         try:
@@ -101,7 +101,7 @@ class InFlightBytes:
 
         It is called on the thread that ends another call; not if `end` comes first.
         """
-        return self._enter(to, _Waiter(call, num_bytes, admitted))
+        return self._enter(to, _WaitingCall(call, num_bytes, admitted))
 
     def take_anyway(self, to: int, call: int, num_bytes: int) -> None:
         """Admits a call, room or not."""
@@ -132,7 +132,7 @@ class InFlightBytes:
         for waiter in admitted:
             waiter.admitted()
 
-    def _enter(self, to: int, waiter: _Waiter) -> bool:
+    def _enter(self, to: int, waiter: _WaitingCall) -> bool:
         with self._lock:
             line = self._line(to)
             if line.waiters or not self._has_room(line, waiter.num_bytes):
@@ -152,7 +152,7 @@ class InFlightBytes:
         self._admitted[call] = num_bytes
 
 
-class Admission:
+class CallAdmission:
     """Who waits for `InFlightBytes`, and how. Any thread may call it.
 
     Args:

@@ -18,7 +18,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref.handles import HandleState
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -66,7 +66,7 @@ class RRefCalls:
     def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         """The value of a reference that another worker owns. A lost worker goes through `fetch_error`."""
         check_not_forked()
-        future = self._caller.fetch(self._rrefs.owner_of(state), Share(state.rref, state.id), timeout_s)
+        future = self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
         future.is_quiet = True
         return future
 

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-__all__ = ["LastAct", "Source", "blocking", "forget_hooks", "hooks", "set_hooks"]
+__all__ = ["JobSource", "LastAct", "blocking", "forget_hooks", "hooks", "set_hooks"]
 
 Hook = Callable[[], object]
 
 
-class Source(Protocol):
+class JobSource(Protocol):
     """Where the jobs of a pool's thread come from, and where it can read itself while it has nothing to do."""
 
     def lead(
@@ -32,7 +32,7 @@ class LastAct(NamedTuple):
     """
 
     answer: Hook
-    source: Source
+    source: JobSource
 
 
 class _ThreadHooks(threading.local):

@@ -25,7 +25,7 @@ from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
-from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
 __all__ = ["Marshal", "Written"]
 

@@ -32,7 +32,7 @@ LEAVES = "leaves"
 Answer = list[Any]
 
 
-class _Round:
+class _DepartureRound:
     """One round at the leader. Lives on the user loop."""
 
     def __init__(self) -> None:
@@ -57,7 +57,7 @@ class Departures:
     def __init__(self, directory: Directory, watch: Callable[[int, str], WorkerLost | None]) -> None:
         self._directory = directory
         self._watch = watch
-        self._rounds: list[_Round] = []
+        self._rounds: list[_DepartureRound] = []
         self._last_missing: list[str] = []
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -89,7 +89,7 @@ class Departures:
             return [POINTS, superior]
         round_ = next((open_ for open_ in self._rounds if name not in open_.had_work), None)
         if round_ is None:
-            round_ = _Round()
+            round_ = _DepartureRound()
             self._rounds.append(round_)
         round_.had_work[name] = had_work
         round_.came.add(name)
@@ -131,10 +131,10 @@ class Departures:
                 if identity != self._directory.me:
                     self._watch(identity.id, "the shutdown of the job")
 
-    def _is_complete(self, round_: _Round) -> bool:
+    def _is_complete(self, round_: _DepartureRound) -> bool:
         return all(member.identity.name in round_.had_work for member in self._directory.living())
 
-    def _absent(self, round_: _Round) -> list[str]:
+    def _absent(self, round_: _DepartureRound) -> list[str]:
         return sorted({member.identity.name for member in self._directory.living()} - round_.came)
 
     def _losses(self, there: Mapping[str, bool]) -> dict[str, str]:

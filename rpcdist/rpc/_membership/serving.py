@@ -13,14 +13,14 @@ from typing import Any
 from rpcdist.deadline import Deadline
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
 
-__all__ = ["PING", "STOP", "Serving"]
+__all__ = ["PING", "STOP", "StopRequests"]
 
 STOP = "rpcdist.rpc._membership.serving:stop"
 PING = "rpcdist.rpc._membership.serving:ping"
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
-class Serving:
+class StopRequests:
     """One per agent; any thread may use it.
 
     A request to stop that comes before `wait` counts: the next `wait` returns at once.
@@ -31,7 +31,7 @@ class Serving:
         self._requests: SimpleQueue[str] = SimpleQueue()
 
     def __repr__(self) -> str:
-        return f"<Serving [{self._requests.qsize()} requests to stop]>"
+        return f"<StopRequests [{self._requests.qsize()} requests to stop]>"
 
     def stop(self, why: str) -> None:
         """Ends one `wait`."""

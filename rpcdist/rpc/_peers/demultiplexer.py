@@ -9,7 +9,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
 __all__ = ["Demultiplexer", "Handler", "PoolJob"]
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["Loopback"]
 

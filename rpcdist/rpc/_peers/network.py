@@ -16,7 +16,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["Connection", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
 

@@ -36,7 +36,7 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     REFUSED_GRACE_S,
 )
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["Peer", "PeerOwner", "PeerState"]
 

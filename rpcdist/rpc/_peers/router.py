@@ -26,7 +26,7 @@ from rpcdist.rpc._peers.peer import Peer, PeerState
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["COORDINATOR", "REPLACED", "Router"]
 

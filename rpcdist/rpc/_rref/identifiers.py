@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-__all__ = ["ForkId", "Incarnation", "RRefId", "Share", "UniqueId"]
+__all__ = ["ForkId", "Incarnation", "RRefId", "ReferenceShare", "UniqueId"]
 
 
 class UniqueId(NamedTuple):
@@ -43,7 +43,7 @@ RRefId = UniqueId  # the referenced value
 ForkId = UniqueId  # one holder's share of it
 
 
-class Share(NamedTuple):
+class ReferenceShare(NamedTuple):
     """A reference, and one holder's share of it."""
 
     rref: RRefId

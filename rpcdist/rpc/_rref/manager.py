@@ -19,7 +19,7 @@ from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
-from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, Share, UniqueId
+from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, Losses, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_message, encode_message, id_from_pb, id_to_pb
@@ -51,7 +51,7 @@ class RRefManager:
         self._numbers = itertools.count()
         self._states: dict[UniqueId, HandleState] = {}
         self._values: dict[RRefId, OwnerValue] = {}
-        self._fetches: dict[Share, list[Future[Any]]] = {}
+        self._fetches: dict[ReferenceShare, list[Future[Any]]] = {}
         self._losses = Losses()
         self._dropped: deque[tuple[RRefId, UniqueId]] = deque()
         self.closed = False
@@ -68,7 +68,7 @@ class RRefManager:
         owned.set(value)
         return self._add_handle(rref, rref, self.me, self.my_name, owned)
 
-    def create_remote(self, owner: int) -> tuple[Any, Share]:
+    def create_remote(self, owner: int) -> tuple[Any, ReferenceShare]:
         """Begins a `remote()`: the reference, and what the call says that its result is.
 
         Whoever makes the call reports how it ends: `on_created` or `on_creation_failed`, also when it was not sent.
@@ -84,13 +84,13 @@ class RRefManager:
         handle = self._feed_new(event, rref, fork, node, self._host.name_of(owner))
         if handle.state.error is not None:
             raise fresh_copy(handle.state.error)
-        return self._wrap(handle), Share(rref, fork)
+        return self._wrap(handle), ReferenceShare(rref, fork)
 
-    def on_created(self, share: Share) -> None:
+    def on_created(self, share: ReferenceShare) -> None:
         """The reply to `remote()` says that the owner holds the result."""
         self._feed(events.Created(share.rref, share.fork))
 
-    def on_creation_failed(self, share: Share, exc: BaseException) -> None:
+    def on_creation_failed(self, share: ReferenceShare, exc: BaseException) -> None:
         """`remote()` failed. The error surfaces where the reference is used."""
         with self._lock:
             state = self._states.get(share.fork)
@@ -101,7 +101,7 @@ class RRefManager:
 
     # ------------------------------------------------------------ remote() at the owner
 
-    def accept_creation(self, share: Share, creator: int, incarnation: int | None = None) -> OwnerValue:
+    def accept_creation(self, share: ReferenceShare, creator: int, incarnation: int | None = None) -> OwnerValue:
         """The call of a `remote()` arrived. Its outcome goes to `set_value` or `set_error`.
 
         Raises:
@@ -131,7 +131,7 @@ class RRefManager:
         entry.fail(exc)
         self._feed(events.CreationFinished(entry.rref))
 
-    def get_value_future(self, share: Share, requester: int, incarnation: int | None = None) -> Future[Any]:
+    def get_value_future(self, share: ReferenceShare, requester: int, incarnation: int | None = None) -> Future[Any]:
         """The value for a user's fetch: also before its `remote()` has arrived. Fails if the value is gone."""
         future: Future[Any] = Future()
         future.is_quiet = True  # the error goes to the requester
@@ -434,12 +434,12 @@ class RRefManager:
 
     def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
         value = self._values[action.rref]
-        for future in self._fetches.pop(Share(action.rref, action.fork), ()):
+        for future in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
             effects.append(lambda f=future: value.future.add_done_callback(lambda done: copy_outcome(done, f)))  # type: ignore[misc]
 
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self._error(action.reason, str(action.rref), self.me)
-        for future in self._fetches.pop(Share(action.rref, action.fork), ()):
+        for future in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
             effects.append(lambda f=future: f._fail(error))  # type: ignore[misc]
 
     def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:

@@ -11,11 +11,11 @@ from rpcdist.rpc._executors.user_call import UserCall
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
-from rpcdist.rpc._rref.identifiers import Share, UniqueId
+from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
 from rpcdist.rpc.future import Future
-from rpcdist.transport.messages import CompactCall, NamedReference
+from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
 __all__ = ["ActiveCall"]
 
@@ -70,8 +70,8 @@ class ActiveCall:
         self.function_pickle: bytes | None = None
         self.arguments = arguments
         self.deadline = deadline
-        self.result: Share | None = None
-        self.value: Share | None = None
+        self.result: ReferenceShare | None = None
+        self.value: ReferenceShare | None = None
         self.counts_as_idle = False
         self.cancelled = False
         self.handle: UserCall | None = None
@@ -104,11 +104,11 @@ class ActiveCall:
         if call.HasField("function_pickle"):
             active.function_pickle = call.function_pickle
         if call.HasField("result"):
-            active.result = Share(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
+            active.result = ReferenceShare(id_from_pb(call.result.rref), id_from_pb(call.result.fork))
         for named in ("fetch", "on"):
             if call.HasField(named):
                 value = getattr(call, named)
-                active.value = Share(id_from_pb(value.rref), id_from_pb(value.fork))
+                active.value = ReferenceShare(id_from_pb(value.rref), id_from_pb(value.fork))
         return active
 
     @property
@@ -141,5 +141,5 @@ class ActiveCall:
             self.handle.cancel()
 
 
-def _share_of(ids: NamedReference) -> Share:
-    return Share(UniqueId(*ids[:3]), UniqueId(*ids[3:]))
+def _share_of(ids: NamedReference) -> ReferenceShare:
+    return ReferenceShare(UniqueId(*ids[:3]), UniqueId(*ids[3:]))

@@ -35,7 +35,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.identifiers import Share
+from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
@@ -43,7 +43,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK
-from rpcdist.transport.messages import CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 __all__ = ["Dispatcher", "describe_job"]
 
@@ -157,7 +157,7 @@ class Dispatcher:
         else:
             jobs.append((self.run, (active,)))
 
-    def _find_target(self, active: ActiveCall, value: Share) -> bool:
+    def _find_target(self, active: ActiveCall, value: ReferenceShare) -> bool:
         """Looks up the value that is fetched, or that a method is called on.
 
         Returns:

@@ -23,7 +23,7 @@ from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
 from rpcdist.rpc._values.plain import PlainWriter, read_plain
 from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import address_of
-from rpcdist.transport.messages import MAX_COMPACT_BODY_BYTES
+from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
 __all__ = ["CompactValue", "compact_value", "read_compact"]
 

@@ -29,7 +29,7 @@ from collections.abc import Callable
 from typing import Final
 
 from rpcdist.errors import BlockingInLoop
-from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LEADER_SLEEP_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 
 __all__ = ["CAN_LEAD", "Lead", "Sleep"]
@@ -37,7 +37,6 @@ __all__ = ["CAN_LEAD", "Lead", "Sleep"]
 CAN_LEAD: Final = hasattr(select, "epoll") and hasattr(os, "eventfd")
 
 _READABLE: Final = int(getattr(select, "EPOLLIN", 1))
-_LONGEST_S: Final = 3600.0
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]
 """What a leader calls before and after each sleep."""
@@ -167,7 +166,7 @@ class Lead:
         sleep: Sleep | None,
         shield: SignalShield | None,
     ) -> bool:
-        slice_s = _LONGEST_S if shield is None else SIGNAL_CHECK_INTERVAL_S
+        slice_s = LEADER_SLEEP_S if shield is None else SIGNAL_CHECK_INTERVAL_S
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
         ends_at = 0.0  # it is not needed if the first sleep is enough
         started = time.monotonic()
@@ -177,7 +176,7 @@ class Lead:
                 if left_s <= 0:
                     return False
             else:
-                ends_at = started + (_LONGEST_S if timeout_s is None else timeout_s)
+                ends_at = started + (LEADER_SLEEP_S if timeout_s is None else timeout_s)
             if sleep is not None:
                 sleep[0]()
             try:

@@ -36,7 +36,7 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport.messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, NamedReference, WireMessage
+from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, NamedReference, WireMessage
 
 __all__ = [
     "CHUNK_BYTES",

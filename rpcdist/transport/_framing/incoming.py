@@ -17,7 +17,7 @@ from typing import Final, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
-from rpcdist.transport.messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer", "memory_of_machine_bytes"]
 

@@ -27,8 +27,8 @@ from rpcdist.transport._framing.frames import (
     frame,
     reply_frame,
 )
-from rpcdist.transport.messages import CompactCall, CompactReply, WireMessage
 from rpcdist.transport.shared_memory import Segment
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
 __all__ = ["Outgoing", "OutgoingBuffer"]
 
