@@ -389,9 +389,11 @@ class Agent:
     def get_metrics(self) -> dict[str, str]:
         return self.get_debug_info()
 
-    def join(self, shutdown: bool = False, timeout: float = 0) -> dict[str, str]:
+    def join(
+        self, shutdown: bool = False, timeout: float = 0, delete_references: Callable[[], object] | None = None
+    ) -> dict[str, str]:
         """Waits for outstanding work here and everywhere; 0 for no limit. See `Leaving.wait_for_work`."""
-        return self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout)
+        return self.leaving.wait_for_work(float("inf") if timeout == 0 else timeout, delete_references)
 
     def sync(self) -> None:
         """Nothing to do: an agent that exists is ready."""

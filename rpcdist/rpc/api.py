@@ -284,7 +284,8 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
     lost: dict[str, str] = {}
     try:
         if graceful:
-            lost = agent.join(shutdown=True, timeout=timeout)
+            # By its name in this module: torch's programs replace it there.
+            lost = agent.join(True, timeout, lambda: _delete_all_user_and_unforked_owner_rrefs())
             finished = True
     finally:
         _finalize_shutdown(agent, finished, graceful)

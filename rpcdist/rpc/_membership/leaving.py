@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
@@ -101,11 +102,13 @@ class Leaving:
     def _me(self) -> Identity:
         return self._directory.me
 
-    def wait_for_work(self, timeout_s: float) -> dict[str, str]:
+    def wait_for_work(self, timeout_s: float, delete_references: Callable[[], object] | None = None) -> dict[str, str]:
         """Waits for outstanding work, here and (in a static world) everywhere.
 
         Args:
             timeout_s: limit of the whole, in seconds; infinity waits as long as the others live.
+            delete_references: gives back the references that this worker holds, in a static world, when everybody
+                leaves; by default `RRefManager.delete_all_user_and_unforked_owner_rrefs`.
 
         Returns:
             The workers that are lost and were not waited for, and why, by name.
@@ -120,7 +123,10 @@ class Leaving:
             return self._directory.losses()
         self._departing.take_part(True, deadline)
         # Everybody has called shutdown: what is left of references and streams is not needed any more.
-        self._rrefs.delete_all_user_and_unforked_owner_rrefs(RREF_DELETION_LIMIT_S)
+        if delete_references is not None:
+            delete_references()
+        else:
+            self._rrefs.delete_all_user_and_unforked_owner_rrefs(RREF_DELETION_LIMIT_S)
         seen = -1
         while True:
             self._wait_idle(deadline, all_are_leaving=True)

@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.rpc import functions
 
-__all__ = ["INVOKERS", "ValueAtOwner", "invoker_of"]
+__all__ = ["INVOKERS", "ValueAtOwner", "check_method", "invoker_of"]
 
 
 class OwnedRRef(Protocol):
@@ -67,6 +67,14 @@ def invoker_of(kind: type, method: str) -> Any:
     if inspect.iscoroutinefunction(function):
         return _local_invoke_coroutine
     return _local_invoke
+
+
+def check_method(known: type | str, method: str) -> None:
+    """Raises `AttributeError` where the class is known and has no such attribute: what `remote()` of it would create is
+    never there, and nobody would hear why before the reference is used.
+    """
+    if isinstance(known, type) and not issubclass(known, torch.jit.ScriptModule | torch._C.ScriptModule):
+        getattr(known, method)
 
 
 def _local_invoke(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

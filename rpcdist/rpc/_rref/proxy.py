@@ -81,6 +81,8 @@ def _call_now(
     kwargs: dict[str, Any],
 ) -> Any:
     home = rref._home
+    if mode == "remote":
+        proxied.check_method(known, method)
     call = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
     return call(rref, _invoker(known, method), (method, args, kwargs), timeout)
 
