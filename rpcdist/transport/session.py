@@ -18,16 +18,17 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import BURST_GAP_S, HEARTBEATS_PER_PEER_TIMEOUT
+from rpcdist.time_limits import BURST_GAP_S
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.handing_on import HandingOn
+from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.shared_payloads import SharedPayloads
-from rpcdist.transport.wire_messages import WireMessage
+from rpcdist.transport.wire_messages import WireMessage, is_urgent
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
@@ -112,6 +113,7 @@ class Session:
         id: the session's number on both sides.
         opened_by_me: whether this process opened the connection.
         last_received: when something arrived last, heartbeats included, in monotonic seconds.
+        last_sent: when something was written last, in monotonic seconds.
         closed_reason: why the session ended; None while it is open.
 
     Args:
@@ -144,7 +146,6 @@ class Session:
         self._channel = channel
         self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
         self._handler = handler
-        self._silence_limit_s = silence_limit_s
         self._outgoing = Outgoing()
         self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
@@ -156,9 +157,8 @@ class Session:
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
         self._is_draining = False  # then only the writer may leave the queue empty, since it tells `drain`
         self._flushing = 0  # the thread that will call `flush` when it has sent
-        self._last_sent = self.last_received
-        self._tick_due = 0.0
-        self._tick_handle: asyncio.TimerHandle | None = None
+        self.last_sent = self.last_received
+        self._heartbeats = Heartbeats(self, silence_limit_s)
         self._drained: asyncio.Event = asyncio.Event()
         self._ended: asyncio.Event = asyncio.Event()
 
@@ -197,7 +197,7 @@ class Session:
         if self._awake:
             if self._outgoing.num_frames >= FLUSH_FRAMES:  # the peer need not wait until the loop gets its turn
                 self._write_here()
-        elif not (_is_urgent(message) and self._is_idle() and self._write_here()):
+        elif not (is_urgent(message) and self._is_idle() and self._write_here()):
             self._tell_writer()
         return number
 
@@ -212,7 +212,7 @@ class Session:
 
     def _is_idle(self) -> bool:
         """Whether nothing was written for a while: then the next message is the first of a burst, or alone."""
-        return time.monotonic() - self._last_sent >= BURST_GAP_S
+        return time.monotonic() - self.last_sent >= BURST_GAP_S
 
     def _write_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
@@ -220,7 +220,7 @@ class Session:
         if channel is None or not self._turn.acquire(blocking=False):
             return False
         try:
-            self._last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
+            self.last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
             for _ in range(MAX_PUTS):
                 parts = self._outgoing.next_parts() if channel.is_free and self.closed_reason is None else None
                 if parts is None:
@@ -267,7 +267,7 @@ class Session:
         """
         # The writer first: `on_opened` and what arrives may be answered at once.
         writer = self._io.spawn(self._write_loop(), f"rpcdist session writer to {self.peer.name}")
-        self._schedule_tick()
+        self._heartbeats.start(self._io.loop)
         if not self.opened_by_me:
             self._handler.on_opened(self)
         reason = "connection closed by the peer"
@@ -291,8 +291,7 @@ class Session:
     def _finish(self, writer: asyncio.Task[None], reason: str) -> None:
         self._close(reason)  # first, so that nobody is told of an end and still finds the session open
         writer.cancel()
-        if self._tick_handle is not None:
-            self._tick_handle.cancel()
+        self._heartbeats.stop()
         self._drained.set()
         self._ended.set()
         self._incoming.close()
@@ -466,7 +465,7 @@ class Session:
         else:
             while (data := self._outgoing.next_envelope()) is not None:
                 await self._channel.write(data)
-                self._last_sent = time.monotonic()
+                self.last_sent = time.monotonic()
         if self._outgoing.is_empty:
             self._drained.set()
 
@@ -476,7 +475,7 @@ class Session:
             await channel.pass_segment(*offer)
         while (parts := self._outgoing.next_parts()) is not None:
             await channel.write_parts(*parts)
-            self._last_sent = time.monotonic()
+            self.last_sent = time.monotonic()
             if parts[1] is not None:
                 await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between chunks
 
@@ -485,40 +484,13 @@ class Session:
         ended = self._direct.read_out() if self._direct is not None else None
         self._close(str(ended or error))
 
-    # ---------------------------------------------------------------- heartbeats
+    # ---------------------------------------------------------------- for `Heartbeats`
 
-    # Silence is how a dead host is told from an idle one: it closes no connection, so both sides speak regularly.
-
-    def _schedule_tick(self) -> None:
-        interval = self._silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
-        self._tick_due = self._io.loop.time() + interval
-        self._tick_handle = self._io.loop.call_at(self._tick_due, self._tick)
-
-    def _tick(self) -> None:
-        now = time.monotonic()
-        interval = self._silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
-        late = self._io.loop.time() - self._tick_due
-        silence = now - self.last_received
-        # A loop that was itself held up has not read what may lie in its socket; it judges nobody in this round.
-        if silence > self._silence_limit_s and late < interval and not self._has_unread():
-            self._close(f"no sign of life for {silence:.1f} s")
-            return
-        if self._shared is not None:
-            self._shared.trim(now)
-        # Not 1.0: a message sent just after the last tick would put the heartbeat off by nearly a whole interval.
-        if now - self._last_sent >= interval * 0.9:
-            self.send(rpc_pb2.Message(heartbeat=rpc_pb2.Heartbeat()))
-        self._schedule_tick()
-
-    def _has_unread(self) -> bool:
-        """Whether there is a sign of life that whoever leads has not read yet, held up perhaps."""
+    def has_unread(self) -> bool:
+        """See `WatchedSession`."""
         return self._direct is not None and self._direct.has_unread
 
-
-def _is_urgent(message: WireMessage) -> bool:
-    """Whether the message is worth a write of its own, which lets the peer begin at once."""
-    if not isinstance(message, rpc_pb2.Message):
-        return True
-    if message.HasField("autograd"):
-        return not message.control_seq
-    return message.HasField("call") or message.HasField("reply")
+    def trim(self, now: float) -> None:
+        """See `WatchedSession`."""
+        if self._shared is not None:
+            self._shared.trim(now)

@@ -20,6 +20,7 @@ __all__ = [
     "Loan",
     "NamedReference",
     "WireMessage",
+    "is_urgent",
 ]
 
 MAX_COMPACT_BODY_BYTES: Final = 1 << 18
@@ -122,3 +123,12 @@ class CompactReply:
 
 
 WireMessage = rpc_pb2.Message | CompactCall | CompactReply
+
+
+def is_urgent(message: WireMessage) -> bool:
+    """Whether the message is worth a write of its own, which lets the peer begin at once."""
+    if not isinstance(message, rpc_pb2.Message):
+        return True
+    if message.HasField("autograd"):
+        return not message.control_seq
+    return message.HasField("call") or message.HasField("reply")

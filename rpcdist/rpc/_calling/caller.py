@@ -168,14 +168,8 @@ class Caller:
         """The value of a remote reference, from its owner. Asking twice does no harm."""
         future: Future[Any] = Future()
         context, context_id = self._join_autograd(owner)
-        call = self._pending(
-            owner,
-            lambda: f"to_here() of {share.rref}",
-            self._deadline(timeout_s),
-            timeout_s,
-            self._sink(future),
-            REPEATABLE,
-        )
+        deadline, sink = self._deadline(timeout_s), self._sink(future)
+        call = self._pending(owner, lambda: f"to_here() of {share.rref}", deadline, timeout_s, sink, REPEATABLE)
         call.autograd = context
         if context is None:
             self._send(call, CompactCall(call.id, "", target=(*share.rref, *share.fork)), ())
