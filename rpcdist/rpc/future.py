@@ -245,13 +245,17 @@ class Future(torch.futures.Future[T]):
 
     def _lead(self, baton: LockType, timeout_s: float | None) -> bool:
         """Reads where the result will come from; True when the baton was given to this thread."""
-        session = self._expected.session if self._expected is not None else None
+        session = self._session()
         return session is not None and session.lead(baton.locked, timeout_s)
+
+    def _session(self) -> Source | None:
+        expected = self._expected  # read once: another thread may complete this now
+        return None if expected is None else expected.session
 
     def _give(self, baton: LockType) -> None:
         """Wakes a thread that waits, which may sleep on its baton, or may be reading."""
         baton.release()
-        session = self._expected.session if self._expected is not None else None
+        session = self._session()
         if session is not None:
             session.ring()
 
@@ -344,6 +348,7 @@ class Future(torch.futures.Future[T]):
         self._finished = True
         if self._observers:
             self._wake()
+        self._expected = None  # after the waking, which rings there; it holds this future, which would be a cycle
         _base_set_result(self, result)
         if self._callbacks:
             self._run_callbacks()
@@ -357,6 +362,7 @@ class Future(torch.futures.Future[T]):
         self._on_cancel = None
         self._finished = True
         self._wake()
+        self._expected = None
         _Base._set_unwrap_func(self, raise_failure)
         _base_set_result(self, failure)
         self._run_callbacks()

@@ -143,9 +143,10 @@ class Caller:
     ) -> Future[Any]:
         """Calls a function; cancelling the future cancels the call. `on`: see `_call`."""
         future: Future[Any] = Future()
-        call = self._call(self._directory.resolve(to), func, args, kwargs, timeout_s, self._sink(future), on=on)
-        future._expected = call
-        future._on_cancel = lambda: self.cancel(call, None)
+        to = self._directory.resolve(to)
+        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, self._sink(future), on=on)
+        self._expect(future, call)
+        self._send_in_turn(call, message, large)
         return future
 
     def remote(
@@ -171,6 +172,7 @@ class Caller:
         deadline, sink = self._deadline(timeout_s), self._sink(future)
         call = self._pending(owner, lambda: f"to_here() of {share.rref}", deadline, timeout_s, sink, REPEATABLE)
         call.autograd = context
+        self._expect(future, call)
         if context is None:
             self._send(call, CompactCall(call.id, "", target=(*share.rref, *share.fork)), ())
         else:
@@ -178,8 +180,6 @@ class Caller:
             message.call.autograd_context = context_id
             name_value(message.call.fetch, share)
             self._send(call, message, ())
-        future._expected = call
-        future._on_cancel = lambda: self.cancel(call, None)
         return future
 
     def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
@@ -312,6 +312,11 @@ class Caller:
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
         return FutureReplySink(future, self._submit, self._marshal.allow_pickle)
+
+    def _expect(self, future: Future[Any], call: PendingCall) -> None:
+        """Before the call is sent: a future that is complete lets go of both, which hold it."""
+        future._expected = call
+        future._on_cancel = lambda: self.cancel(call, None)
 
     def _describe(self, to: int, name: str) -> str:
         return f"rpc to {self._directory.name_of(to)!r} of {name}"
