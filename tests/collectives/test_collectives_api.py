@@ -42,15 +42,10 @@ OTHERS = """
 
 # Left out: what belongs to torch's compiler, its C++ logging, other backends and other modules of this package.
 ABSENT = {
-    "BuiltinCommHookType": "of DistributedDataParallel",
-    "GradBucket": "of DistributedDataParallel",
-    "GroupName": "a type for torch's compiler",
     "Logger": "of DistributedDataParallel",
     "ProcessGroupGloo": "a backend of torch",
     "ProcessGroupNCCL": "a backend of torch",
     "RankType": "a type for torch's compiler",
-    "Reducer": "of DistributedDataParallel",
-    "breakpoint": "a debugger on one rank",
     "timedelta": "imported there",
 }
 

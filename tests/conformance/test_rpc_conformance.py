@@ -25,7 +25,7 @@ RpcTest:
     worker_id self_add send_to_rank invalid_names worker_info_pickle add_with_id non_cont_tensors py_built_in
     py_class_constructor py_class_instance_method py_class_method py_no_return_result py_tensors_in_container
     py_nested_pickle py_function_exception py_raise_in_user_func py_raise_in_user_func_escaped_str
-    function_not_on_callee custom_exception_throw_during_reconstruction handle_send_exceptions nested_rpc deadlock
+    function_not_on_callee handle_send_exceptions nested_rpc deadlock
     stress_light_rpc stress_heavy_rpc multi_py_udf_remote py_rref_args_user_share nested_remote nested_rref
     rref_forward_chain rpc_return_rref local_rref_no_fork owner_equality call_method_on_rref rref_leak rref_str
     rref_context_debug_info rref_proxy_class rref_proxy_non_exist local_value_not_on_owner remote_throw

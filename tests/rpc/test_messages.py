@@ -15,7 +15,14 @@ import pytest
 
 from rpcdist import rpc
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, UnknownWorker, WorkerLost
+from rpcdist.rpc import _current
 from rpcdist.testing import InProcessCluster
+
+
+@pytest.fixture
+def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: a fixture of other tests may have an agent in this one."""
+    monkeypatch.setattr(_current._of_process, "agent", None)
 
 
 def start(init_method: str) -> None:
@@ -23,16 +30,19 @@ def start(init_method: str) -> None:
     rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
 
 
+@pytest.mark.usefixtures("no_agent")
 def test_an_address_without_a_scheme() -> None:
     with pytest.raises(RendezvousError, match=r"Did you mean 'tcp://127\.0\.0\.1:29500'\?$"):
         start("127.0.0.1:29500")
 
 
+@pytest.mark.usefixtures("no_agent")
 def test_a_host_that_nobody_knows() -> None:
     with pytest.raises(ConnectFailed, match=r"not know the name 'nohost\.invalid'.*Check MASTER_ADDR|no name server"):
         start("tcp://nohost.invalid:29500")
 
 
+@pytest.mark.usefixtures("no_agent")
 def test_a_wrong_port_says_so_in_five_lines(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "rpcdist.rpc")
     with socket.socket() as unused:
