@@ -137,7 +137,7 @@ class InProcessCluster:
     def _agent(self, name: str) -> Agent:
         if name not in self._agents:
             raise ConfigError(
-                f"no worker {name!r} lives in this cluster; these do: {', '.join(self._agents) or 'none'}"
+                f"no worker {name!r} lives in this cluster; these do: {', '.join(sorted(self._agents)) or 'none'}"
             )
         return self._agents[name]
 

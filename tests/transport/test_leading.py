@@ -198,6 +198,20 @@ def test_who_leads_leaves_when_the_connection_ends(reader: Reader) -> None:
     reader.end.close()
 
 
+def test_who_led_when_the_connection_ended_may_wait_again(reader: Reader) -> None:
+    """A call may hold on to a connection that has just ended: its next wait is none in a finalizer."""
+    over: list[bool] = []
+
+    def wait_twice() -> None:
+        over.extend(reader.lead.lead(lambda: True, LIMIT_S) for _ in range(2))
+
+    thread = in_thread(wait_twice)
+    wait_until_asleep(thread)
+    reader.lead.stop()
+    joined(thread)
+    assert over == [False, False]
+
+
 def test_a_leader_that_leaves_late_closes_the_socket(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leading, "LEADER_LEAVE_LIMIT_S", 0.01)
     reading, go_on = threading.Event(), threading.Event()

@@ -220,10 +220,10 @@ class Lead:
 
     def give_back(self) -> None:
         """Gives the right back; who does so after `stop` keeps it, for good."""
+        self._holder = 0
         if self._is_stopped:
             self._leave()
             return
-        self._holder = 0
         self._lock.release()
         # `stop` may have come in between, and given up waiting.
         if self._is_stopped and self._lock.acquire(False):
