@@ -54,6 +54,7 @@ class HandingOn:
         self._handler = handler
         self._failed = failed
         self._left_to_loop: deque[list[Delivery]] = deque()
+        self._has_failed = False
 
     def __repr__(self) -> str:
         return f"<HandingOn [{len(self._left_to_loop)} left to the loop]>"
@@ -77,8 +78,9 @@ class HandingOn:
     def _hand_on_the_rest(self) -> None:
         """On the loop; one entry for each time it is called."""
         try:
-            if not self._session.has_ended:
+            if not (self._has_failed or self._session.has_ended):
                 self._handler.on_messages(self._session, self._left_to_loop[0])
         except Exception as exc:
+            self._has_failed = True  # what comes after it would be handled out of order: none of it is
             self._failed(exc)
         self._left_to_loop.popleft()  # not before: whoever reads meanwhile must queue behind it

@@ -1,7 +1,7 @@
 """A session: one authenticated two-way stream of envelopes between two processes.
 
-Any thread may send; everything else runs on the I/O loop. The session does not reconnect: it ends once, says why, and
-whoever owns it decides what comes next.
+Any thread may send. The I/O loop reads, or a thread that leads for a while; all else runs on the loop. The session does
+not reconnect: it ends once, says why, and whoever owns it decides what comes next.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class ReplySink(Protocol):
     """What is done with the outcome of a call."""
 
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
-        """The reply came; called on the I/O loop (on any thread for calls to oneself).
+        """The reply came; called on the thread that read it, or that made a call to oneself; it must not run user code.
 
         Args:
             failure: what the callee raised, or None.

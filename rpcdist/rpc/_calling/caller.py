@@ -54,7 +54,7 @@ NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 
 class Caller:
-    """One per agent. Any thread may use it; `on_*` run on the I/O loop.
+    """One per agent. Any thread may use it; `on_*` run where they say.
 
     Args:
         directory: who is in the job.
@@ -387,7 +387,7 @@ class Caller:
         buffers: list[ReceiveBuffer],
         jobs: list[PoolJob],
     ) -> None:
-        """A reply arrived; on the I/O loop."""
+        """A reply arrived; on the thread that read it: the I/O loop, or one that leads."""
         failure, is_stream = None, False
         payload: Arrived | None = None
         if isinstance(message, CompactReply):

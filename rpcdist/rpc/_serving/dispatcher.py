@@ -1,6 +1,7 @@
 """Runs the calls that arrive.
 
-    I/O loop           admits a call, and hands it to the pool (or a known coroutine function to the user loop)
+    whoever reads      the I/O loop, or a thread that leads: admits a call, and hands it to the pool (or a known
+                       coroutine function to the user loop)
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
@@ -107,7 +108,7 @@ class Dispatcher:
     def __repr__(self) -> str:
         return f"<Dispatcher of {self._me.name} [{len(self._active)} calls]>"
 
-    # ------------------------------------------------------------ I/O loop
+    # ------------------------------------------------------------ I/O loop; `on_call` on the thread that read it
 
     def on_call(
         self,
@@ -118,8 +119,8 @@ class Dispatcher:
     ) -> None:
         """Takes a call; appends what the pool must do to `jobs`.
 
-        Whatever the loop can do without running code of users is done here, so that a thread of the pool has less to
-        do: the shares of references in the arguments are received, and a `remote()` is entered as being created.
+        Whatever can be done here without running code of users is done at once, so that a thread of the pool has less
+        to do: the shares of references in the arguments are received, and a `remote()` is entered as being created.
         """
         if isinstance(message, CompactCall):
             arguments: Arrived | None = None

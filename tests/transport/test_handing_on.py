@@ -1,0 +1,68 @@
+"""Messages handed on by whoever read them: their order, and what follows one that the handler chokes on."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.transport.handing_on import HandingOn
+from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.wire_messages import WireMessage
+
+
+class Scene:
+    """A session that a leader reads, and its loop, which runs when it is told to; heartbeats are for the loop."""
+
+    has_ended = False
+
+    def __init__(self) -> None:
+        self.queued: deque[Callable[[], object]] = deque()
+        self.handled: list[int] = []
+        self.failures: list[Exception] = []
+        self.chokes_on = 0
+        self.handing_on = HandingOn(cast(IoLoop, self), self, self, self.failures.append)
+
+    def on_thread(self) -> bool:
+        return False
+
+    def call_soon(self, function: Callable[[], object]) -> None:
+        self.queued.append(function)
+
+    def takes_anywhere(self, message: WireMessage) -> bool:
+        return isinstance(message, rpc_pb2.Message) and message.HasField("cancel")
+
+    def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
+        for message, _ in messages:
+            if message.control_seq == self.chokes_on:
+                raise ValueError(f"message {message.control_seq}")
+            self.handled.append(message.control_seq)
+
+    def read(self, number: int, *, for_loop: bool = False) -> None:
+        body = {"heartbeat": rpc_pb2.Heartbeat()} if for_loop else {"cancel": rpc_pb2.Cancel(id=1)}
+        self.handing_on.hand_on([(rpc_pb2.Message(control_seq=number, **body), [])])
+
+    def run_loop(self) -> None:
+        while self.queued:
+            self.queued.popleft()()
+
+
+def test_what_comes_after_a_message_for_the_loop_waits_for_it() -> None:
+    scene = Scene()
+    scene.read(1)
+    scene.read(2, for_loop=True)
+    scene.read(3)
+    assert scene.handled == [1]
+    scene.run_loop()
+    scene.read(4)
+    assert scene.handled == [1, 2, 3, 4]
+
+
+def test_nothing_is_handled_after_a_message_that_could_not_be() -> None:
+    scene = Scene()
+    scene.chokes_on = 1
+    scene.read(1, for_loop=True)
+    scene.read(2)
+    scene.run_loop()
+    assert scene.handled == [] and [str(failure) for failure in scene.failures] == ["message 1"]
