@@ -26,7 +26,7 @@ from typing import Any
 from _collective_cases import CASES, SIZES, Case, Runner, measure, name_of_size
 from _report import RESULTS, Line, about_machine, layout, show, write_results
 
-from rpcdist.launch import launch
+from rpcdist import launch
 
 OURS, TCP, GLOO = "ours", "TCP only", "Gloo"
 Key = tuple[int, str, int]
@@ -176,7 +176,7 @@ def main() -> int:
         sizes = [size for size in SIZES if size <= limit]
         chosen = names if world <= 4 else [name for name in names if name in ("all_reduce", "barrier")]
         with tempfile.TemporaryDirectory() as folder:
-            found += launch(run_rank, (world, folder, chosen, sizes, arguments.rounds), num_workers=world)[0]
+            found += launch(run_rank, (world, folder, chosen, sizes, arguments.rounds), workers=world)[0]
         if arguments.mpi:
             mpi |= measure_mpi(world, chosen, sizes)
     lines = make_lines(found, mpi)

@@ -38,9 +38,9 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.rpc as rpc
+from rpcdist import launch, placement_from_environment
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.launch import launch, placement_from_environment
 
 NUM_IMAGES = 1797
 NUM_TRAIN = 1437  # the other 360 images measure the accuracy
@@ -380,7 +380,7 @@ def main() -> None:
     if placement_from_environment() is None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print("starting the client and the service ...", flush=True)
-    launch(run_process, (options,), num_workers=2)
+    launch(run_process, (options,), workers=2)
 
 
 if __name__ == "__main__":

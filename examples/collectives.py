@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.collectives as dist
+from rpcdist import launch, placement_from_environment
 from rpcdist.errors import ConfigError
-from rpcdist.launch import launch, placement_from_environment
 
 NUM_IMAGES = 1797
 NUM_TRAIN = 1437  # the other 360 images measure the accuracy
@@ -338,7 +338,7 @@ def main() -> None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
     try:
-        launch(run_process, (options,), num_workers=options.ranks, master_port=port)
+        launch(run_process, (options,), workers=options.ranks, master_port=port)
     except ConfigError as error:
         parser.error(f"--port: {error}")
 

@@ -35,9 +35,9 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import rpcdist.collectives as dist
+from rpcdist import launch, placement_from_environment
 from rpcdist.data import DistributedSampler
 from rpcdist.errors import ConfigError
-from rpcdist.launch import launch, placement_from_environment
 from rpcdist.parallel import DistributedDataParallel
 
 NUM_IMAGES = 1797
@@ -291,7 +291,7 @@ def main() -> None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
     try:
-        launch(run_process, (options,), num_workers=options.ranks, master_port=port)
+        launch(run_process, (options,), workers=options.ranks, master_port=port)
     except ConfigError as error:
         parser.error(f"--port: {error}")
 

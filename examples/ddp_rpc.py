@@ -39,7 +39,7 @@ from torch.nn.functional import cross_entropy
 import rpcdist.autograd as dist_autograd
 import rpcdist.collectives as dist
 import rpcdist.rpc as rpc
-from rpcdist.launch import launch, placement_from_environment
+from rpcdist import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import DistributedDataParallel
 
@@ -425,7 +425,7 @@ def main() -> None:
     if placement_from_environment() is None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting the master and {options.world_size - 1} workers ...", flush=True)
-    launch(run_process, (options,), num_workers=options.world_size)
+    launch(run_process, (options,), workers=options.world_size)
 
 
 if __name__ == "__main__":

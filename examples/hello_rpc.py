@@ -7,8 +7,7 @@ import asyncio
 
 import torch
 
-from rpcdist import rpc
-from rpcdist.launch import launch
+from rpcdist import launch, rpc
 
 
 async def ask() -> None:
@@ -25,4 +24,4 @@ def run(rank: int) -> None:
 
 
 if __name__ == "__main__":
-    launch(run, num_workers=2)
+    launch(run, workers=2)

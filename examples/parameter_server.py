@@ -45,8 +45,8 @@ from torch.nn.functional import cross_entropy, linear
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist import launch, placement_from_environment
 from rpcdist.errors import ConfigError, WorkerLost
-from rpcdist.launch import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
 if TYPE_CHECKING:
@@ -500,7 +500,7 @@ def main() -> None:
         servers = f"{options.servers} servers" if options.servers > 1 else "the server"
         print(f"starting {servers} and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
     try:
-        launch(run_process, (options,), num_workers=options.servers + options.trainers, master_port=port)
+        launch(run_process, (options,), workers=options.servers + options.trainers, master_port=port)
     except ConfigError as error:
         parser.error(f"--port: {error}")
 

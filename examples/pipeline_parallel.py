@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import rpcdist.rpc as rpc
-from rpcdist.launch import launch, placement_from_environment
+from rpcdist import launch, placement_from_environment
 from rpcdist.parallel.pipeline import SCHEDULES, Pipeline
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # other characters are read as "?"
@@ -326,7 +326,7 @@ def main() -> None:
     if placement_from_environment() is None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting {options.workers} worker{'s' * (options.workers > 1)} ...", flush=True)
-    launch(run_process, (options,), num_workers=options.workers)
+    launch(run_process, (options,), workers=options.workers)
 
 
 if __name__ == "__main__":

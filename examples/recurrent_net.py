@@ -35,7 +35,7 @@ from torch.nn.functional import cross_entropy
 
 import rpcdist.autograd as dist_autograd
 import rpcdist.rpc as rpc
-from rpcdist.launch import launch, placement_from_environment
+from rpcdist import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
 MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
@@ -337,7 +337,7 @@ def main() -> None:
     if placement_from_environment() is None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print("starting the trainer and the server ...", flush=True)
-    launch(run_process, (options,), num_workers=2)
+    launch(run_process, (options,), workers=2)
 
 
 if __name__ == "__main__":

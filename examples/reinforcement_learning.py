@@ -38,7 +38,7 @@ from torch.futures import Future
 from torch.nn.functional import mse_loss
 
 import rpcdist.rpc as rpc
-from rpcdist.launch import launch, placement_from_environment
+from rpcdist import launch, placement_from_environment
 
 STATE_SIZE = 4  # of a cart with its pole: position, velocity, angle, angular velocity
 NUM_ACTIONS = 2  # push left, push right
@@ -421,7 +421,7 @@ def main() -> None:
     if placement_from_environment() is None:
         # Importing torch takes each process seconds, in which nothing else would be seen.
         print(f"starting the agent and {options.observers} observer{'s' * (options.observers > 1)} ...", flush=True)
-    launch(run_process, (options,), num_workers=options.observers + 1)
+    launch(run_process, (options,), workers=options.observers + 1)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
 """rpcdist: asynchronous RPC, remote references, distributed autograd and collectives for training on PyTorch tensors.
 
 `import rpcdist` alone is cheap: a submodule, and with it torch or gRPC, is imported when it is first used.
+
+    rpcdist.launch(train, workers=4)  # calls train(rank) in four new processes
 """
 
 from __future__ import annotations
 
 import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist import _upper_layers
 
@@ -17,15 +19,18 @@ if TYPE_CHECKING:
     from rpcdist import deadline as deadline
     from rpcdist import errors as errors
     from rpcdist import ids as ids
-    from rpcdist import launch as launch
     from rpcdist import nn as nn
     from rpcdist import optim as optim
     from rpcdist import parallel as parallel
     from rpcdist import rpc as rpc
+    from rpcdist._launch import Placement as Placement
+    from rpcdist._launch import launch as launch
+    from rpcdist._launch import placement_from_environment as placement_from_environment
 
     __version__: str
 
 __all__ = [
+    "Placement",
     "__version__",
     "autograd",
     "collectives",
@@ -37,16 +42,28 @@ __all__ = [
     "nn",
     "optim",
     "parallel",
+    "placement_from_environment",
     "rpc",
 ]
 
+_MODULE_OF: Final = {
+    "Placement": "rpcdist._launch",
+    "launch": "rpcdist._launch",
+    "placement_from_environment": "rpcdist._launch",
+}
+"""Where the functions and classes of `__all__` are; its other names are submodules."""
+
 
 def __getattr__(name: str) -> object:
-    """Imports the submodule `name` at its first use; `__version__` is that of the installed package."""
+    """Imports what `name` needs at its first use; `__version__` is that of the installed package."""
     if name == "__version__":
         from importlib.metadata import version
 
         return version("rpcdist")
+    if module := _MODULE_OF.get(name):
+        value: object = getattr(importlib.import_module(module), name)
+        globals()[name] = value
+        return value
     if name in __all__:
         return importlib.import_module(f"rpcdist.{name}")
     raise AttributeError(f"module 'rpcdist' has no attribute {name!r}")

@@ -8,8 +8,8 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
+from rpcdist._launch.launching import launch
 from rpcdist.errors import RpcdistError
-from rpcdist.launch import launch
 from rpcdist.profiling._calls import KINDS
 from rpcdist.profiling._ranks import Measured, Settings, measure
 from rpcdist.profiling._stages import profile_calls, table
@@ -77,4 +77,4 @@ def run(arguments: argparse.Namespace) -> int:
 def _measure(arguments: argparse.Namespace, with_marks: bool) -> list[Measured]:
     settings = Settings(arguments.kind, arguments.size, arguments.calls, arguments.pause_ms / 1e3, with_marks)
     env = {"RPCDIST_CHANNELS": arguments.channels, "OMP_NUM_THREADS": "1"}
-    return launch(measure, (settings,), num_workers=2, join_timeout_s=PROFILE_LIMIT_S, env=env)
+    return launch(measure, (settings,), workers=2, join_timeout_s=PROFILE_LIMIT_S, env=env)

@@ -24,15 +24,16 @@ from program_sessions import (
     start,
 )
 
+from rpcdist import launch
+from rpcdist._launch import supervisor
 from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed, SerializationError
-from rpcdist.launch import _supervisor, launch
 
 PROGRAM = """
 import sys
 sys.path.insert(0, {folder!r})
 {imports}
 from launch_functions import *
-from rpcdist.launch import launch
+from rpcdist import launch
 
 def fail(rank):
     print("what it printed before")
@@ -53,7 +54,7 @@ def program(tmp_path: Path, statement: str, imports: str = "") -> tuple[str, Pat
 
 @pytest.mark.multiproc
 def test_each_rank_gets_its_place_and_returns_its_result(no_launcher: None) -> None:
-    results = launch(functions.describe, ("word",), num_workers=3, env={"EXTRA": "more"})
+    results = launch(functions.describe, ("word",), workers=3, env={"EXTRA": "more"})
     assert [(rank, word, variables, extra) for rank, _, word, variables, extra in results] == [
         (rank, "word", f"{rank} {rank} 3 127.0.0.1", "more") for rank in range(3)
     ]
@@ -63,14 +64,14 @@ def test_each_rank_gets_its_place_and_returns_its_result(no_launcher: None) -> N
 
 @pytest.mark.multiproc
 def test_a_large_result_and_the_port_for_rank_0(no_launcher: None) -> None:
-    assert launch(functions.make, (5_000_000,), num_workers=2) == [bytes([rank]) * 5_000_000 for rank in range(2)]
-    assert launch(functions.listen_at_the_master_port, num_workers=2) == ["hello", ""]
+    assert launch(functions.make, (5_000_000,), workers=2) == [bytes([rank]) * 5_000_000 for rank in range(2)]
+    assert launch(functions.listen_at_the_master_port, workers=2) == ["hello", ""]
 
 
 @pytest.mark.multiproc
 def test_the_traceback_of_the_rank_that_failed(tmp_path: Path) -> None:
     """Only one is shown, without frames of ours inside it; what the rank printed is not lost."""
-    script = program(tmp_path, "launch(fail, num_workers=2)")
+    script = program(tmp_path, "launch(fail, workers=2)")
     result = run(*script)
     assert result.returncode == 1
     assert "what it printed before" in result.stdout
@@ -85,7 +86,7 @@ def test_the_traceback_of_the_rank_that_failed(tmp_path: Path) -> None:
 @pytest.mark.multiproc
 def test_the_cause_is_named_rather_than_its_consequence(no_launcher: None) -> None:
     with pytest.raises(ProcessFailed, match="rank 1 raised KeyError") as caught:
-        launch(functions.fail_after_its_peer, num_workers=2)
+        launch(functions.fail_after_its_peer, workers=2)
     assert caught.value.rank == 1
     assert caught.value.traceback.endswith("KeyError: 'the cause'\n")
 
@@ -93,10 +94,10 @@ def test_the_cause_is_named_rather_than_its_consequence(no_launcher: None) -> No
 @pytest.mark.multiproc
 def test_a_process_that_ends_without_a_word_is_named(no_launcher: None) -> None:
     with pytest.raises(ProcessFailed, match=r"^rank 1 was killed by SIGKILL before its function returned$") as caught:
-        launch(functions.be_killed, num_workers=2)
+        launch(functions.be_killed, workers=2)
     assert caught.value.exit_code == -signal.SIGKILL
     with pytest.raises(ProcessFailed, match=r"^rank 1 ended with exit code 3 before its function returned$") as caught:
-        launch(functions.exit_at_once, num_workers=2)
+        launch(functions.exit_at_once, workers=2)
     assert caught.value.exit_code == 3
 
 
@@ -104,7 +105,7 @@ def test_a_process_that_ends_without_a_word_is_named(no_launcher: None) -> None:
 def test_children_of_a_rank_neither_hide_its_end_nor_outlive_it(tmp_path: Path, no_launcher: None) -> None:
     path = tmp_path / "children"
     with pytest.raises(ProcessFailed, match="rank 1 ended with exit code 4"):
-        launch(functions.grandchild_then_exit, (str(path),), num_workers=2, join_timeout_s=60)
+        launch(functions.grandchild_then_exit, (str(path),), workers=2, join_timeout_s=60)
     children = [int(pid) for pid in path.read_text().split()]
     assert len(children) == 2
     psutil.wait_procs([psutil.Process(pid) for pid in children if psutil.pid_exists(pid)], timeout=STOP_LIMIT_S)
@@ -113,7 +114,7 @@ def test_children_of_a_rank_neither_hide_its_end_nor_outlive_it(tmp_path: Path, 
 
 @pytest.mark.multiproc
 def test_files_of_forked_children_stay_open(no_launcher: None) -> None:
-    assert launch(functions.fork_twice, num_workers=1) == [0]
+    assert launch(functions.fork_twice, workers=1) == [0]
 
 
 @pytest.mark.multiproc
@@ -123,7 +124,7 @@ def test_files_of_forked_children_stay_open(no_launcher: None) -> None:
 def test_forked_children_that_leave_the_function_end_like_any_program(
     how: str, code: int, last_line: str, no_launcher: None, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    assert launch(functions.fork_and_leave, (how,), num_workers=1) == [code]
+    assert launch(functions.fork_and_leave, (how,), workers=1) == [code]
     assert capfd.readouterr().err.strip().rpartition("\n")[2] == last_line
 
 
@@ -131,27 +132,27 @@ def test_forked_children_that_leave_the_function_end_like_any_program(
 @pytest.mark.parametrize(("code", "expected"), [("too low", "too low"), (7, 7)])
 def test_sys_exit_of_a_rank_is_the_exit_of_the_program(code: object, expected: object, no_launcher: None) -> None:
     with pytest.raises(SystemExit) as caught:
-        launch(functions.exit_with, (code,), num_workers=2)
+        launch(functions.exit_with, (code,), workers=2)
     assert caught.value.code == expected
 
 
 @pytest.mark.multiproc
 def test_results_and_exceptions_that_cannot_be_pickled(no_launcher: None) -> None:
-    assert launch(functions.exit_with, (0,), num_workers=2) == [None, None]
+    assert launch(functions.exit_with, (0,), workers=2) == [None, None]
     with pytest.raises(ProcessFailed, match=r"rank 0 raised TypeError(.|\n)*cannot pickle '_thread.lock'"):
-        launch(functions.return_unpicklable, num_workers=1)
+        launch(functions.return_unpicklable, workers=1)
     with pytest.raises(ProcessFailed, match=r"rank 0 raised raise_unpicklable\.<locals>\.Local"):
-        launch(functions.raise_unpicklable, num_workers=1)
+        launch(functions.raise_unpicklable, workers=1)
 
 
 @pytest.mark.multiproc
 def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_launcher: None) -> None:
-    monkeypatch.setattr(_supervisor, "LAUNCH_TERMINATE_LIMIT_S", 0.2)
+    monkeypatch.setattr(supervisor, "LAUNCH_TERMINATE_LIMIT_S", 0.2)
     with pytest.raises(DeadlineExceeded, match=r"after 1\.5 s these of 2 ranks had not ended: 0, 1"):
-        launch(functions.hang_deaf, num_workers=2, join_timeout_s=1.5)
-    monkeypatch.setattr(_supervisor, "LAUNCH_EXIT_LIMIT_S", 0.2)
+        launch(functions.hang_deaf, workers=2, join_timeout_s=1.5)
+    monkeypatch.setattr(supervisor, "LAUNCH_EXIT_LIMIT_S", 0.2)
     with pytest.raises(ProcessFailed, match="rank 0 returned, but its process did not end"):
-        launch(functions.hang_in_a_thread, num_workers=1)
+        launch(functions.hang_in_a_thread, workers=1)
 
 
 @pytest.mark.multiproc
@@ -165,7 +166,7 @@ def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_
     ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM"],
 )
 def test_a_signal_ends_everything(signum: int, whole_group: bool, code: int, said: str, tmp_path: Path) -> None:
-    with start(*program(tmp_path, "launch(wait_for_ever, num_workers=2)")) as process:
+    with start(*program(tmp_path, "launch(wait_for_ever, workers=2)")) as process:
         assert process.stdout is not None
         read_until(process.stdout, "runs")
         (os.killpg if whole_group else os.kill)(process.pid, signum)
@@ -178,7 +179,7 @@ def test_a_signal_ends_everything(signum: int, whole_group: bool, code: int, sai
 @pytest.mark.parametrize("while_they_start", [True, False])
 def test_nobody_outlives_a_parent_that_is_killed(while_they_start: bool, tmp_path: Path) -> None:
     imports = "if __name__ != '__main__': __import__('threading').Event().wait(60)" if while_they_start else ""
-    with start(*program(tmp_path, "launch(wait_for_ever, num_workers=2)", imports)) as process:
+    with start(*program(tmp_path, "launch(wait_for_ever, workers=2)", imports)) as process:
         assert process.stdout is not None
         if while_they_start:
             deadline = time.monotonic() + LIMIT_S
@@ -193,7 +194,7 @@ def test_nobody_outlives_a_parent_that_is_killed(while_they_start: bool, tmp_pat
 @pytest.mark.multiproc
 def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
-    script.write_text("from rpcdist.launch import launch\nlaunch(print, num_workers=2)\n")
+    script.write_text("from rpcdist import launch\nlaunch(print, workers=2)\n")
     result = run(sys.executable, script)
     assert result.returncode == 1
     assert result.stderr.count("Traceback") == 2
@@ -212,18 +213,18 @@ def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_under_torchrun_the_function_runs_here(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("RANK", "1"), ("LOCAL_RANK", "1"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "host")):
         monkeypatch.setenv(name, value)
-    assert launch(functions.describe, ("word",), num_workers=2) == [(1, os.getpid(), "word", "1 1 2 host", None)]
-    with pytest.raises(ConfigError, match="num_workers=3, but the launcher started WORLD_SIZE=2"):
-        launch(functions.describe, ("word",), num_workers=3)
+    assert launch(functions.describe, ("word",), workers=2) == [(1, os.getpid(), "word", "1 1 2 host", None)]
+    with pytest.raises(ConfigError, match="workers=3, but the launcher started WORLD_SIZE=2"):
+        launch(functions.describe, ("word",), workers=3)
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_workers": 0}, "num_workers must be at least 1, not 0"),
-        ({"num_workers": 2, "join_timeout_s": 0}, "join_timeout_s must be above 0, not 0; None means no limit"),
-        ({"num_workers": 2, "env": {"RANK": "0"}}, "env must not have RANK: `launch` sets it"),
-        ({"num_workers": 2, "master_port": 70000}, "master_port 70000: must be between 0 and 65535"),
+        ({"workers": 0}, "workers must be at least 1, not 0"),
+        ({"workers": 2, "join_timeout_s": 0}, "join_timeout_s must be above 0, not 0; None means no limit"),
+        ({"workers": 2, "env": {"RANK": "0"}}, "env must not have RANK: `launch` sets it"),
+        ({"workers": 2, "master_port": 70000}, "master_port 70000: must be between 0 and 65535"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str, no_launcher: None) -> None:
@@ -235,9 +236,9 @@ def test_a_port_in_use_is_an_error(no_launcher: None) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(ConfigError, match=f"master_port {port}: Address already in use"):
-            launch(functions.wait_for_ever, num_workers=1, master_port=port)
+            launch(functions.wait_for_ever, workers=1, master_port=port)
 
 
 def test_a_function_that_cannot_be_sent_is_an_error(no_launcher: None) -> None:
     with pytest.raises(SerializationError, match="Define the function at the top of a module"):
-        launch(lambda rank: None, num_workers=1)
+        launch(lambda rank: None, workers=1)

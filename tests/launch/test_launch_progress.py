@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
+from rpcdist import Placement, placement_from_environment
+from rpcdist._launch.progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
+from rpcdist._launch.reports import Exited, Inbox, Raised, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError, RankLost
-from rpcdist.launch import Placement, placement_from_environment
-from rpcdist.launch._progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
-from rpcdist.launch._reports import Exited, Inbox, Raised, Report, Returned, frame, report_of_exception
 
 CAUSE_LIMIT_S, EXIT_LIMIT_S = 1.0, 60.0
 Event = tuple[float, int, Report | int | None]  # when, which rank, and its report, or its return code

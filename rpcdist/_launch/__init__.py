@@ -5,14 +5,14 @@
         ...
 
     if __name__ == "__main__":
-        losses = launch(train, num_workers=4)
+        losses = launch(train, workers=4)
 
 The same program also runs under torchrun, which then starts the processes instead.
 """
 
 from __future__ import annotations
 
-from rpcdist.launch._launch import launch
-from rpcdist.launch._placement import Placement, placement_from_environment
+from rpcdist._launch.launching import launch
+from rpcdist._launch.placement import Placement, placement_from_environment
 
 __all__ = ["Placement", "launch", "placement_from_environment"]

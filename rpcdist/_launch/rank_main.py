@@ -17,14 +17,14 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any, Final, NoReturn
 
-from rpcdist.launch._reports import Exited, Raised, Report, Returned, frame, report_of_exception
+from rpcdist._launch.reports import Exited, Raised, Report, Returned, frame, report_of_exception
 
 __all__ = ["BOOTSTRAP", "Task", "is_importing_main", "main"]
 
 # The path comes first: this package may be importable only because the parent's program extended `sys.path`.
 BOOTSTRAP: Final = (
     "import pickle, sys; sys.path[:] = pickle.load(sys.stdin.buffer); "
-    "from rpcdist.launch._rank_main import main; main()"
+    "from rpcdist._launch.rank_main import main; main()"
 )
 
 _PR_SET_PDEATHSIG: Final = 1  # of <sys/prctl.h>

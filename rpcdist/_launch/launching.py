@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final, TypeVar, TypeVarTuple
 
+from rpcdist._launch.placement import placement_from_environment
+from rpcdist._launch.progress import Died, Failed, Late, Stuck, Succeeded
+from rpcdist._launch.rank_main import is_importing_main
+from rpcdist._launch.reports import Exited, Raised
+from rpcdist._launch.stop_signals import StopSignals
+from rpcdist._launch.supervisor import run_job
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed, SerializationError
-from rpcdist.launch._placement import placement_from_environment
-from rpcdist.launch._progress import Died, Failed, Late, Stuck, Succeeded
-from rpcdist.launch._rank_main import is_importing_main
-from rpcdist.launch._reports import Exited, Raised
-from rpcdist.launch._stop_signals import StopSignals
-from rpcdist.launch._supervisor import run_job
 from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S
 
 __all__ = ["launch"]
@@ -34,12 +34,12 @@ def launch(
     function: Callable[[int, *Ts], T],
     args: tuple[*Ts] = (),  # type: ignore[assignment]  # the default for functions of the rank alone
     *,
-    num_workers: int,
+    workers: int,
     join_timeout_s: float | None = None,
     env: Mapping[str, str] | None = None,
     master_port: int = 0,
 ) -> list[T]:
-    """Calls a function in `num_workers` new processes of this machine, and returns the results in the order of ranks.
+    """Calls a function in `workers` new processes of this machine, and returns the results in the order of ranks.
 
     Each process is a rank: RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are set before it imports
     anything, so `init_rpc(name)` and `init_process_group()` need no more arguments. As with every way to spawn
@@ -55,7 +55,7 @@ def launch(
     Args:
         function: called with the rank and `args`. It goes by reference: define it at the top of a module.
         args: the other arguments of the function, pickled.
-        num_workers: number of processes, and the world size.
+        workers: number of processes, and the world size.
         join_timeout_s: limit for the whole job in seconds; None for no limit.
         env: environment variables of the new processes, beside those of this process.
         master_port: port for the rendezvous; 0 takes a free one, and keeps it from other programs until the end.
@@ -66,36 +66,36 @@ def launch(
     Raises:
         ProcessFailed: a rank raised an exception, or its process ended without returning; the text has its traceback.
         DeadlineExceeded: the job did not end within `join_timeout_s`.
-        ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `num_workers`.
+        ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
         SerializationError: the function or its arguments, or a result here, cannot be pickled.
         OSError: a process cannot be started.
         SystemExit: a rank called `sys.exit` with this code (not 0); or 130 after Ctrl-C, and 143 after SIGTERM.
     """
-    _check(num_workers, join_timeout_s, env or {})
+    _check(workers, join_timeout_s, env or {})
     placement = placement_from_environment()
     if placement is not None:
-        if placement.world_size != num_workers:
-            raise ConfigError(f"num_workers={num_workers}, but the launcher started WORLD_SIZE={placement.world_size}")
+        if placement.world_size != workers:
+            raise ConfigError(f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size}")
         return [function(placement.rank, *args)]
     call = _pickle_call(function, args)
     with StopSignals() as stop, _held_port(master_port) as port:
-        variables = {**os.environ, **(env or {}), **_job_variables(num_workers, port)}
-        outcome = run_job(call, num_workers, variables, Deadline.after(join_timeout_s), stop)
+        variables = {**os.environ, **(env or {}), **_job_variables(workers, port)}
+        outcome = run_job(call, workers, variables, Deadline.after(join_timeout_s), stop)
     if isinstance(outcome, Succeeded):
         return [_unpickle_result(rank, result) for rank, result in enumerate(outcome.results)]
     if isinstance(outcome, signal.Signals):
         print("\ninterrupted" if outcome == signal.SIGINT else "terminated", file=sys.stderr)
-    raise _error_of(outcome, num_workers, join_timeout_s)
+    raise _error_of(outcome, workers, join_timeout_s)
 
 
-def _check(num_workers: int, join_timeout_s: float | None, env: Mapping[str, str]) -> None:
+def _check(workers: int, join_timeout_s: float | None, env: Mapping[str, str]) -> None:
     if is_importing_main():
         raise ConfigError(
             "`launch` was called while a new process imported the main module: put the call under "
             '`if __name__ == "__main__":`'
         )
-    if num_workers < 1:
-        raise ConfigError(f"num_workers must be at least 1, not {num_workers}")
+    if workers < 1:
+        raise ConfigError(f"workers must be at least 1, not {workers}")
     if join_timeout_s is not None and not join_timeout_s > 0:
         raise ConfigError(f"join_timeout_s must be above 0, not {join_timeout_s:g}; None means no limit")
     if clash := sorted(set(env).intersection(_OWN_VARIABLES)):
@@ -143,13 +143,13 @@ def _job_variables(world_size: int, port: int) -> dict[str, str]:
 
 
 def _error_of(
-    outcome: Failed | Late | Stuck | signal.Signals, num_workers: int, join_timeout_s: float | None
+    outcome: Failed | Late | Stuck | signal.Signals, workers: int, join_timeout_s: float | None
 ) -> BaseException:
     if isinstance(outcome, signal.Signals):
         return SystemExit(128 + outcome)
     if isinstance(outcome, Late):
         ranks = ", ".join(map(str, outcome.ranks))
-        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {num_workers} ranks had not ended: {ranks}")
+        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")
     if isinstance(outcome, Stuck):
         what = f"returned, but its process did not end within {LAUNCH_EXIT_LIMIT_S:g} s: is a thread still running?"
         return ProcessFailed(outcome.rank, what)

@@ -12,8 +12,8 @@ from contextlib import suppress
 from multiprocessing import spawn
 from typing import Any
 
-from rpcdist.launch._rank_main import BOOTSTRAP, Task
-from rpcdist.launch._reports import Inbox, Report
+from rpcdist._launch.rank_main import BOOTSTRAP, Task
+from rpcdist._launch.reports import Inbox, Report
 
 __all__ = ["RankProcess", "start_rank"]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from rpcdist.launch._reports import Exited, Raised, Report, Returned
+from rpcdist._launch.reports import Exited, Raised, Report, Returned
 
 __all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded"]
 

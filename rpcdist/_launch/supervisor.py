@@ -7,10 +7,10 @@ import signal
 import time
 from collections.abc import Mapping, Sequence
 
+from rpcdist._launch.progress import Outcome, Progress
+from rpcdist._launch.rank_process import RankProcess, start_rank
+from rpcdist._launch.stop_signals import StopSignals
 from rpcdist.deadline import Deadline
-from rpcdist.launch._progress import Outcome, Progress
-from rpcdist.launch._rank_process import RankProcess, start_rank
-from rpcdist.launch._stop_signals import StopSignals
 from rpcdist.time_limits import (
     LAUNCH_CAUSE_LIMIT_S,
     LAUNCH_EXIT_LIMIT_S,
