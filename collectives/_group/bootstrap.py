@@ -11,6 +11,7 @@ from pathlib import Path
 
 from rpcdist.collectives._group.arrival import wait_for_keys
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DistNetworkError, RendezvousError, StoreTimeout
 from rpcdist.transport.sockets import HubAddress, SocketHub
@@ -36,14 +37,16 @@ class Bootstrap:
 
 
 def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadline) -> list[str]:
-    """Publishes a value of this rank, and returns those of all ranks, by rank.
+    """Publishes a value of this rank, signed, and returns those of all ranks, by rank.
 
     Raises:
+        AuthenticationFailed: a value was not written by a process of this job.
         RendezvousError: some ranks did not publish theirs in time; names them.
     """
     store = context.store
     keys = [f"{key}/{rank}" for rank in range(context.size)]
-    store.set(keys[context.rank], value)
+    signed = SignedRecords(store, context.process.records())
+    signed.set(keys[context.rank], value)
     try:
         wait_for_keys(store, keys, deadline.remaining_s(), context.check)
     except StoreTimeout as exc:
@@ -52,7 +55,7 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
             f"group {context.name!r} could not be made: these ranks did not come within {context.timeout_s:g} s: "
             f"{', '.join(map(str, missing))}. Do they run, and do all ranks call the same functions in the same order?"
         ) from exc
-    return [value.decode() for value in store.multi_get(keys)]
+    return signed.get(keys)
 
 
 def exchange_addresses(

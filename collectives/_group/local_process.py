@@ -13,6 +13,7 @@ from rpcdist.time_limits import GROUP_EXIT_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.collectives._group.shared_sockets import SharedSockets
+    from rpcdist.transport.records import Records
 
 __all__ = ["Closable", "LocalProcess"]
 
@@ -50,6 +51,20 @@ class LocalProcess:
             if self._sockets is None or not self._sockets.acquire():
                 self._sockets = SharedSockets(host)
             return self._sockets
+
+    def records(self) -> Records:
+        """Signs what this process tells others through a store, with the job's token.
+
+        Raises:
+            ConfigError: there is no usable token.
+        """
+        from rpcdist.transport import acquire_node  # loads gRPC
+
+        node = acquire_node()
+        try:
+            return node.records
+        finally:
+            node.release()
 
     def close_at_exit(self, backend: Closable) -> None:
         """Closes a backend that is still open when the process ends: its peers see a rank that left, not one that died.

@@ -39,6 +39,9 @@ class PrefixStore(Store):
     def address(self) -> str:
         return self._store.address
 
+    def full_key(self, key: str) -> str:
+        return self._store.full_key(f"{self._prefix}/{key}")
+
     def clone(self) -> PrefixStore:
         """A prefix of a clone of the underlying store; close that one through `underlying_store`."""
         return PrefixStore(self._prefix, self._store.clone())

@@ -210,6 +210,10 @@ class Store(ABC):
         """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
         return True
 
+    def full_key(self, key: str) -> str:
+        """The key as the table knows it, with the prefixes of this object before it."""
+        return key
+
     def close(self) -> None:  # noqa: B027  # a store that holds nothing has nothing to do
         """Gives up what the store holds; idempotent, bounded. Nothing else may be called after it."""
 

@@ -12,6 +12,7 @@ import torch
 
 from rpcdist import _upper_layers
 from rpcdist.collectives import Store
+from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
@@ -90,12 +91,13 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     address = network.address or network.serve(_bind_host(options), options.port)
     _warn_if_exposed(address)
     network.identity = me
+    records = SignedRecords(store, network.records)
     service: MembershipService | None = None
     started = time.monotonic()
     if me.id == 0:
         service = serve_membership(network, me, options.peer_timeout)
-        store.set(COORDINATOR_KEY, address)
-    coordinator = Coordinator(network, address if me.id == 0 else _find_coordinator(store, timeout_s), me, service)
+        records.set(COORDINATOR_KEY, address)
+    coordinator = Coordinator(network, address if me.id == 0 else _find_coordinator(records, timeout_s), me, service)
     reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
@@ -131,10 +133,9 @@ def _warn_if_exposed(address: str) -> None:
         warn_if_plaintext(host)
 
 
-def _find_coordinator(store: Store, timeout_s: float) -> str:
+def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
     try:
-        store.wait([COORDINATOR_KEY], timeout_s if timeout_s != float("inf") else None)
-        return store.get(COORDINATOR_KEY).decode()
+        return records.get([COORDINATOR_KEY], timeout_s if timeout_s != float("inf") else None)[0]
     except StoreTimeout as exc:
         raise RendezvousError(
             f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same init_method, "

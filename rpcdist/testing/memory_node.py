@@ -17,8 +17,10 @@ from rpcdist.errors import AuthenticationFailed, ConnectFailed, DeadlineExceeded
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.testing.memory_channel import MemoryChannel, Path, channel_pair
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, LINK_CLOSE_LIMIT_S, NODE_STOP_LIMIT_S
+from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.identities import identity_to_proto
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.records import Records
 from rpcdist.transport.roles import Roles
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 
@@ -70,6 +72,10 @@ class MemoryNode:
 
     def __repr__(self) -> str:
         return f"<MemoryNode {self.name} at {self.address} [{len(self._sessions)} sessions]>"
+
+    @property
+    def records(self) -> Records:
+        return Records(Credentials(b"a network in memory has no token", "memory", self.identity))
 
     # ------------------------------------------------------------ any thread
 

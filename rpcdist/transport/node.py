@@ -31,6 +31,7 @@ from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
+from rpcdist.transport.records import Records
 from rpcdist.transport.roles import Roles, SocketTaker
 from rpcdist.transport.session import Session, SessionHandler
 from rpcdist.transport.token import describe_token_source, job_token
@@ -99,6 +100,11 @@ class Node:
     @identity.setter
     def identity(self, identity: Identity) -> None:
         self.credentials.identity = identity
+
+    @property
+    def records(self) -> Records:
+        """Signs and verifies what the processes of the job tell each other through a store."""
+        return Records(self.credentials)
 
     @property
     def links(self) -> set[Link]:

@@ -16,6 +16,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
+from rpcdist.transport.records import Records
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["Connection", "MessageSink", "Network", "PeerSession", "SendObserver", "SessionTaker"]
@@ -151,6 +152,10 @@ class Network(Protocol):
     @property
     def io(self) -> IoThread:
         """Where it runs."""
+
+    @property
+    def records(self) -> Records:
+        """Signs and verifies what the processes of the job tell each other through a store."""
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float | None) -> T:
         """Runs a coroutine on the I/O loop and waits for it; any other thread."""

@@ -1,0 +1,44 @@
+"""Records in a store that processes of the job have signed: what is to be believed goes through here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.transport.records import Records
+
+__all__ = ["SignedRecords"]
+
+
+class SignedRecords:
+    """Any thread may use it.
+
+    Args:
+        store: where they are kept, which need not be trusted.
+        records: signs and verifies them.
+    """
+
+    def __init__(self, store: Store, records: Records) -> None:
+        self._store = store
+        self._records = records
+
+    def __repr__(self) -> str:
+        return f"<SignedRecords in {self._store!r}>"
+
+    def set(self, key: str, value: str) -> None:
+        self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
+
+    def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
+        """Waits for all of them, up to the store's timeout or the one given.
+
+        Raises:
+            AuthenticationFailed: a record was not signed by a process of the job; names its key.
+            DistStoreError: they did not come in time, or the operation failed.
+        """
+        if timeout_s is not None:
+            self._store.wait(keys, timeout_s)
+        place = self._store.address
+        return [
+            self._records.verify(self._store.full_key(key), record, place).decode()
+            for key, record in zip(keys, self._store.multi_get(keys), strict=True)
+        ]
