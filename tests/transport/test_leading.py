@@ -18,6 +18,7 @@ from rpcdist.errors import BlockingInLoop
 from rpcdist.testing import wait_until_asleep
 from rpcdist.transport._channels import leading
 from rpcdist.transport._channels.leading import Lead
+from rpcdist.transport._channels.socket_watch import SocketWatch
 
 LIMIT_S = 20.0
 
@@ -98,6 +99,18 @@ def test_the_loop_is_not_woken_while_a_thread_leads_and_is_afterwards(reader: Re
     reader.receive()
     reader.lead.give_back()
     assert not reader.wakes_loop
+
+
+def test_a_socket_that_is_gone_can_be_neither_hidden_nor_shown() -> None:
+    """The error is one that ends the connection, and not a crash or silence."""
+    end, other = socket.socketpair()
+    watch = SocketWatch(end.fileno())
+    with other:
+        end.close()
+        for change in (watch.hide, watch.show):
+            with pytest.raises(OSError, match=r"(from|to) the I/O loop"):
+                change()
+    watch.close()
 
 
 def test_what_is_sent_first_is_answered_to_the_leader_alone(reader: Reader) -> None:

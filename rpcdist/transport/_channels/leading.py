@@ -31,12 +31,11 @@ from typing import Final
 from rpcdist.errors import BlockingInLoop
 from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LEADER_SLEEP_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
+from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
 
 __all__ = ["CAN_LEAD", "Lead", "Sleep"]
 
-CAN_LEAD: Final = hasattr(select, "epoll") and hasattr(os, "eventfd")
-
-_READABLE: Final = int(getattr(select, "EPOLLIN", 1))
+CAN_LEAD: Final = CAN_WATCH and hasattr(os, "eventfd")
 
 Sleep = tuple[Callable[[], object], Callable[[], object]]
 """What a leader calls before and after each sleep."""
@@ -63,7 +62,7 @@ class Lead:
         self._end_lock = allocate_lock()  # around `_then`, `_has_left` and the closing of the bell
         self._shield = SignalShield()
         self._descriptor = -1
-        self._watch: select.epoll | None = None
+        self._watch: SocketWatch | None = None
         self._bell = -1
 
     def start(self, descriptor: int) -> bool:
@@ -71,14 +70,12 @@ class Lead:
         if not CAN_LEAD:
             return False
         try:
-            watch = select.epoll()
-            watch.register(descriptor, select.EPOLLIN)
             self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+            self._watch = SocketWatch(descriptor)
         except OSError:
             return False
         self._descriptor = descriptor
-        self._watch = watch
-        self._hide_or_show = watch.modify
+        self._hide, self._show = self._watch.hide, self._watch.show
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
         self._poller.register(self._bell, select.POLLIN)
@@ -145,13 +142,13 @@ class Lead:
             return False
         self._holder = get_ident()
         try:
-            self._hide_or_show(self._descriptor, 0)
+            self._hide()
             try:
                 if first is not None:
                     first()
                 return self._read_until(is_waiting, timeout_s, sleep, shield)
             finally:
-                self._hide_or_show(self._descriptor, _READABLE)
+                self._show()
         finally:
             self.give_back()
 
