@@ -11,8 +11,9 @@ $(BIN)/python:
 	$(if $(PYTHON),,$(error no Python 3.11 or newer with venv was found; install one, or name it: make PYTHON=/path/to/python))
 	$(PYTHON) -m venv .venv
 
-$(READY): pyproject.toml constraints.txt tools/generate_proto.py | $(BIN)/python
+$(READY): pyproject.toml constraints.txt tools/generate_proto.py tools/link_for_type_checkers.py | $(BIN)/python
 	$(BIN)/python -m pip install --quiet -e '.[examples,dev]' -c constraints.txt
+	$(BIN)/python tools/link_for_type_checkers.py
 	$(BIN)/python tools/generate_proto.py --install
 	touch $@
 

@@ -1,7 +1,23 @@
 """Remote procedure calls and remote references between the processes of a training job.
 
-The names are those of `torch.distributed.rpc`; ours are `Future`, `Stream`, `rpc_stream`, `wait_any`, `as_completed`,
-`idempotent`, and the functions about who is in the job: `workers`, `wait_for_worker`, `on_membership_change`, `serve`.
+    rpc.init_rpc("worker0", rank=0, world_size=2)           # each process joins under a name
+
+    rpc.rpc_sync("worker1", torch.add, args=(x, 1))         # calls, and waits for the result
+    future = rpc.rpc_async("worker1", torch.add, (x, 1))    # a future: future.wait(), or `await future`
+    rpc.call("worker1", torch.add, x, 1)                    # the same as the first; type checkers see the arguments
+
+    counter = rpc.remote("worker1", Counter)                # an object that lives on worker1: a remote reference
+    counter.rpc_sync().add(1)                               # calls its method there
+    counter.to_here()                                       # a copy of it
+
+    for row in rpc.rpc_stream("worker1", read_rows):        # a generator there, an iterator here
+        ...
+
+    rpc.shutdown()                                          # waits until all workers have called it
+
+Names and arguments are those of `torch.distributed.rpc`. It does not have `call`, `call_async`, `rpc_stream`, `Stream`,
+`wait_any`, `as_completed`, `idempotent`, nor the functions about who is in the job: `workers`, `wait_for_worker`,
+`on_membership_change`, `serve`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
 
 from __future__ import annotations
@@ -34,6 +50,8 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     _use_rpc_pickler,
     _wait_all,
     _wait_all_workers,
+    call,
+    call_async,
     debug_info,
     debug_rrefs,
     enable_gil_profiling,
@@ -86,6 +104,8 @@ __all__ = [
     "as_completed",
     "backend_registered",
     "backend_registry",
+    "call",
+    "call_async",
     "collect_all",
     "constants",
     "construct_rpc_backend_options",
@@ -117,6 +137,11 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+
+def __dir__() -> list[str]:
+    """The public names: what completion in an editor or a notebook shows. The private ones of torch work as well."""
+    return __all__
 
 
 def init_rpc(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -14,21 +14,18 @@ from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
-from rpcdist.rpc._calling.caller import Destination
-from rpcdist.rpc._calling.result_streams import Stream
+from rpcdist.rpc._api.call_functions import call, call_async, remote, rpc_async, rpc_stream, rpc_sync
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
-from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
-from rpcdist.rpc.functions import is_idempotent
-from rpcdist.rpc.future import Future
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
-from rpcdist.rpc.rref import RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
 __all__ = [
+    "call",
+    "call_async",
     "debug_info",
     "debug_rrefs",
     "enable_gil_profiling",
@@ -95,103 +92,6 @@ def _init_rpc_backend(
             backend, store=store, name=name, rank=rank, world_size=world_size, rpc_backend_options=rpc_backend_options
         )
         _set_and_start_rpc_agent(agent)
-
-
-# ---------------------------------------------------------------- calls
-
-
-def rpc_sync(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> T:
-    """Runs a function on another worker and waits for its result.
-
-    Args:
-        to: a worker's name, rank or `WorkerInfo`; it may be this worker.
-        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function
-            runs on the callee's event loop; the result of a generator function is a `Stream`.
-        args: positional arguments. Tensors are not copied before they are sent.
-        kwargs: keyword arguments.
-        timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
-
-    Returns:
-        What the function returned.
-
-    Raises:
-        DeadlineExceeded: the time is over; the callee sees its deadline, too.
-        WorkerLost: the callee died or its connection broke. A function that is marked by `rpc.idempotent` is called
-            again instead, until the time is over.
-        UnknownWorker: nobody is called so.
-        Exception: what the function raised, with the remote traceback as `__cause__`.
-    """
-    if is_idempotent(func):
-        if asyncio._get_running_loop() is not None:
-            raise BlockingInLoop("rpc_sync")
-        retried: Future[T] = current_agent().retries.start(to, func, args, kwargs, timeout)
-        return retried.wait()
-    result: T = current_agent().caller.sync(to, func, args, kwargs, timeout)
-    return result
-
-
-def rpc_async(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Future[T]:
-    """Starts a call and returns its future: wait for it, await it, or cancel it.
-
-    Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
-    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
-    """
-    agent = current_agent()
-    calls = agent.retries if is_idempotent(func) else agent.caller
-    future: Future[T] = calls.start(to, func, args, kwargs, timeout)
-    note_started(future)
-    return future
-
-
-def rpc_stream(
-    to: Destination,
-    func: Callable[..., Iterable[T]] | Callable[..., Any],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> Stream[T]:
-    """Runs a generator function (or async generator function) on another worker and returns its items as they come.
-
-    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item.
-
-    Raises:
-        TypeError: the function is no generator function.
-        BlockingInLoop: called on an event loop; write `async for item in await rpc.rpc_async(...)` there.
-    """
-    if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc_stream", "async for item in await rpc.rpc_async(...)")
-    result = current_agent().caller.sync(to, func, args, kwargs, timeout)
-    if not isinstance(result, Stream):
-        raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
-    return result
-
-
-def remote(
-    to: Destination,
-    func: Callable[..., T],
-    args: Sequence[Any] | None = None,
-    kwargs: Mapping[str, Any] | None = None,
-    timeout: float = UNSET_RPC_TIMEOUT,
-) -> RRef[T]:
-    """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
-
-    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
-    the reference is used.
-    """
-    rref: RRef[T] = current_agent().rref_home.remote(to, func, args, timeout, kwargs)
-    return rref
 
 
 def get_worker_info(worker_name: str | None = None) -> WorkerInfo:

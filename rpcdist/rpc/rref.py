@@ -11,25 +11,34 @@ The value lives until nobody holds it; `docs/rref.md` says how that is known.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
-from typing import TYPE_CHECKING, Any, Generic, NoReturn, TypeVar, cast
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator, Iterator
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, cast, overload
 
 import torch
 
 from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
+from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
-from rpcdist.rpc._rref.proxy import RRefProxy
+from rpcdist.rpc._rref.proxy import RRefProxy, method_name
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = ["PyRRef", "RRef"]
 
+P = ParamSpec("P")
+R = TypeVar("R")
 T = TypeVar("T")
+
+Later = Coroutine[Any, Any, R] | torch.futures.Future[R]
+"""What a coroutine function and an `async_execution` function return at the callee, which waits for it."""
+
+Items = Iterator[R] | AsyncIterator[R]
+"""What a generator function returns at the callee. Its caller gets a `Stream`."""
 
 NOT_PICKLABLE = "Can not pickle rref in python pickler, rref can only be pickled when using RPC"
 TRAVELS_IN_CALLS = "a remote reference travels only in the arguments or the result of a call, which name its receiver"
@@ -165,17 +174,47 @@ class PyRRef(Generic[T]):
 
     # ------------------------------------------------------------ calls on the value
 
-    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Any]:
         """`rref.rpc_sync().method(*args)` runs the method at the owner and returns its result."""
         return RRefProxy(self, "rpc_sync", timeout)
 
-    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[Future[Any]]:
         """`rref.rpc_async().method(*args)` runs the method at the owner and returns a future of its result."""
         return RRefProxy(self, "rpc_async", timeout)
 
-    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> Any:
+    def remote(self, timeout: float = UNSET_RPC_TIMEOUT) -> RRefProxy[RRef[Any]]:
         """`rref.remote().method(*args)` runs the method at the owner, and returns a reference to its result."""
         return RRefProxy(self, "remote", timeout)
+
+    @overload
+    def call(self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def call(
+        self, method: Callable[Concatenate[T, P], Items[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Stream[R]: ...
+    @overload
+    def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`rref.call(Counter.add, 1)` is `rref.rpc_sync().add(1)`, and type checkers see arguments and result.
+
+        A subclass's own method of that name runs where the value is of the subclass.
+        """
+        return getattr(self.rpc_sync(), method_name(method))(*args, **kwargs)
+
+    @overload
+    def call_async(
+        self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def call_async(
+        self, method: Callable[Concatenate[T, P], Items[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[Stream[R]]: ...
+    @overload
+    def call_async(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def call_async(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """`await rref.call_async(Counter.add, 1)` is `await rref.rpc_async().add(1)`, checked as `call` is."""
+        future: Future[Any] = getattr(self.rpc_async(), method_name(method))(*args, **kwargs)
+        return future
 
     def _get_type(self, timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
         """The type of the value: asked of the owner once. With `blocking=False` a future of it."""

@@ -34,7 +34,8 @@ def open_gate(worker: str, key: str) -> None:
 
 def on_board(worker: str, key: str, count: int = 1) -> list[Any]:
     """What a handler noted, as soon as it is there."""
-    return rpc.rpc_sync(worker, remote_side.board_wait, (key, count))
+    seen: list[Any] = rpc.rpc_sync(worker, remote_side.board_wait, (key, count))
+    return seen
 
 
 # ---------------------------------------------------------------- waiting in threads
@@ -173,8 +174,8 @@ def test_cancelling_a_blocked_handler_frees_the_caller_only(cluster: Cluster, ke
 
 
 async def test_cancelling_the_awaiting_task_cancels_the_call(cluster: Cluster, key: str) -> None:
-    async def wait() -> str:
-        return await rpc.rpc_async("worker1", remote_side.wait_at_gate, (key,))
+    async def wait() -> None:
+        await rpc.rpc_async("worker1", remote_side.wait_at_gate, (key,))
 
     task = asyncio.create_task(wait())
     await rpc.rpc_async("worker1", remote_side.board_wait, (f"{key} entered",))

@@ -34,7 +34,8 @@ def key() -> str:
 
 
 def on_board(worker: str, key: str, count: int = 1) -> list[Any]:
-    return rpc.rpc_sync(worker, remote_side.board_wait, (key, count))
+    seen: list[Any] = rpc.rpc_sync(worker, remote_side.board_wait, (key, count))
+    return seen
 
 
 def drawn(worker: str, key: str) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NoReturn
+from typing import Any, Generic, NoReturn, Protocol, Self
 
 from torch import Tensor, nn
+from typing_extensions import ParamSpec, TypeVar  # those of `typing` know no defaults before Python 3.13
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import NotInitialized, RpcdistError, SerializationError
@@ -31,6 +32,17 @@ _REMOTE_MODULE_PICKLED_ATTRIBUTES = (
 )
 # Attributes that are made anew where it arrives.
 _OWN_METHODS = ("forward_async", "forward")
+
+
+P = ParamSpec("P", default=...)
+R = TypeVar("R", default=Any)
+R_co = TypeVar("R_co", default=Any, covariant=True)
+
+
+class _HasForward(Protocol[P, R_co]):
+    """A module, to type checkers: a handle on it is called as it is."""
+
+    def forward(self, *args: P.args, **kwargs: P.kwargs) -> R_co: ...
 
 
 def _forward_async(
@@ -64,7 +76,7 @@ def _rebuild(cls: type[_RemoteModule], *attributes: Any) -> _RemoteModule:
     return made
 
 
-class _RemoteModule(RefusesLocalMethods):
+class _RemoteModule(RefusesLocalMethods, Generic[P, R]):
     """`RemoteModule`, with TorchScript at the owner on request.
 
     Args:
@@ -73,13 +85,13 @@ class _RemoteModule(RefusesLocalMethods):
             owner. Calls are made by Python in any case, so the handle itself cannot be compiled.
     """
 
-    forward: Callable[..., Any]
-    forward_async: Callable[..., Future[Any]]
+    forward: Callable[P, R]
+    forward_async: Callable[P, Future[R]]
 
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
+        module_cls: Callable[..., _HasForward[P, R]],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
         _module_interface_cls: object = None,
@@ -133,7 +145,7 @@ class _RemoteModule(RefusesLocalMethods):
 
     # ------------------------------------------------------------ calls
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """`forward`."""
         return self.forward(*args, **kwargs)
 
@@ -144,22 +156,22 @@ class _RemoteModule(RefusesLocalMethods):
         """The reference to the module."""
         return self.module_rref
 
-    def train(self, mode: bool = True) -> _RemoteModule:
+    def train(self, mode: bool = True) -> Self:
         """Sets the module, at its owner, to training mode or to evaluation mode."""
         self._ask(_owner_functions.train, mode)
         self.training = mode
         return self
 
-    def eval(self) -> _RemoteModule:
+    def eval(self) -> Self:
         """The same as `train(False)`."""
         return self.train(False)
 
-    def requires_grad_(self, requires_grad: bool = True) -> _RemoteModule:
+    def requires_grad_(self, requires_grad: bool = True) -> Self:
         """Sets whether the parameters require gradients."""
         self._ask(_owner_functions.requires_grad_, requires_grad)
         return self
 
-    def to(self, *args: Any, **kwargs: Any) -> _RemoteModule:
+    def to(self, *args: Any, **kwargs: Any) -> Self:
         """Moves the module to another device of its owner, or to another dtype, as `torch.nn.Module.to` does."""
         self.device = self._ask(_owner_functions.move, self.device, args, kwargs)
         self._install_methods()
@@ -198,7 +210,7 @@ class _RemoteModule(RefusesLocalMethods):
             refuse("named_modules", "Its submodules are on another worker.")
         return iter(() if self in memo else ((prefix, self),))
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> _RemoteModule:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Does nothing when the local module around it is moved or converted; see `to`."""
         return self
 
@@ -275,7 +287,7 @@ class _RemoteModule(RefusesLocalMethods):
         )
 
 
-class RemoteModule(_RemoteModule):
+class RemoteModule(_RemoteModule[P, R]):
     """A handle on a module that lives on another worker.
 
         net = RemoteModule("ps0/cuda:0", nn.Linear, args=(20, 30))
@@ -312,7 +324,7 @@ class RemoteModule(_RemoteModule):
     def __init__(
         self,
         remote_device: str,
-        module_cls: Callable[..., nn.Module],
+        module_cls: Callable[..., _HasForward[P, R]],
         args: Sequence[Any] | None = None,
         kwargs: Mapping[str, Any] | None = None,
     ) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
@@ -11,8 +12,9 @@ from rpcdist.rpc._rref.handles import copy_outcome
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.future import Future
 
-__all__ = ["Mode", "RRefProxy"]
+__all__ = ["Mode", "RRefProxy", "method_name"]
 
+R = TypeVar("R")
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
 
 
@@ -37,9 +39,9 @@ class _RemoteMethod(partial[Any]):
         return f"<{name!r} of {rref!r}: call it to run it at the owner, or to read it: rref.{mode}().{name}()>"
 
 
-class RRefProxy:
+class RRefProxy(Generic[R]):
     """Its attributes are functions that call the method of that name at the owner; one that is no method is read by a
-    call without arguments. May be kept and used again.
+    call without arguments. May be kept and used again. `R` is what the calls return, as far as checkers can know it.
     """
 
     def __init__(self, rref: ProxiedRRef, mode: Mode, timeout: float) -> None:
@@ -47,17 +49,32 @@ class RRefProxy:
         self._mode: Mode = mode
         self._timeout = timeout
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> Callable[..., R]:
         if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
             raise AttributeError(name)  # copy, pickle and the like ask for these: no question for the owner
         return _RemoteMethod(_call, self._rref, self._mode, name, self._timeout)
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Calls the value itself."""
-        return _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs)
+        return cast(R, _call(self._rref, self._mode, "__call__", self._timeout, *args, **kwargs))
 
     def __repr__(self) -> str:
         return f"<{self._mode} proxy of {self._rref!r}>"
+
+
+def method_name(method: Callable[..., object]) -> str:
+    """The name of a method that was written as `Class.method`, by which it is found in the value's own class.
+
+    Raises:
+        TypeError: it is no method.
+    """
+    scope, _, name = getattr(method, "__qualname__", "").rpartition(".")
+    if not scope or scope.endswith("<locals>") or hasattr(method, "__self__"):
+        raise TypeError(
+            f"rref.call takes a method, such as Counter.add, but not {method!r}; a function runs at the owner by "
+            "rpc.call(rref.owner(), function, rref)"
+        )
+    return name
 
 
 def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,0 +1,214 @@
+"""The functions that call other workers, with torch's names and signatures; `call` and `call_async` are ours.
+
+Overloads say what a call gives its caller: the result of a coroutine function or an `async_execution` function, and a
+`Stream` for a generator function.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
+from typing import Any, ParamSpec, TypeVar, overload
+
+from rpcdist.errors import BlockingInLoop
+from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._calling.result_streams import Stream
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._futures.collected import note_started
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.functions import is_idempotent
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.rref import Items, Later, RRef
+
+__all__ = ["call", "call_async", "remote", "rpc_async", "rpc_stream", "rpc_sync"]
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Later[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Items[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Stream[T]: ...
+@overload
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> T: ...
+def rpc_sync(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Any:
+    """Runs a function on another worker and waits for its result.
+
+    Args:
+        to: a worker's name, rank or `WorkerInfo`; it may be this worker.
+        func: importable there by the same name, or a bound method or other picklable callable. A coroutine function
+            runs on the callee's event loop; the result of a generator function is a `Stream`.
+        args: positional arguments. Tensors are not copied before they are sent.
+        kwargs: keyword arguments.
+        timeout: limit of the whole call, in seconds; 0 for none; by default the `rpc_timeout` of `init_rpc`.
+
+    Returns:
+        What the function returned.
+
+    Raises:
+        DeadlineExceeded: the time is over; the callee sees its deadline, too.
+        WorkerLost: the callee died or its connection broke. A function that is marked by `rpc.idempotent` is called
+            again instead, until the time is over.
+        UnknownWorker: nobody is called so.
+        Exception: what the function raised, with the remote traceback as `__cause__`.
+    """
+    if is_idempotent(func):
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("rpc_sync")
+        return current_agent().retries.start(to, func, args, kwargs, timeout).wait()
+    return current_agent().caller.sync(to, func, args, kwargs, timeout)
+
+
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Later[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Items[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Stream[T]]: ...
+@overload
+def rpc_async(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[T]: ...
+def rpc_async(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Future[Any]:
+    """Starts a call and returns its future: wait for it, await it, or cancel it.
+
+    Arguments as for `rpc_sync`. Tensors in them must not be changed before the future is done. Raises at once what is
+    wrong with the arguments (`UnknownWorker`, a value that cannot be pickled); all else comes through the future.
+    """
+    agent = current_agent()
+    calls = agent.retries if is_idempotent(func) else agent.caller
+    future: Future[Any] = calls.start(to, func, args, kwargs, timeout)
+    note_started(future)
+    return future
+
+
+@overload
+def call(to: Destination, func: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+@overload
+def call(to: Destination, func: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[T]: ...
+@overload
+def call(to: Destination, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T: ...
+def call(to: Destination, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """`rpc_sync` with the arguments written as in a local call, so that type checkers compare them with the function.
+
+        rpc.call("worker1", resize, image, width=64)
+
+    The limit of the call is the `rpc_timeout` of `init_rpc`. Results and errors as for `rpc_sync`.
+    """
+    return rpc_sync(to, func, args, kwargs)
+
+
+@overload
+def call_async(to: Destination, func: Callable[P, Later[T]], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+@overload
+def call_async(
+    to: Destination, func: Callable[P, Items[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> Future[Stream[T]]: ...
+@overload
+def call_async(to: Destination, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> Future[T]: ...
+def call_async(to: Destination, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+    """`rpc_async` with the arguments written as in a local call; see `call`.
+
+    width = await rpc.call_async("worker1", width_of, image)
+    """
+    return rpc_async(to, func, args, kwargs)
+
+
+def rpc_stream(
+    to: Destination,
+    func: Callable[..., Iterable[T] | AsyncIterable[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> Stream[T]:
+    """Runs a generator function (or async generator function) on another worker and returns its items as they come.
+
+    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item.
+
+    Raises:
+        TypeError: the function is no generator function.
+        BlockingInLoop: called on an event loop; write `async for item in await rpc.rpc_async(...)` there.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc_stream", "async for item in await rpc.rpc_async(...)")
+    result = current_agent().caller.sync(to, func, args, kwargs, timeout)
+    if not isinstance(result, Stream):
+        raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
+    return result
+
+
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., Later[T]],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+@overload
+def remote(
+    to: Destination,
+    func: Callable[..., T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[T]: ...
+def remote(
+    to: Destination,
+    func: Callable[..., Any],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+) -> RRef[Any]:
+    """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
+
+    Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
+    the reference is used.
+    """
+    rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs)
+    return rref

@@ -1,0 +1,97 @@
+"""`rpc.call`, `rref.call` and their asynchronous forms: arguments as in a local call. `tests/typing` has the types."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from rpcdist import rpc
+from rpcdist.rpc import Stream
+from rpcdist.testing import InProcessCluster
+
+
+class Counter:
+    def __init__(self, start: int = 0) -> None:
+        self.count = start
+
+    def add(self, number: int, *, times: int = 1) -> int:
+        self.count += number * times
+        return self.count
+
+    async def add_later(self, number: int) -> int:
+        return self.add(number)
+
+    def names(self) -> Iterator[str]:
+        yield type(self).__name__
+
+
+class Doubling(Counter):
+    def add(self, number: int, *, times: int = 1) -> int:
+        return super().add(number, times=2 * times)
+
+
+def join(*words: str, by: str = " ") -> str:
+    return by.join(words)
+
+
+async def join_later(*words: str) -> str:
+    return join(*words)
+
+
+async def words_of(text: str) -> AsyncIterator[str]:
+    for word in text.split():
+        yield word
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("a", "b") as cluster:
+        yield cluster
+
+
+def test_functions(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert rpc.call("b", join, "x", "y", by="-") == "x-y"
+        assert rpc.call("b", join_later, "x", "y") == "x y"
+        assert rpc.call_async("b", join, "x").wait() == "x"
+        stream = rpc.call("b", words_of, "x y")
+        assert isinstance(stream, Stream) and list(stream) == ["x", "y"]
+
+
+@pytest.mark.parametrize("owner", ["a", "b"])
+def test_methods(cluster: InProcessCluster, owner: str) -> None:
+    with cluster.use("a"):
+        counter = rpc.remote(owner, Counter, (1,))
+        assert counter.call(Counter.add, 2, times=2) == 5
+        assert counter.call(Counter.add_later, 1) == 6
+        assert counter.call_async(Counter.add, 1).wait() == 7
+        assert list(counter.call(Counter.names)) == ["Counter"]
+
+
+async def test_await(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        counter = rpc.remote("b", Counter)
+        assert await counter.call_async(Counter.add_later, 2) == 2
+        assert await rpc.call_async("b", join_later, "x", "y") == "x y"
+
+
+def test_the_method_of_a_subclass_runs(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        assert rpc.remote("b", Doubling).call(Counter.add, 1) == 2
+
+
+def test_what_is_no_method_is_refused_by_name(cluster: InProcessCluster) -> None:
+    with cluster.use("a"):
+        counter = rpc.remote("b", Counter)
+        others: list[Any] = [join, Counter().add, lambda counter: counter.add(1)]
+        for function in others:
+            with pytest.raises(TypeError, match=r"takes a method, such as Counter\.add.*rpc\.call\(rref\.owner\(\)"):
+                counter.call(function)
+
+
+def test_dir_shows_public_names_only() -> None:
+    assert set(dir(rpc)) == set(rpc.__all__)
+    assert not [name for name in dir(rpc) if name.startswith("_")]
+    assert rpc.__doc__ is not None and "rpc.rpc_sync(" in rpc.__doc__.splitlines()[4]
