@@ -181,7 +181,7 @@ KEEP_ALIVE_PROBE_S: Final = 10.0
 KEEP_ALIVE_PROBES: Final = 3
 """Questions without an answer after which the connection is broken."""
 GRPC_GREETING_LIMIT_S: Final = 5.0
-"""The beginning of HTTP/2 on a new connection, measured by gRPC's server; then it closes the connection."""
+"""TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; then it is closed."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
 REFUSAL_LIMIT_S: Final = 1.0

@@ -38,8 +38,8 @@ def node_options(options: RpcOptions) -> NodeOptions:
     """The settings of the transport that the options of RPC imply."""
     token = options.token.decode() if isinstance(options.token, bytes) else options.token
     if options.job is None:
-        return NodeOptions(token=token, peer_timeout_s=options.peer_timeout)
-    return NodeOptions(token=token, job=options.job, peer_timeout_s=options.peer_timeout)
+        return NodeOptions(token=token, peer_timeout_s=options.peer_timeout, tls=options.tls)
+    return NodeOptions(token=token, job=options.job, peer_timeout_s=options.peer_timeout, tls=options.tls)
 
 
 def start_agent(

@@ -102,9 +102,9 @@ class RpcBackendOptions:
 
 @dataclass(frozen=True, slots=True)
 class TlsOptions:
-    """Files for encryption and mutual authentication between workers; not supported yet.
+    """Files of one's own for TLS, in place of the certificates that the job token vouches for; not supported yet.
 
-    `RpcOptions(tls=...)` refuses them, so that nobody believes their traffic to be encrypted.
+    `RpcOptions(tls=...)` refuses them, so that nobody believes them to be in use.
 
     Attributes:
         certificate: this worker's certificate chain, PEM.
@@ -135,7 +135,7 @@ class RpcOptions(RpcBackendOptions):
         job: the job's name; by default `RPCDIST_JOB`, or else "default". Processes of another job are refused, even if
             they have the token.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
-        tls: the place for encryption; anything but None is refused until it is supported.
+        tls: False turns encryption off, for networks that are declared trusted; None does what `RPCDIST_TLS` says.
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
@@ -175,7 +175,7 @@ class RpcOptions(RpcBackendOptions):
         port: int = 0,
         job: str | None = None,
         token: str | bytes | None = None,
-        tls: TlsOptions | None = None,
+        tls: bool | TlsOptions | None = None,
         by_value: bool = False,
         allow_functions: Sequence[str] | None = None,
         allow_pickle: bool = True,
@@ -200,12 +200,7 @@ class RpcOptions(RpcBackendOptions):
         self.port = _port(port)
         self.job = _job(job)
         self.token = _token(token)
-        if tls is not None:
-            raise ConfigError(
-                "tls is not supported yet: traffic is authenticated by the job token, but not encrypted. "
-                "Leave tls out, and keep the job inside a network that you trust."
-            )
-        self.tls: TlsOptions | None = None
+        self.tls = _tls(tls)
         self.by_value = by_value
         self.allow_functions = None if allow_functions is None else tuple(map(_pattern, allow_functions))
         self.allow_pickle = allow_pickle
@@ -336,6 +331,17 @@ def _at_least_one(name: str, num: int) -> int:
     if num < 1:
         raise ConfigError(f"{name} must be positive, got {num}")
     return num
+
+
+def _tls(tls: object) -> bool | None:
+    if isinstance(tls, TlsOptions):
+        raise ConfigError(
+            "certificates of your own are not supported yet. Leave tls out: connections are encrypted, and the "
+            "certificates are those that the job token vouches for."
+        )
+    if tls is not None and not isinstance(tls, bool):
+        raise TypeError(f"tls is True, False or None, but got {tls!r}")
+    return tls
 
 
 def _port(port: int) -> int:

@@ -18,7 +18,7 @@ import grpc.aio
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, TransportError
+from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
@@ -29,11 +29,12 @@ from rpcdist.time_limits import (
 from rpcdist.transport import fork
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.channel_choice import Channels, allowed_channels
-from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS, GRPC_ENDS, GrpcClientChannel
+from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, connected_ends, local_name
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
@@ -105,6 +106,7 @@ class Connector:
         # Who takes no messages makes unary calls only, and gRPC's connection is there for these.
         channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
         may_be_local = channels.local
+        await self._credentials.tls_policy.check_plain(split_address(address)[0])
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             if may_be_local:
@@ -122,6 +124,8 @@ class Connector:
                 reason = "nobody answered there; does the process run, is the port open?"
                 raise ConnectFailed(address, reason, timeout_s) from exc
             except ConnectFailed as exc:
+                if not self._credentials.tls_policy.encrypts_grpc:
+                    exc.reason += f" ({TLS_VARIABLE} is off here; is it off there, too?)"
                 if not retry:
                     raise
                 pause_s = next(pauses)
@@ -153,12 +157,12 @@ class Connector:
                 raw.close()
                 raise
         channel = SocketChannel(raw, wanted.address)
-        return self._link(wanted, channel, handshake, connection or _grpc_connection(wanted.address))
+        return self._link(wanted, channel, handshake, connection or self._grpc_connection(wanted.address)[0])
 
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
         """The link over gRPC, or over TCP where the server is reached in that way, too."""
-        handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=GRPC_ENDS)
-        connection = _grpc_connection(wanted.address)
+        connection, ends = self._grpc_connection(wanted.address)
+        handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
 
         async def try_tcp(handshake: ClientHandshake) -> Link | None:
             return await self._connect_by_tcp(wanted, handshake, connection)
@@ -167,6 +171,12 @@ class Connector:
             async with asyncio.timeout(deadline.wait_s()):
                 channel = GrpcClientChannel(connection.stream_stream(SESSION_PATH)(), wanted.address)
                 link = await prove_client(channel, handshake, try_tcp if may_be_tcp else None)
+        except AuthenticationFailed as exc:
+            await connection.close()
+            source = self._credentials.token_source
+            if handshake.failure is None and source is not None:  # it was TLS that failed
+                raise AuthenticationFailed(f"{exc} This process uses {source}.") from exc
+            raise
         except BaseException:
             await connection.close()
             raise
@@ -189,6 +199,11 @@ class Connector:
         except OSError as exc:
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             return None
+
+    def _grpc_connection(self, address: str) -> tuple[grpc.aio.Channel, str]:
+        """One of its own for each link, and what both sides call it."""
+        shown = self._credentials.tls.certificate() if self._credentials.tls_policy.encrypts_grpc else None
+        return connect_grpc(address, shown), grpc_ends(shown and shown.fingerprint)
 
     def _link(
         self,
@@ -213,10 +228,6 @@ class Connector:
         link = Link(self._io, wanted.address, session, connection, RequestProver(keys), self.links.discard)
         self.links.add(link)
         return link
-
-
-def _grpc_connection(address: str) -> grpc.aio.Channel:
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
 
 
 def _reason(exc: Exception) -> str:

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
+from rpcdist.transport._tls.tls_identity import TlsIdentity
+from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
 
 __all__ = ["Credentials"]
@@ -19,13 +21,24 @@ class Credentials:
         job: the job's name.
         identity: who this process is. RPC sets it to name and id of its worker; handshakes that begin later state it.
         token_source: where the token comes from, for error messages.
+        tls_policy: which connections are encrypted.
+        tls: what this process shows on those.
     """
 
-    def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None = None) -> None:
+    def __init__(
+        self,
+        token: bytes,
+        job: str,
+        identity: Identity,
+        token_source: str | None = None,
+        tls_policy: TlsPolicy | None = None,
+    ) -> None:
         self.token = token
         self.job = job
         self.identity = identity
         self.token_source = token_source
+        self.tls_policy = tls_policy or TlsPolicy()
+        self.tls = TlsIdentity(token, job, lambda: self.identity)
 
     def client_handshake(
         self, role: str, expected: Identity | None = None, *, purpose: str = "", channel: str = ""

@@ -51,6 +51,7 @@ __all__ = [
     "MAX_PURPOSE_BYTES",
     "NONCE_BYTES",
     "PROTOCOL_VERSION",
+    "TOKEN_ADVICE",
     "ClientHandshake",
     "ServerHandshake",
     "refusal",
@@ -66,7 +67,7 @@ _MAX_CHANNEL_LENGTH: Final = 200
 _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 
 Code = pb.Refusal.Code
-_TOKEN_ADVICE = (
+TOKEN_ADVICE = (
     "The job tokens differ. Set RPCDIST_TOKEN to the same value in every process of the job, or give every host the "
     "same token file (RPCDIST_TOKEN_FILE, by default ~/.config/rpcdist/token, mode 0600)."
 )
@@ -275,7 +276,7 @@ class ClientHandshake(_HandshakeSide):
         self._record(challenge.nonce, challenge.stream_port, self._identity, peer)
         if not hmac.compare_digest(challenge.proof, self._proof(b"server")):
             # Only the kind and the advice go out: the server's operator needs both, an eavesdropper learns nothing.
-            return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"the server did not prove the job token. {_TOKEN_ADVICE}")
+            return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"the server did not prove the job token. {TOKEN_ADVICE}")
         if not matches(self._expected, peer):
             return self._refuse(
                 Code.WRONG_PEER,
@@ -402,7 +403,7 @@ class ServerHandshake(_HandshakeSide):
             raise self._violation("the proof has the wrong length")
         who = f"the client, which calls itself {self._hello.identity.name!r},"
         if not hmac.compare_digest(proof.proof, self._proof(b"client")):
-            return self._refuse(Code.TOKEN, _TOKEN_ADVICE, f"{who} did not prove the job token. {_TOKEN_ADVICE}")
+            return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"{who} did not prove the job token. {TOKEN_ADVICE}")
         if self._hello.channel != self._channel:
             return self._refuse(
                 Code.CHANNEL,

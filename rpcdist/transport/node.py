@@ -26,6 +26,7 @@ from rpcdist.time_limits import (
 from rpcdist.transport import fork
 from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.connector import Connector
 from rpcdist.transport.credentials import Credentials
@@ -54,11 +55,13 @@ class NodeOptions:
         token: the job's secret; by default `RPCDIST_TOKEN` or the per-user file.
         job: a name that keeps jobs with one token apart; by default `RPCDIST_JOB`, or else "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
+        tls: False turns encryption off, where only loopback and trusted networks are used; None: as `RPCDIST_TLS` says.
     """
 
     token: str | None = field(default=None, repr=False)  # reprs end in logs
     job: str = field(default_factory=_job_of_environment)
     peer_timeout_s: float = PEER_TIMEOUT_S
+    tls: bool | None = None
 
 
 class Node:
@@ -77,7 +80,13 @@ class Node:
     def __init__(self, options: NodeOptions) -> None:
         me = Identity(f"pid-{os.getpid()}.{socket.gethostname()}"[:120], -1, new_incarnation())
         self.options = options
-        self.credentials = Credentials(job_token(options.token), options.job, me, describe_token_source(options.token))
+        self.credentials = Credentials(
+            job_token(options.token),
+            options.job,
+            me,
+            describe_token_source(options.token),
+            TlsPolicy.of_environment(options.tls),
+        )
         self.io = IoLoop()
         self.address: str | None = None
         self._addresses: list[str] = []

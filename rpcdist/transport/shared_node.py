@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport import fork
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.token import job_token
 
@@ -26,11 +27,11 @@ class SharedNode:
         """The node of this process, started if there is none; pair it with `Node.release`.
 
         Args:
-            options: settings for a node that starts now. A node that runs already keeps its own; then a token that
-                differs is an error.
+            options: settings for a node that starts now. A node that runs already keeps its own; then a token, a
+                job or TLS that differs is an error.
 
         Raises:
-            ConfigError: the running node was started with another token or job.
+            ConfigError: the running node was started with another token, job or TLS.
             ForkedProcess: this process was forked from one that runs a node.
         """
         fork.check_not_forked()
@@ -48,6 +49,12 @@ class SharedNode:
         if options.token is not None and job_token(options.token) != mine.token:
             node.release()
             raise ConfigError("this process already communicates with another job token; use one token per process")
+        if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
+            node.release()
+            raise ConfigError(
+                f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r}: set it by "
+                f"{TLS_VARIABLE}, which counts for stores, groups and RPC alike"
+            )
         if options.job != mine.job:
             node.release()
             raise ConfigError(

@@ -72,7 +72,12 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: RpcOptions(port=70000), ConfigError, "port must be 0"),
     (lambda: RpcOptions(token=""), ConfigError, "token must not be empty"),
     (lambda: RpcOptions(token=as_any(3)), TypeError, "token is str or bytes"),  # type: ignore[arg-type]
-    (lambda: RpcOptions(tls=TlsOptions("a.pem", "a.key", "ca.pem")), ConfigError, "tls is not supported yet"),
+    (
+        lambda: RpcOptions(tls=TlsOptions("a.pem", "a.key", "ca.pem")),
+        ConfigError,
+        "certificates of your own are not supported yet",
+    ),
+    (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls is True, False or None"),  # type: ignore[arg-type]
     (lambda: RpcOptions(allow_functions=["torch"]), ConfigError, "module:qualname"),
 ]
 

@@ -237,7 +237,7 @@ def test_a_half_open_handshake_is_dropped(module_pool: WorkerPool) -> None:
 # ---------------------------------------------------------------- wrong tokens
 
 
-def test_different_tokens_fail_on_both_sides_and_say_what_to_set(module_pool: WorkerPool) -> None:
+def test_a_different_token_fails_and_says_what_to_set(module_pool: WorkerPool) -> None:
     url = module_pool.new_url()
     coordinator = module_pool.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
     stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
@@ -249,7 +249,6 @@ def test_different_tokens_fail_on_both_sides_and_say_what_to_set(module_pool: Wo
     assert "another-token" not in str(error)
     error = waiting.error(RpcdistError)
     assert "these ranks have not come: 1" in str(error)
-    assert coordinator.output().count("job tokens differ") == 1 and "RPCDIST_TOKEN" in coordinator.output()
     assert "one-token" not in coordinator.output()
 
 

@@ -8,6 +8,7 @@ import os
 import socket
 from collections.abc import Awaitable, Coroutine, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import Any, TypeVar
 
 import grpc
@@ -19,8 +20,10 @@ from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, rpc_pb2
 from rpcdist.ids import Identity
 from rpcdist.testing import RpcWorld, eventually
-from rpcdist.transport._channels.grpc_channel import CHANNEL_OPTIONS
+from rpcdist.transport._channels.grpc_channel import connect_grpc, grpc_ends
 from rpcdist.transport._framing.frames import frame
+from rpcdist.transport._tls.certificate import Certificate
+from rpcdist.transport._tls.job_authority import JobAuthority
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.keys import SessionKeys
 
@@ -69,9 +72,15 @@ def unharmed(world: RpcWorld) -> Iterator[str]:
     assert "Traceback" not in world["a"].output(), world["a"].output()
 
 
+@cache
+def certificate_of_job() -> Certificate:
+    """What a peer with the token shows in TLS."""
+    return JobAuthority(os.environ["RPCDIST_TOKEN"].encode()).issue(STRANGER, "default")
+
+
 def connected(address: str) -> Any:
     """A channel for bytes; grpc's types know only those of messages."""
-    return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    return connect_grpc(address, certificate_of_job())
 
 
 async def status_of(awaitable: Awaitable[object]) -> tuple[grpc.StatusCode, str]:
@@ -102,7 +111,8 @@ class RawClient:
     def __init__(self, channel: Any, role: str = "rpc", identity: Identity = STRANGER) -> None:
         self.call = channel.stream_stream(SESSION)()
         token = os.environ["RPCDIST_TOKEN"].encode()
-        self._handshake = ClientHandshake(token, "default", role, identity, channel="grpc")
+        ends = grpc_ends(certificate_of_job().fingerprint)
+        self._handshake = ClientHandshake(token, "default", role, identity, channel=ends)
 
     async def prove(self) -> SessionKeys:
         await self._send(self._handshake.start())

@@ -22,6 +22,7 @@ from rpcdist.ids import Identity
 from rpcdist.testing import eventually
 from rpcdist.transport import Node
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._channels.grpc_channel import connect_grpc
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.stream_sockets import local_name
 from rpcdist.transport._server import admission
@@ -274,7 +275,7 @@ def test_silent_streams_of_one_connection_stop_nobody(
     assert address is not None
 
     async def crowd() -> None:
-        async with grpc.aio.insecure_channel(address) as channel:
+        async with connect_grpc(address, client.credentials.tls.certificate()) as channel:
             calls: list[Any] = [channel.stream_stream(SESSION_PATH)() for _ in range(600)]
             assert await calls[-1].code() is grpc.StatusCode.UNAVAILABLE
             link = await asyncio.wrap_future(

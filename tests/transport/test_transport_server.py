@@ -115,22 +115,43 @@ def test_both_sides_know_each_other(nodes: Nodes) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "says"),
+    ("options", "says", "num_warnings"),
     [
-        ({"token": "another token, just as long"}, "did not prove the job token.*RPCDIST_TOKEN"),
-        ({"job": "another"}, "job 'default'.*job 'another'"),
+        # The client learns it from the server's certificate, and goes; the server never hears of it.
+        ({"token": "another token, just as long"}, "did not prove the job token.*RPCDIST_TOKEN.*given as an option", 0),
+        ({"job": "another"}, "job 'default'.*job 'another'", 1),
     ],
 )
 def test_who_does_not_belong_here_is_refused(
-    nodes: Nodes, options: dict[str, Any], says: str, caplog: pytest.LogCaptureFixture
+    nodes: Nodes, options: dict[str, Any], says: str, num_warnings: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     server, client = nodes.make("server", serve=True), nodes.make("client", **options)
     for _ in range(3):
         with pytest.raises(AuthenticationFailed, match=says):
             open_link(client, server)
     assert not server.sessions and not client.links
-    warnings = [record for record in caplog.records if record.levelno == logging.WARNING]
-    assert len(warnings) == 1 and "refused a connection from 127.0.0.1" in warnings[0].getMessage()
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(warnings) == num_warnings
+    assert all("refused a connection from 127.0.0.1" in warning for warning in warnings)
+
+
+def test_without_tls_the_token_is_proven_all_the_same(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> None:
+    server = nodes.make("server", serve=True, tls=False)
+    client = nodes.make("client", tls=False, token="another token, just as long")
+    for _ in range(3):
+        with pytest.raises(AuthenticationFailed, match=r"did not prove the job token.*RPCDIST_TOKEN"):
+            open_link(client, server)
+    (warning,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert "refused a connection from 127.0.0.1" in warning
+    assert open_link(nodes.make("friend", tls=False), server).peer == server.identity
+
+
+def test_tls_on_one_side_only_is_told(nodes: Nodes) -> None:
+    plain, encrypted = nodes.make("plain", serve=True, tls=False), nodes.make("encrypted", serve=True)
+    with pytest.raises(AuthenticationFailed, match=r"does not speak TLS.*RPCDIST_TLS"):
+        open_link(encrypted, plain)
+    with pytest.raises(ConnectFailed, match="RPCDIST_TLS is off here"):
+        open_link(plain, encrypted, retry=False)
 
 
 def test_another_process_than_the_one_expected(nodes: Nodes) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any
 
 import grpc
 import grpc.aio
@@ -21,19 +21,20 @@ from rpcdist.errors import (
 )
 from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
+from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, fingerprint_of_pem
+from rpcdist.transport._tls.tls_failures import tls_failure
 
 __all__ = [
     "CHANNEL_OPTIONS",
-    "GRPC_ENDS",
     "SERVER_OPTIONS",
     "GrpcClientChannel",
     "GrpcServerChannel",
+    "accepted_grpc_ends",
+    "connect_grpc",
+    "grpc_ends",
     "mapped_errors",
     "refuse",
 ]
-
-GRPC_ENDS: Final = "grpc"
-"""What both sides call a connection whose ends gRPC does not tell apart; see `stream_sockets.connected_ends`."""
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
 
@@ -47,7 +48,7 @@ CHANNEL_OPTIONS = [
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, which dies with the channel
     ("grpc.enable_http_proxy", 0),  # a proxy set for the web must not swallow traffic inside a cluster
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # its name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
 SERVER_OPTIONS = [
@@ -55,6 +56,38 @@ SERVER_OPTIONS = [
     ("grpc.so_reuseport", 0),  # a port that is taken must be an error
     ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
 ]
+
+
+def grpc_ends(fingerprint: str | None) -> str:
+    """What both sides call their connection; see `stream_sockets.connected_ends`.
+
+    gRPC tells the ends of a connection by nothing but the client's certificate, which only the server is shown. That is
+    enough: a relay has no private key of the client's, and can neither show the certificate nor finish the handshake.
+
+    Args:
+        fingerprint: of the client's certificate; None without TLS.
+    """
+    return "grpc" if fingerprint is None else f"grpc, from certificate {fingerprint}"
+
+
+def accepted_grpc_ends(context: Any) -> str:
+    """The same at the side that serves, out of the context of a call."""
+    shown = context.auth_context().get("x509_pem_cert")
+    return grpc_ends(fingerprint_of_pem(shown[0]) if shown else None)
+
+
+def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
+    """A channel to a server; nothing is connected before it is used.
+
+    Args:
+        address: host:port.
+        shown: the certificate of this process; None: without TLS.
+    """
+    if shown is None:
+        return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
+    credentials = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.chain)
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", PEER_NAME)]
+    return grpc.aio.secure_channel(address, credentials, options=options)
 
 
 def error_of(exc: grpc.RpcError, address: str) -> RpcdistError:
@@ -69,6 +102,8 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
     if code is grpc.StatusCode.DEADLINE_EXCEEDED:
         return DeadlineExceeded(f"no answer from {address} in time")
     if code is grpc.StatusCode.UNAVAILABLE:
+        if (failure := tls_failure(details)) is not None:
+            return AuthenticationFailed(failure)
         return ConnectFailed(address, details)
     if code is grpc.StatusCode.ABORTED:
         return TransportError(f"{address} closed the connection: {details}")

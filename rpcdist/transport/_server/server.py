@@ -16,7 +16,12 @@ from google.protobuf.descriptor import ServiceDescriptor
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
 from rpcdist.transport._channels.channel_choice import allowed_channels
-from rpcdist.transport._channels.grpc_channel import GRPC_ENDS, SERVER_OPTIONS, GrpcServerChannel, refuse
+from rpcdist.transport._channels.grpc_channel import (
+    SERVER_OPTIONS,
+    GrpcServerChannel,
+    accepted_grpc_ends,
+    refuse,
+)
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.introspection import Introspection
@@ -76,13 +81,18 @@ class Server(grpc.GenericRpcHandler):
 
         Raises:
             TransportError: the port is taken.
-            ConfigError: `RPCDIST_CHANNELS` has a value that there is not.
+            ConfigError: `RPCDIST_CHANNELS` has a value that there is not, or TLS is off where it is needed.
         """
+        await self._credentials.tls_policy.check_plain(host)
         channels = allowed_channels()  # raises, if so, before anything is open
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self,))
         try:
-            bound = server.add_insecure_port(join_address(host, port))
+            if self._credentials.tls_policy.encrypts_grpc:
+                tls = self._credentials.tls.grpc_server_credentials()
+                bound = server.add_secure_port(join_address(host, port), tls)
+            else:
+                bound = server.add_insecure_port(join_address(host, port))
         except RuntimeError as exc:
             raise TransportError(
                 f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
@@ -144,7 +154,7 @@ class Server(grpc.GenericRpcHandler):
         """A session on gRPC; ends when it does."""
         channel = GrpcServerChannel(context, context.peer())
         handshake = self._credentials.server_handshake(
-            self._grpc_refusal, channel=GRPC_ENDS, stream_port=self._streams.tcp_port
+            self._grpc_refusal, channel=accepted_grpc_ends(context), stream_port=self._streams.tcp_port
         )
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:

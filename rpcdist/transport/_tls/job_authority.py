@@ -1,0 +1,104 @@
+"""The job token as a certificate authority: every holder derives the same one, and issues itself a certificate.
+
+So mutual TLS needs nothing to be configured, and who does not know the token cannot take part in it. The authority's
+private key is made of the token by HKDF-SHA256. Its own certificate differs from process to process in the signature,
+which nobody looks at: peers compare its name and its key.
+
+`cryptography` takes 80 ms to import; import this module where it is needed, and not before.
+"""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Final
+from urllib.parse import quote
+
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+from cryptography.x509.oid import NameOID
+
+from rpcdist.ids import Identity
+from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, fingerprint_of_pem
+
+__all__ = ["CLOCK_TOLERANCE", "LIFETIME", "JobAuthority"]
+
+LIFETIME: Final = timedelta(days=2)
+"""Renewed at half of it. What is stolen of a certificate is worth nothing after that."""
+
+CLOCK_TOLERANCE: Final = timedelta(days=1)
+"""A certificate holds from that long ago: the clocks of hosts differ."""
+
+_P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
+_KEY_MATERIAL_BYTES: Final = 48  # 128 bits more than the order has, so that no remainder is likelier than others
+_MAX_COMMON_NAME_LENGTH: Final = 64  # of X.509
+_AUTHORITY_PERIOD: Final = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
+
+
+class JobAuthority:
+    """Issues certificates that all holders of a token accept. Any thread may use it.
+
+    Args:
+        token: the job token.
+    """
+
+    def __init__(self, token: bytes) -> None:
+        material = HKDF(hashes.SHA256(), _KEY_MATERIAL_BYTES, salt=b"rpcdist job", info=b"certificate authority")
+        number = int.from_bytes(material.derive(token), "big") % (_P256_ORDER - 1) + 1
+        self._key = ec.derive_private_key(number, ec.SECP256R1())
+        self._name = _name("rpcdist job")
+        is_authority = x509.BasicConstraints(ca=True, path_length=0)
+        self.certificate = self._sign(self._name, self._key.public_key(), _AUTHORITY_PERIOD, is_authority)
+
+    def __repr__(self) -> str:
+        return "<JobAuthority>"
+
+    def issue(self, owner: Identity, job: str, now: datetime | None = None) -> Certificate:
+        """A certificate, with a new key, for a process of the job; takes about 1 ms.
+
+        Args:
+            owner: who the process is; for people who look at the certificate.
+            job: the job's name; the same.
+            now: when it is issued, in UTC; by default at present.
+        """
+        now = now or datetime.now(UTC)
+        key = ec.generate_private_key(ec.SECP256R1())
+        place = f"rpcdist://{quote(job, safe='')}/{quote(owner.name, safe='')}/{owner.incarnation}"
+        chain = self._sign(
+            _name(owner.name),
+            key.public_key(),
+            (now - CLOCK_TOLERANCE, now + LIFETIME),
+            x509.BasicConstraints(ca=False, path_length=None),
+            x509.SubjectAlternativeName([x509.DNSName(PEER_NAME), x509.UniformResourceIdentifier(place)]),
+        )
+        key_pem = key.private_bytes(
+            serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+        )
+        return Certificate(key_pem, chain, self.certificate, fingerprint_of_pem(chain), now + LIFETIME / 2)
+
+    def _sign(
+        self,
+        subject: x509.Name,
+        public_key: ec.EllipticCurvePublicKey,
+        period: tuple[datetime, datetime],
+        constraints: x509.BasicConstraints,
+        names: x509.SubjectAlternativeName | None = None,
+    ) -> bytes:
+        builder = (
+            x509.CertificateBuilder()
+            .subject_name(subject)
+            .issuer_name(self._name)
+            .public_key(public_key)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(period[0])
+            .not_valid_after(period[1])
+            .add_extension(constraints, critical=True)
+        )
+        if names is not None:
+            builder = builder.add_extension(names, critical=False)
+        return builder.sign(self._key, hashes.SHA256()).public_bytes(serialization.Encoding.PEM)
+
+
+def _name(text: str) -> x509.Name:
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:_MAX_COMMON_NAME_LENGTH] or "?")])

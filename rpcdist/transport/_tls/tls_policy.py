@@ -1,0 +1,127 @@
+"""Which connections of a process are encrypted: its mode, and the networks that were declared trusted.
+
+gRPC's port speaks TLS, always, unless TLS is off. Raw TCP connections do beyond loopback and trusted networks. The two
+sides of a raw connection decide each for itself: one that wants TLS speaks nothing else, one that does not takes both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import os
+import socket
+from enum import Enum
+from typing import Final
+
+from rpcdist.errors import ConfigError
+from rpcdist.transport.addresses import is_loopback
+
+__all__ = ["TLS_VARIABLE", "TRUSTED_NETWORKS_VARIABLE", "TlsMode", "TlsPolicy"]
+
+TLS_VARIABLE: Final = "RPCDIST_TLS"
+TRUSTED_NETWORKS_VARIABLE: Final = "RPCDIST_TRUSTED_NETWORKS"
+
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+class TlsMode(Enum):
+    """What the variable `RPCDIST_TLS` can say."""
+
+    AUTO = "auto"
+    """gRPC always, raw TCP connections beyond loopback and trusted networks."""
+
+    ALWAYS = "always"
+    """Raw TCP connections everywhere, too."""
+
+    OFF = "off"
+    """Nothing is encrypted, and only loopback and trusted networks are used."""
+
+
+class TlsPolicy:
+    """Says which connections are encrypted. Immutable.
+
+    Attributes:
+        mode: see there.
+        trusted_networks: where plain connections are allowed, beside loopback.
+    """
+
+    def __init__(self, mode: TlsMode = TlsMode.AUTO, trusted_networks: tuple[Network, ...] = ()) -> None:
+        self.mode = mode
+        self.trusted_networks = trusted_networks
+
+    def __repr__(self) -> str:
+        return f"<TlsPolicy {self.mode.value} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TlsPolicy) and vars(self) == vars(other)
+
+    def __hash__(self) -> int:
+        return hash((self.mode, self.trusted_networks))
+
+    @classmethod
+    def of_environment(cls, tls: bool | None = None) -> TlsPolicy:
+        """What `RPCDIST_TLS` and `RPCDIST_TRUSTED_NETWORKS` say.
+
+        Args:
+            tls: an option's word instead of `RPCDIST_TLS`: False is "off", and True "auto".
+
+        Raises:
+            ConfigError: one of the two variables cannot be understood.
+        """
+        text = os.environ.get(TLS_VARIABLE) or "auto"
+        if tls is not None and (text == "off") == tls:
+            text = "auto" if tls else "off"
+        try:
+            mode = TlsMode(text)
+        except ValueError:
+            raise ConfigError(f"{TLS_VARIABLE} is 'auto', 'always' or 'off', not {text!r}") from None
+        return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")))
+
+    @property
+    def encrypts_grpc(self) -> bool:
+        """Whether gRPC's port speaks TLS; the same in every process of a job."""
+        return self.mode is not TlsMode.OFF
+
+    def encrypts_raw(self, host: str) -> bool:
+        """Whether a raw TCP connection with the address `host` must be encrypted."""
+        return self.mode is TlsMode.ALWAYS or not self.trusts(host)
+
+    def trusts(self, host: str) -> bool:
+        """Whether plain connections with an address are allowed; names other than "localhost" are not resolved."""
+        if is_loopback(host):
+            return True
+        try:
+            address = ipaddress.ip_address(host.strip("[]").partition("%")[0])
+        except ValueError:
+            return False
+        mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
+        return any((mapped or address) in network for network in self.trusted_networks)
+
+    async def check_plain(self, host: str) -> None:
+        """Raises `ConfigError` if TLS is off, and `host` is or stands for an address that is not trusted."""
+        if self.mode is not TlsMode.OFF or self.trusts(host):
+            return
+        try:
+            found = await asyncio.get_running_loop().getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError):
+            found = []  # an unknown name is told by whoever connects to it
+        strange = [str(entry[4][0]) for entry in found if not self.trusts(str(entry[4][0]))]
+        if strange:
+            raise ConfigError(
+                f"TLS is off, and {strange[0]} is neither on loopback nor in a trusted network: everything that is "
+                f"sent there could be read and changed on its way. Leave {TLS_VARIABLE} and RpcOptions(tls=False) "
+                f"out, or declare the network trusted, such as {TRUSTED_NETWORKS_VARIABLE}=10.0.0.0/8."
+            )
+
+
+def _networks(text: str) -> tuple[Network, ...]:
+    networks = []
+    for part in filter(None, (word.strip() for word in text.split(","))):
+        try:
+            networks.append(ipaddress.ip_network(part))
+        except ValueError as exc:
+            raise ConfigError(
+                f"{TRUSTED_NETWORKS_VARIABLE} is a list of networks such as '10.0.0.0/8,fd00::/8', but one of it is "
+                f"{part!r} ({exc})"
+            ) from None
+    return tuple(networks)
