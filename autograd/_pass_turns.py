@@ -109,7 +109,7 @@ class PassTurns(ABC):
                     self._is_draining = False
                     break
         if hooks.enter is not None and self._source is not None:
-            hooks.last_act = LastAct(_nothing, self._source)
+            hooks.last_act = LastAct([], self._source)  # all is sent
 
     def _next_job(self) -> Job | None:
         with self._changed:
@@ -135,7 +135,3 @@ class PassTurns(ABC):
 
     def _has_news(self) -> bool:
         return not self._is_waiting()
-
-
-def _nothing() -> None:
-    """What a turn leaves to be sent: it has sent all."""

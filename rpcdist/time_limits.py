@@ -69,6 +69,7 @@ __all__ = [
     "LEADER_SLEEP_S",
     "LEASE_IN_PEER_TIMEOUTS",
     "LEAVE_CONNECT_LIMIT_S",
+    "LINGER_S",
     "LINK_CLOSE_LIMIT_S",
     "LISTENER_STOP_LIMIT_S",
     "LOCAL_HANDSHAKE_LIMIT_S",
@@ -356,6 +357,8 @@ POOL_LEAD_S: Final = 0.02
 """A thread of the pool that has nothing to do reads for so long where its last call came from."""
 BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
+LINGER_S: Final = 0.001
+"""The message of a `remote()` waits for so long, in ticks of the I/O loop, for another one that takes it along."""
 SEGMENTS_RETURN_S: Final = 0.02
 """Interval at which a session tells its peer which lent segments are free again, if no message does so earlier."""
 SEGMENTS_TRIM_S: Final = 30.0

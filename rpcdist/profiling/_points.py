@@ -14,7 +14,7 @@ __all__ = ["POINTS"]
 
 POINTS: Final = (
     # The caller's thread.
-    Point("rpcdist.rpc._calling.caller:Caller._call", "worker and limit are found, the call is made"),
+    Point("rpcdist.rpc._calling.new_calls:NewCalls.of_function", "the worker is found, the call is made"),
     Point("rpcdist.rpc._peers.peer:Peer.send", "arguments are encoded, the message is routed"),
     Point("rpcdist.transport.session:Session.send", "the session takes the message"),
     # The callee.

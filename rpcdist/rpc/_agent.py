@@ -182,7 +182,7 @@ class Agent:
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
         self.autograd = above.make_autograd(links)
         self.rref_home = RRefCalls(
-            self.rrefs, self.caller, self.directory, self.autograd, options.autograd_mode, lifetime
+            self.rrefs, self.caller, self.directory, self.autograd, options.autograd_mode, lifetime, self.router.flush
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
@@ -414,3 +414,4 @@ class _RRefLinks:
         self.name_of = directory.name_of
         self.incarnation_of = directory.incarnation_of
         self.send_control = router.send_control
+        self.flush = router.flush

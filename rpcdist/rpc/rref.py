@@ -132,7 +132,7 @@ class PyRRef(Generic[T]):
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
         try:
-            return cast(T, self._home.fetch(state, timeout).wait())
+            return cast(T, self._home.fetch(state, timeout))
         except WorkerLost as exc:
             raise self._home.fetch_error(state, exc) from exc
 
@@ -143,7 +143,7 @@ class PyRRef(Generic[T]):
         if state.value is not None:
             return cast(T, (yield from state.value.derived().__await__()))
         try:
-            return cast(T, (yield from self._home.fetch(state, UNSET_RPC_TIMEOUT).__await__()))
+            return cast(T, (yield from self._home.start_fetch(state, UNSET_RPC_TIMEOUT).__await__()))
         except WorkerLost as exc:
             raise self._home.fetch_error(state, exc) from exc
 
@@ -246,6 +246,7 @@ class PyRRef(Generic[T]):
     def _get_future(self) -> Future[Any]:
         """The future of the call of `remote` that made this reference; a finished one if none did."""
         if self._creation is not None:
+            self._home.flush(self._handle.state.owner.worker)
             return self._creation.future()
         done: Future[Any] = Future()
         done.set_result(None)

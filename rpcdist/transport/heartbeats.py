@@ -19,7 +19,10 @@ class WatchedSession(Protocol):
     """A session, as its heartbeats see it. Times are monotonic seconds."""
 
     last_received: float
-    last_sent: float
+
+    @property
+    def last_sent(self) -> float:
+        """When something was written last."""
 
     def has_unread(self) -> bool:
         """Whether there is a sign of life that whoever reads has not read yet, held up perhaps."""

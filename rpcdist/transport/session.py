@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from _thread import get_ident
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,7 +16,6 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
-from rpcdist.time_limits import BURST_GAP_S
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
 from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
@@ -27,8 +24,9 @@ from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
-from rpcdist.transport.wire_messages import WireMessage, is_urgent
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["HeapPayloads", "IncomingBuffer", "NullHandler", "OutgoingBuffer", "Session", "SessionHandler"]
 
@@ -37,8 +35,6 @@ logger = logging.getLogger(__name__)
 _OWN_KINDS = frozenset(
     ("heartbeat", "chunk_credit", "transfer_aborted", "segment_news", "segment_answer", "segment_offer")
 )
-FLUSH_FRAMES = 32  # so many messages of a burst are written by the thread that makes them, if the loop is late
-MAX_PUTS = 3  # envelopes that a thread writes itself at most: a message and the first chunks of its buffers
 
 
 class SessionHandler(Protocol):
@@ -113,7 +109,6 @@ class Session:
         id: the session's number on both sides.
         opened_by_me: whether this process opened the connection.
         last_received: when something arrived last, heartbeats included, in monotonic seconds.
-        last_sent: when something was written last, in monotonic seconds.
         closed_reason: why the session ended; None while it is open.
 
     Args:
@@ -152,14 +147,10 @@ class Session:
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
-        self._awake = False  # the writer runs, or has been told to; spares a call to the loop per message of a burst
-        self._wake: asyncio.Future[None] | None = None  # the sleeping writer waits for it
-        self._turn = threading.Lock()  # whoever has it writes; [Note: turns]
-        self._is_draining = False  # then only the writer may leave the queue empty, since it tells `drain`
-        self._flushing = 0  # the thread that will call `flush` when it has sent
-        self.last_sent = self.last_received
+        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
+        self.flush = self._writer.flush
+        self.drain = self._writer.drain
         self._heartbeats = Heartbeats(self, silence_limit_s)
-        self._drained: asyncio.Event = asyncio.Event()
         self._ended: asyncio.Event = asyncio.Event()
 
     def _new_shared_payloads(self) -> SharedPayloads | None:
@@ -190,48 +181,8 @@ class Session:
         if self._shared is not None and (buffers or self._shared.is_used):
             buffers = self._shared.lend(message, buffers)
         number = self._outgoing.add(message, buffers)
-        # The message is in the queue before the flag is read, and the writer clears the flag before it looks at the
-        # queue for the last time: whoever comes first, one of the two sees the message.
-        if self._flushing == get_ident():
-            return number  # `lead` flushes
-        if self._awake:
-            if self._outgoing.num_frames >= FLUSH_FRAMES:  # the peer need not wait until the loop gets its turn
-                self._write_here()
-        elif not (is_urgent(message) and self._is_idle() and self._write_here()):
-            self._tell_writer()
+        self._writer.on_queued(message, number)
         return number
-
-    def flush(self) -> None:
-        """Writes what waits, on this thread if that is possible; for a thread that is about to wait for an answer."""
-        if self._outgoing and not self._write_here() and not self._awake:
-            self._tell_writer()
-
-    def _tell_writer(self) -> None:
-        self._awake = True
-        self._io.call_soon(self._wake_writer)
-
-    def _is_idle(self) -> bool:
-        """Whether nothing was written for a while: then the next message is the first of a burst, or alone."""
-        return time.monotonic() - self.last_sent >= BURST_GAP_S
-
-    def _write_here(self) -> bool:
-        """Writes what waits on this thread if it may; True if nothing is left for the writer. [Note: turns]"""
-        channel = self._direct
-        if channel is None or not self._turn.acquire(blocking=False):
-            return False
-        try:
-            self.last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
-            for _ in range(MAX_PUTS):
-                parts = self._outgoing.next_parts() if channel.is_free and self.closed_reason is None else None
-                if parts is None:
-                    break  # nothing is left, or the socket is full: then the writer waits for it, not this thread
-                channel.put(*parts)
-        except TransportError as exc:
-            self._io.call_soon(self._write_failed, exc)  # the session ends on the loop; the caller hears `on_closed`
-        finally:
-            self._turn.release()
-        # After the release: the writer may have tried for the turn in between, and gone to sleep without it.
-        return channel.is_free and not self._outgoing and not self._is_draining
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
@@ -242,10 +193,6 @@ class Session:
         self._io.call_soon(self._close, reason)
 
     # ---------------------------------------------------------------- I/O loop
-
-    def _wake_writer(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
 
     def _abort_transfer(self, number: int, reason: str) -> None:
         unread = self._outgoing.abort(number)
@@ -258,6 +205,7 @@ class Session:
     def _close(self, reason: str) -> None:
         if self.closed_reason is None:
             self.closed_reason = reason
+            self._writer.is_closed = True
             self._channel.abort(reason)
 
     async def run(self) -> None:
@@ -266,7 +214,7 @@ class Session:
         Cancellation ends the session like `close`.
         """
         # The writer first: `on_opened` and what arrives may be answered at once.
-        writer = self._io.spawn(self._write_loop(), f"rpcdist session writer to {self.peer.name}")
+        writer = self._io.spawn(self._writer.run(), f"rpcdist session writer to {self.peer.name}")
         self._heartbeats.start(self._io.loop)
         if not self.opened_by_me:
             self._handler.on_opened(self)
@@ -292,28 +240,12 @@ class Session:
         self._close(reason)  # first, so that nobody is told of an end and still finds the session open
         writer.cancel()
         self._heartbeats.stop()
-        self._drained.set()
+        self._writer.end()
         self._ended.set()
         self._incoming.close()
         if self._shared is not None:
             self._shared.close()
         self._handler.on_closed(self, reason)
-
-    async def drain(self, timeout_s: float) -> bool:
-        """Waits until everything queued so far has been handed to the channel; False when the time is over."""
-        self._drained.clear()
-        self._is_draining = True  # from now on a thread that sends wakes the writer when it is done
-        if self._outgoing.is_empty and not self._awake and not self._turn.locked():
-            self._is_draining = False
-            return True
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._drained.wait()
-        except TimeoutError:
-            return False
-        finally:
-            self._is_draining = False
-        return self.closed_reason is None
 
     async def ended(self, timeout_s: float) -> bool:
         """Waits until `on_closed` has been called; False when the time is over."""
@@ -335,19 +267,10 @@ class Session:
     ) -> bool:
         """Has this thread read while it waits, if the channel can do that and nobody else reads; see `Lead.lead`."""
         if self._direct is not None:
-            return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._send_first, first))
+            return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._writer.send_first, first))
         if first is not None:
             first()
         return False
-
-    def _send_first(self, first: Callable[[], object] | None) -> None:
-        try:
-            if first is not None:
-                self._flushing = get_ident()
-                first()
-        finally:
-            self._flushing = 0
-            self.flush()
 
     def ring(self) -> None:
         """Has a thread that leads ask `is_waiting` again; any thread."""
@@ -394,7 +317,7 @@ class Session:
         """Takes a message between the two sessions; nobody else hears of it."""
         if kind == "chunk_credit":
             self._outgoing.grant(message.chunk_credit.bytes)
-            self._io.call_soon(self._wake_writer)
+            self._io.call_soon(self._writer.wake)
         elif kind == "transfer_aborted":
             self._incoming.abort(message.transfer_aborted.transfer)
         elif self._shared is not None:
@@ -429,62 +352,12 @@ class Session:
             self._ungranted_bytes = 0
             self.send(rpc_pb2.Message(chunk_credit=credit))
 
-    # ---------------------------------------------------------------- the writer
-
-    # [Note: turns] The writer is a task on the I/O loop. On a `DirectChannel`, a thread that sends a message for which
-    # somebody waits writes it itself, which spares a call two changes of thread; in a burst, all but the first are left
-    # to the writer, which joins them into one envelope. Frames must not mix, so one of them at a time has the turn. The
-    # writer that does not get it goes to sleep: it must not block the loop. Therefore a thread that gives the turn back
-    # looks whether anything is left, and wakes the writer even if that is awake: it may be on its way to sleep.
-
-    async def _write_loop(self) -> None:
-        try:
-            while True:
-                has_turn = self._turn.acquire(blocking=False)
-                if has_turn:
-                    try:
-                        await self._write_all()
-                    finally:
-                        self._turn.release()
-                self._wake = self._io.loop.create_future()
-                self._awake = False
-                if has_turn and self._outgoing:  # somebody queued between the look and the flag
-                    self._awake = True
-                    continue
-                await self._wake
-        except TransportError as exc:
-            self._write_failed(exc)
-        except Exception as exc:
-            # A buffer that cannot be read any more (its memory was released) must not leave the peer waiting.
-            logger.exception("writing to %s failed", self.peer.name)
-            self._close(f"writing failed: {exc!r}")
-
-    async def _write_all(self) -> None:
-        if self._direct is not None:
-            await self._write_directly(self._direct)
-        else:
-            while (data := self._outgoing.next_envelope()) is not None:
-                await self._channel.write(data)
-                self.last_sent = time.monotonic()
-        if self._outgoing.is_empty:
-            self._drained.set()
-
-    async def _write_directly(self, channel: DirectChannel) -> None:
-        await channel.flush()
-        while (offer := self._outgoing.next_offer()) is not None:
-            await channel.pass_segment(*offer)
-        while (parts := self._outgoing.next_parts()) is not None:
-            await channel.write_parts(*parts)
-            self.last_sent = time.monotonic()
-            if parts[1] is not None:
-                await asyncio.sleep(0)  # nothing above had to wait, perhaps; what arrives has its turn between chunks
-
-    def _write_failed(self, error: TransportError) -> None:
-        """Ends the session, with the reason that the peer gave before it closed, if there is one to be read."""
-        ended = self._direct.read_out() if self._direct is not None else None
-        self._close(str(ended or error))
-
     # ---------------------------------------------------------------- for `Heartbeats`
+
+    @property
+    def last_sent(self) -> float:
+        """When something was written last, in monotonic seconds."""
+        return self._writer.last_sent
 
     def has_unread(self) -> bool:
         """See `WatchedSession`."""

@@ -20,6 +20,7 @@ __all__ = [
     "Loan",
     "NamedReference",
     "WireMessage",
+    "can_linger",
     "is_urgent",
 ]
 
@@ -123,6 +124,13 @@ class CompactReply:
 
 
 WireMessage = rpc_pb2.Message | CompactCall | CompactReply
+
+
+def can_linger(message: WireMessage) -> bool:
+    """Whether nobody waits for this message alone: that of a `remote()`, whose caller will ask for the value."""
+    if message.__class__ is CompactCall:
+        return message.result is not None
+    return isinstance(message, rpc_pb2.Message) and message.HasField("call") and message.call.HasField("result")
 
 
 def is_urgent(message: WireMessage) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import autograd_write_counts as counts
 import pytest
 import torch
+import write_counts
+from autograd_write_counts import forward, make_layer
 from rpc_cluster import Cluster
 from torch import nn
 
@@ -28,19 +29,19 @@ def test_a_small_step_takes_three_writes_on_each_side(cluster: Cluster) -> None:
     encoder, head = nn.Linear(4, 4), nn.Linear(4, 4)
     rrefs = [rpc.RRef(parameter) for layer in (encoder, head) for parameter in layer.parameters()]
     try:
-        rrefs += rpc_sync("worker1", counts.make_layer)
+        rrefs += rpc_sync("worker1", make_layer)
         optimizer = DistributedOptimizer(torch.optim.SGD, rrefs, lr=0.1)
         x = torch.randn(2, 4)
-        with counts.counted_writes():
+        with write_counts.counted_writes():
             here = []
             for _ in range(NUM_STEPS):
-                before = counts.num_writes()
+                before = write_counts.num_writes()
                 with autograd.context() as context_id:
-                    loss = head(rpc_sync("worker1", counts.forward, (encoder(x),))).pow(2).mean()
+                    loss = head(rpc_sync("worker1", forward, (encoder(x),))).pow(2).mean()
                     autograd.backward(context_id, [loss])
                     optimizer.step(context_id)
-                here.append(counts.num_writes() - before)
-        there = rpc_sync("worker1", counts.writes_by_forward)
+                here.append(write_counts.num_writes() - before)
+        there = rpc_sync("worker1", write_counts.writes_between_marks)
     finally:
-        rpc_sync("worker1", counts.stop_counting)
+        rpc_sync("worker1", write_counts.stop_counting)
     assert (min(here), min(there)) == (3, 3), (here, there)

@@ -33,6 +33,9 @@ class Host:
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         self.cluster.queue.append((self, to, rref_pb2.RRefMessage.FromString(message.SerializeToString())))
 
+    def flush(self, to: int) -> None:
+        """Nothing lingers."""
+
     def name_of(self, worker_id: int) -> str:
         return f"w{worker_id}"
 
@@ -55,7 +58,10 @@ class Home:
         self.fetch_error = host.manager.fetch_error
         self.host = host
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+    def fetch(self, state: HandleState, timeout_s: float) -> Any:
+        return self.start_fetch(state, timeout_s).wait()
+
+    def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
         result: Future[Any] = Future()
         result.is_quiet = True
         owner = self.host.cluster.hosts[self.host.manager.owner_of(state)]
@@ -138,7 +144,7 @@ def test_remote_is_usable_before_its_call_arrived(cluster: Cluster) -> None:
     at_2 = cluster.send(rref, 0, 2)
     at_1 = cluster.send(at_2, 2, 1)
     cluster.run()
-    fetched = at_2._home.fetch(at_2._handle.state, 1.0)
+    fetched = at_2._home.start_fetch(at_2._handle.state, 1.0)
     assert not fetched.done() and not rref.confirmed_by_owner()
     deliver()
     cluster.run()

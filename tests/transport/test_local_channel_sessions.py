@@ -15,18 +15,19 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, announced, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
-from rpcdist.transport import session as session_module
+from rpcdist.testing.polling import eventually_async
+from rpcdist.transport import session_writer as writer_module
 from rpcdist.transport._framing.frames import CHUNK_BYTES, CHUNK_WINDOW_BYTES, frame
 from rpcdist.transport._framing.incoming import Incoming, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.session import FLUSH_FRAMES
+from rpcdist.transport.session_writer import FLUSH_FRAMES
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
 
 @pytest.fixture
 async def pair(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ChannelPair]:
     """Every message for which somebody waits counts as a lone one."""
-    monkeypatch.setattr(session_module, "BURST_GAP_S", 0.0)
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", 0.0)
     pair = ChannelPair()
     await asyncio.sleep(0)  # the writers go to sleep
     yield pair
@@ -56,13 +57,13 @@ async def test_what_somebody_waits_for_is_written_at_once(
     """The loop does not run in between, so only this thread can have written it."""
     session = pair.sessions[0]
     session.send(message, [Bytes(data) for data in buffers])
-    assert session._outgoing.is_empty is expected and session._awake is not expected
+    assert session._outgoing.is_empty is expected and session._writer._awake is not expected
     assert await session.drain(LIMIT_S)
 
 
 async def test_a_wait_flushes_a_burst(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop does not run in between: the thread that is about to wait writes what it and others have queued."""
-    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     session.send(call(1))
     assert not session._outgoing.is_empty
@@ -85,15 +86,15 @@ async def test_what_was_queued_goes_out_even_if_the_wait_does_not_begin(pair: Ch
 
 async def test_a_flush_leaves_to_the_writer_what_it_cannot_write(pair: ChannelPair) -> None:
     session = pair.sessions[0]
-    with session._turn:  # another thread writes
+    with session._writer._turn:  # another thread writes
         session.lead(lambda: False, 0.0, None, lambda: session.send(call(1)))
-    assert session._awake and (await pair.handlers[1].next())[0] == 1
+    assert session._writer._awake and (await pair.handlers[1].next())[0] == 1
 
 
 async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
     pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     for number in range(FLUSH_FRAMES + 5):
         session.send(call(number + 1))
@@ -102,19 +103,74 @@ async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
 
 
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "BURST_GAP_S", LIMIT_S)
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]
     for number in range(1, 6):
         session.send(call(number))
-    assert session._awake and len(session._outgoing._frames) == 5
+    assert session._writer._awake and len(session._outgoing._frames) == 5
     assert [(await pair.handlers[1].next())[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+def creation(id: int) -> rpc_pb2.Message:
+    message = call(id)
+    message.call.result.rref.local_id = id
+    return message
+
+
+async def test_a_creation_in_compact_form_lingers_too(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    session.send(CompactCall(1, "m:f", result=(0, 1, 0, 0, 1, 0)))
+    assert session._outgoing.num_frames == 1 and not session._writer._awake
+    session.flush()
+    assert session._outgoing.is_empty
+
+
+async def test_a_creation_lingers_until_the_next_message_takes_it_along(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    session.send(creation(1))
+    assert session._outgoing.num_frames == 1 and not session._writer._awake
+    session.send(call(2))  # nobody waits, and nothing was written for a while: written by this thread
+    assert session._outgoing.is_empty
+    assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
+
+
+async def test_a_creation_is_flushed_by_whoever_waits_for_something_else(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    session.send(creation(1))
+    session.lead(lambda: False, 0.0)
+    assert session._outgoing.is_empty and (await pair.handlers[1].next())[0] == 1
+
+
+async def test_creations_that_nothing_follows_leave_by_the_clock_or_in_a_drain(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    for number in range(1, 6):  # also after the ticks have come to rest
+        session.send(creation(number))
+        assert (await pair.handlers[1].next())[0] == number
+        await eventually_async(lambda: not session._writer._lingering._ticks, "rest")
+    session.send(creation(6))
+    assert await session.drain(LIMIT_S) and session._outgoing.is_empty
+    assert (await pair.handlers[1].next())[0] == 6
+
+
+async def test_many_creations_do_not_wait_for_the_clock(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    for number in range(FLUSH_FRAMES):
+        session.send(creation(number))
+    assert session._outgoing.is_empty
+
+
+async def test_nothing_ticks_after_the_end(pair: ChannelPair) -> None:
+    session = pair.sessions[0]
+    session.send(creation(1))
+    await pair.end()
+    assert repr(session._writer._lingering) == "<Lingering [stopped]>"
 
 
 @pytest.mark.parametrize("lone_after_s", [0.0, 60e-6, 1.0])
 async def test_many_threads_lose_and_reorder_nothing(
     pair: ChannelPair, lone_after_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(session_module, "BURST_GAP_S", lone_after_s)
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", lone_after_s)
     big = os.urandom(3 * CHUNK_BYTES)
 
     def send(thread: int) -> None:

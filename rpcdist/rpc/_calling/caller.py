@@ -6,30 +6,21 @@ import asyncio
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Final
+from typing import Any
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.deadline import Deadline, checked_timeout, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
-from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
-from rpcdist.rpc._calling.arguments import by_keyword, name_value, num_bytes_of, positional
-from rpcdist.rpc._calling.call_table import (
-    GATHERING,
-    REPEATABLE,
-    USER_CALL,
-    CallFlags,
-    CallTable,
-    PendingCall,
-    ReplySink,
-)
+from rpcdist.rpc._calling.arguments import num_bytes_of
+from rpcdist.rpc._calling.call_table import CallTable, PendingCall, ReplySink
 from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.creations import Creation, CreationListener
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
+from rpcdist.rpc._calling.new_calls import INFINITE, CallMessage, NewCalls
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._marshal.arrived_value import Arrived
-from rpcdist.rpc._marshal.marshal import Marshal, Written
+from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
@@ -38,19 +29,14 @@ from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
-from rpcdist.rpc._values.compact import CompactValue
-from rpcdist.rpc._values.function_names import encode_function, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
-from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 __all__ = ["Caller", "Destination"]
 
 Destination = str | int | WorkerInfo
-CallMessage = rpc_pb2.Message | CompactCall
-INFINITE = float("inf")
-NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 
 class Caller:
@@ -83,7 +69,6 @@ class Caller:
         max_in_flight_bytes: int,
         handler_loop: asyncio.AbstractEventLoop,
     ) -> None:
-        self.rpc_timeout_s = rpc_timeout_s
         self._directory = directory
         self._router = router
         self._marshal = marshal
@@ -95,16 +80,21 @@ class Caller:
         in_flight = InFlightBytes(max_in_flight_bytes)
         self._admission = CallAdmission(in_flight, io, handler_loop)
         self.calls = CallTable(self._timer.wake_at, in_flight)
+        self._new_calls = NewCalls(self, self.calls.next_id, directory, marshal, rpc_timeout_s)
+        self.timeout_of = self._new_calls.timeout_of
         self.allow_pickle = marshal.allow_pickle
 
     def __repr__(self) -> str:
         return f"<Caller {self.calls!r}>"
 
-    def timeout_of(self, timeout_s: float) -> float:
-        """The user's timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
-        if timeout_s == UNSET_RPC_TIMEOUT:
-            return self.rpc_timeout_s or INFINITE
-        return checked_timeout(timeout_s) or INFINITE
+    @property
+    def rpc_timeout_s(self) -> float:
+        """The limit of calls that name none."""
+        return self._new_calls.rpc_timeout_s
+
+    @rpc_timeout_s.setter
+    def rpc_timeout_s(self, timeout_s: float) -> None:
+        self._new_calls.rpc_timeout_s = timeout_s
 
     # ------------------------------------------------------------ making calls
 
@@ -117,12 +107,12 @@ class Caller:
         timeout_s: float,
         on: HandleState | None = None,
     ) -> Any:
-        """Calls a function, and waits for its result. `on`: see `_call`."""
+        """Calls a function, and waits for its result. `on`: see `NewCalls`."""
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         to = self._directory.resolve(to)
-        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, on=on)
+        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
         self._wait_for_room(call, message, large)
         return reply_sink.wait(call, self, partial(self._send, call, message, large), self._router.session_with(to))
 
@@ -141,10 +131,11 @@ class Caller:
         timeout_s: float,
         on: HandleState | None = None,
     ) -> Future[Any]:
-        """Calls a function; cancelling the future cancels the call. `on`: see `_call`."""
+        """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
         future: Future[Any] = Future()
         to = self._directory.resolve(to)
-        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, self._sink(future), on=on)
+        sink = self._sink(future)
+        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, sink, on=on)
         self._expect(future, call)
         self._send_in_turn(call, message, large)
         return future
@@ -160,38 +151,32 @@ class Caller:
         listener: CreationListener,
         on: HandleState | None = None,
     ) -> Creation:
-        """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `_call`."""
+        """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
         creation = Creation(share, listener, self._submit, self.allow_pickle)
         self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
         return creation
 
-    def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
-        """The value of a remote reference, from its owner. Asking twice does no harm."""
+    def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
+        """The value of a remote reference, from its owner; waits for it."""
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("to_here()", "await rref")
+        reply_sink = SyncReplySink(self._marshal.allow_pickle)
+        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, reply_sink)
+        session = self._router.session_with(owner)
+        return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
+
+    def start_fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Future[Any]:
+        """`fetch` without waiting."""
         future: Future[Any] = Future()
-        context, context_id = self._join_autograd(owner)
-        deadline, sink = self._deadline(timeout_s), self._sink(future)
-        call = self._pending(owner, lambda: f"to_here() of {share.rref}", deadline, timeout_s, sink, REPEATABLE)
-        call.autograd = context
+        call, message, large = self._new_calls.of_fetch(owner, share, timeout_s, self._sink(future))
         self._expect(future, call)
-        if context is None:
-            self._send(call, CompactCall(call.id, "", target=(*share.rref, *share.fork)), ())
-        else:
-            message = rpc_pb2.Message()
-            message.call.autograd_context = context_id
-            name_value(message.call.fetch, share)
-            self._send(call, message, ())
+        self._send(call, message, large)
         return future
 
     def gather(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Any:
         """Calls a function that every worker serves under this name, and that waits for other workers; blocks."""
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        message = rpc_pb2.Message()
-        message.call.function = name
-        message.call.counts_as_idle = True
-        deadline = self._deadline(timeout_s)
-        large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
-        call = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, GATHERING)
-        call.forks = forks or None
+        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
         return reply_sink.wait(call, self, partial(self._send, call, message, large))
 
     def _call(
@@ -205,80 +190,10 @@ class Caller:
         result: ReferenceShare | None = None,
         on: HandleState | None = None,
     ) -> PendingCall:
-        """Makes a call; see `_prepare`."""
-        call, message, large = self._prepare(to, func, args, kwargs, timeout_s, reply_sink, result, on)
+        """Makes a call, and sends it; see `NewCalls.of_function`."""
+        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, result, on)
         self._send_in_turn(call, message, large)
         return call
-
-    def _prepare(
-        self,
-        to: int,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        reply_sink: ReplySink,
-        result: ReferenceShare | None = None,
-        on: HandleState | None = None,
-    ) -> tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]:
-        """Makes a call and its message, which runs code of users; `_send` does not.
-
-        Args:
-            result: of `remote()`: the ids under which the callee keeps the result.
-            on: a reference to a value of the callee, which becomes the function's first argument there. It is only
-                named, so the owner has nothing to count; the call holds the reference until it ends.
-        """
-        if not callable(func):
-            raise TypeError("function should be callable.")
-        deadline = self._deadline(timeout_s)  # before encoding, which may run slow user code
-        func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
-        name = encode_function(func, by_value=self._marshal.by_value)
-        context, context_id = self._join_autograd(to)
-        what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
-        pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
-        pending.autograd = context
-        pending.on = on
-        written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES and context is None:
-            value = NOTHING if written is None else self._marshal.compact(written)
-            if value is not None:
-                call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
-                if result is not None:
-                    call.result = (*result.rref, *result.fork)
-                if on is not None:
-                    call.target = (*on.rref, *on.id)
-                return pending, call, value.large
-        return (pending, *self._in_protobuf(pending, name, written, context_id, result))
-
-    def _in_protobuf(
-        self,
-        pending: PendingCall,
-        name: str | bytes,
-        written: Written | None,
-        context_id: int,
-        result: ReferenceShare | None,
-    ) -> tuple[rpc_pb2.Message, Sequence[LargeBuffer]]:
-        """The message of a call that has parts which the compact form does not know, and its large buffers."""
-        message = rpc_pb2.Message()
-        call = message.call
-        if isinstance(name, str):
-            call.function = name
-        else:
-            call.function_pickle = name
-        call.autograd_context = context_id
-        if result is not None:
-            name_value(call.result, result)
-        if pending.on is not None:
-            name_value(call.on, ReferenceShare(pending.on.rref, pending.on.id))
-        large: Sequence[LargeBuffer] = ()
-        if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
-            try:
-                large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
-            except Exception as exc:
-                self._marshal.explain(exc, written, pending.what())
-                raise
-            pending.forks = forks or None
-        return message, large
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
@@ -317,33 +232,6 @@ class Caller:
         """Before the call is sent: a future that is complete lets go of both, which hold it."""
         future._expected = call
         future._on_cancel = lambda: self.cancel(call, None)
-
-    def _describe(self, to: int, name: str) -> str:
-        return f"rpc to {self._directory.name_of(to)!r} of {name}"
-
-    def _join_autograd(self, to: int) -> tuple[CallContext | None, int]:
-        """The autograd context of this thread or task, which the callee joins, and its id on the wire; 0 for none."""
-        current = current_autograd.get()
-        if current is None:
-            return None, 0
-        context = current.for_call()
-        context_id = context.joined_by(to)
-        return (context, context_id) if context_id else (None, 0)
-
-    def _deadline(self, timeout_s: float) -> Deadline:
-        return Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
-
-    def _pending(
-        self,
-        to: int,
-        what: Callable[[], str],
-        deadline: Deadline,
-        timeout_s: float,
-        reply_sink: ReplySink,
-        flags: CallFlags,
-    ) -> PendingCall:
-        timeout_s = self.timeout_of(timeout_s)
-        return PendingCall(self, self.calls.next_id(), to, what, deadline, timeout_s, reply_sink, flags)
 
     def _send(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Enters a call into the table, and gives its message to the router.

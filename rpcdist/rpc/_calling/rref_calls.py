@@ -37,6 +37,7 @@ class RRefCalls:
         autograd: runs distributed backward passes.
         autograd_mode: of backward passes that begin at a reference.
         lifetime: when it is over, shares are not asked about any more.
+        flush: see `RRefHome`.
     """
 
     def __init__(
@@ -47,12 +48,14 @@ class RRefCalls:
         autograd: AutogradHooks,
         autograd_mode: str,
         lifetime: Lifetime,
+        flush: Callable[[int], None],
     ) -> None:
         self.me = rrefs.me
         self.my_name = rrefs.my_name
         self.allow_pickle = caller.allow_pickle
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
+        self.flush = flush
         self._rrefs = rrefs
         self._caller = caller
         self._directory = directory
@@ -63,10 +66,16 @@ class RRefCalls:
     def __repr__(self) -> str:
         return f"<RRefCalls of {self.my_name}>"
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+    def fetch(self, state: HandleState, timeout_s: float) -> Any:
         """The value of a reference that another worker owns. A lost worker goes through `fetch_error`."""
         check_not_forked()
-        future = self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
+        return self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
+
+    def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+        """`fetch` without waiting."""
+        check_not_forked()
+        share = ReferenceShare(state.rref, state.id)
+        future = self._caller.start_fetch(self._rrefs.owner_of(state), share, timeout_s)
         future.is_quiet = True
         return future
 

@@ -27,12 +27,21 @@ class LastAct(NamedTuple):
     """What a job leaves to the pool's thread that ran it.
 
     Attributes:
-        answer: sends the job's answer; called once, whatever happens.
-        source: where the next job will probably come from.
+        answers: what sends the job's answer, and others that were ready by it.
+        source: where they go, and where the next job will probably come from.
     """
 
-    answer: Hook
+    answers: list[Hook]
     source: JobSource
+
+    def answer(self) -> None:
+        """Sends all of them; called once, whatever happens."""
+        if len(self.answers) == 1:
+            self.answers[0]()
+        elif self.answers:
+            with contextlib.ExitStack() as all_of_them:  # also those after one that raises
+                for answer in reversed(self.answers):
+                    all_of_them.callback(answer)
 
 
 class _ThreadHooks(threading.local):

@@ -42,6 +42,9 @@ class Loopback:
         self._deliver(self, [(message, [buffer.copy() for buffer in buffers])])
         return 0
 
+    def flush(self) -> None:
+        """Nothing waits."""
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Nothing is under way: `send` copies at once."""
 

@@ -43,6 +43,9 @@ class MessageSink(Protocol):
     def send(self, message: WireMessage, buffers: Sequence[LargeBuffer] = ()) -> int:
         """Queues a message; any thread, never blocks. Returns the number of the transfer, 0 if it needs none."""
 
+    def flush(self) -> None:
+        """Has what lingers in the queue written now; any thread, never blocks."""
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
 

@@ -159,6 +159,12 @@ class Router:
         peer = self._peers.get(worker_id)
         return peer.session if peer is not None else None
 
+    def flush(self, worker_id: int) -> None:
+        """Has what lingers in the queue for a worker written now."""
+        session = self.session_with(worker_id)
+        if session is not None:
+            session.flush()
+
     def peer(self, worker_id: int) -> Peer:
         """The connection to another worker; a new one if it was replaced, a new attempt if it was lost a while ago."""
         peer = self._peers.get(worker_id)

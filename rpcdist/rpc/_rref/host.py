@@ -28,6 +28,9 @@ class RRefHost(Protocol):
     def send_control(self, to: int, message: rref_pb2.RRefMessage) -> None:
         """Delivers at least once, unless the worker dies. Any thread, never blocks."""
 
+    def flush(self, to: int) -> None:
+        """Has what lingers on its way to a worker sent now. Any thread, never blocks."""
+
     def name_of(self, worker_id: int) -> str:
         """A worker's name, or a text with the id if it is unknown."""
 
@@ -60,8 +63,14 @@ class RRefHome(Protocol):
     def check_sharable(self, rref: Any) -> object:
         """Raises `RRefError` if the reference cannot be shared."""
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
-        """The value, from its owner."""
+    def fetch(self, state: HandleState, timeout_s: float) -> Any:
+        """The value, from its owner; blocks."""
+
+    def flush(self, to: int) -> None:
+        """Has the creations that linger on their way to a worker sent now."""
+
+    def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
+        """The same without waiting."""
 
     def fetch_error(self, state: HandleState, exc: WorkerLost) -> WorkerLost:
         """What to raise when the fetch failed with a lost worker."""

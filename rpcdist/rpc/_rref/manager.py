@@ -152,6 +152,8 @@ class RRefManager:
         """
         state = self.check_sharable(rref)
         child = self._new_id()
+        if not state.confirmed:  # whoever gets the share may ask the owner before a creation that lingers is there
+            self._host.flush(state.owner.worker)
         event = events.Share(state.rref, state.id, child, self._node(to, None))
         if (value := state.value) is not None:
             self._feed(event, lambda: self._values.setdefault(state.rref, value), owned=state.rref)

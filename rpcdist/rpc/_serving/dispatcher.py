@@ -36,6 +36,7 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._rref.proxied import ValueAtOwner
@@ -224,8 +225,8 @@ class Dispatcher:
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if active.is_fetch:
-                assert active.target is not None
-                self._chain(active, active.target)
+                assert active.target is not None  # and it is done
+                self._finish(active, active.target.value(), is_last=hooks.enter is not None)
             else:
                 self._invoke(active)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
@@ -324,19 +325,36 @@ class Dispatcher:
             forks: Sequence[value_pb2.RRefFork] = ()
             message: rpc_pb2.Message | CompactReply
             if active.entry is not None:
-                self._rrefs.set_value(active.entry, result)
-                message = CompactReply(active.id, created=True)
-            elif result is None:  # as most functions return: a reply without an outcome
+                self._finish_creation(active, active.entry, result, is_last)
+                return
+            if result is None:  # as most functions return: a reply without an outcome
                 message = CompactReply(active.id)
             else:
                 message, large, forks = self._encode(active, result)
         except BaseException as exc:
             self.fail(active, exc)
             return
+        answer = partial(self._answer, active, message, large, forks)
         if is_last:
-            hooks.last_act = LastAct(partial(self._answer, active, message, large, forks), active.session)
+            hooks.last_act = LastAct([answer], active.session)
+        elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
+            last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
         else:
-            self._answer(active, message, large, forks)
+            answer()
+
+    def _finish_creation(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> None:
+        """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
+        answer = partial(self._answer, active, CompactReply(active.id, created=True), (), ())
+        if not is_last:
+            self._rrefs.set_value(entry, result)
+            answer()
+            return
+        hooks.last_act = last_act = LastAct([answer], active.session)
+        try:
+            self._rrefs.set_value(entry, result)
+        except BaseException:
+            last_act.answers.remove(answer)  # the caller fails the call
+            raise
 
     def _answer(
         self,

@@ -1,0 +1,209 @@
+"""Makes calls and their messages: finds the name, encodes the arguments, notes deadline and autograd context."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Final
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import Deadline, checked_timeout, current_deadline
+from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
+from rpcdist.rpc._calling.arguments import by_keyword, name_value, positional
+from rpcdist.rpc._calling.call_table import (
+    GATHERING,
+    REPEATABLE,
+    USER_CALL,
+    CallFlags,
+    CallOwner,
+    PendingCall,
+    ReplySink,
+)
+from rpcdist.rpc._marshal.marshal import Marshal, Written
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._rref.handles import HandleState
+from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._values import LargeBuffer
+from rpcdist.rpc._values.compact import CompactValue
+from rpcdist.rpc._values.function_names import encode_function, unwrap
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
+
+__all__ = ["INFINITE", "CallMessage", "NewCall", "NewCalls"]
+
+CallMessage = rpc_pb2.Message | CompactCall
+NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
+"""A call that was not sent yet, its message, and the large buffers of that."""
+INFINITE: Final = float("inf")
+NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
+
+
+class NewCalls:
+    """One per agent. Any thread may use it; encoding runs code of users.
+
+    Args:
+        owner: of the calls.
+        next_id: numbers them.
+        directory: knows the workers' names.
+        marshal: encodes arguments.
+        rpc_timeout_s: the limit of calls that name none.
+    """
+
+    def __init__(
+        self,
+        owner: CallOwner,
+        next_id: Callable[[], int],
+        directory: Directory,
+        marshal: Marshal,
+        rpc_timeout_s: float,
+    ) -> None:
+        self.rpc_timeout_s = rpc_timeout_s
+        self._owner = owner
+        self._next_id = next_id
+        self._directory = directory
+        self._marshal = marshal
+
+    def __repr__(self) -> str:
+        return f"<NewCalls [{self.rpc_timeout_s} s]>"
+
+    def timeout_of(self, timeout_s: float) -> float:
+        """The user's timeout with torch's conventions (-1: the default, 0: none) as seconds, infinity for none."""
+        if timeout_s == UNSET_RPC_TIMEOUT:
+            return self.rpc_timeout_s or INFINITE
+        return checked_timeout(timeout_s) or INFINITE
+
+    def of_function(
+        self,
+        to: int,
+        func: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
+        timeout_s: float,
+        reply_sink: ReplySink,
+        result: ReferenceShare | None = None,
+        on: HandleState | None = None,
+    ) -> NewCall:
+        """A call of a function.
+
+        Args:
+            to: the callee.
+            func: the function.
+            args: a sequence.
+            kwargs: a mapping, or None.
+            timeout_s: as users write it.
+            reply_sink: takes the outcome.
+            result: of `remote()`: the ids under which the callee keeps the result.
+            on: a reference to a value of the callee, which becomes the function's first argument there. It is only
+                named, so the owner has nothing to count; the call holds the reference until it ends.
+        """
+        if not callable(func):
+            raise TypeError("function should be callable.")
+        timeout_s, deadline = self._limits(timeout_s)  # before encoding, which may run slow user code
+        func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
+        name = encode_function(func, by_value=self._marshal.by_value)
+        context, context_id = _join_autograd(to)
+        what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
+        pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
+        pending.autograd = context
+        pending.on = on
+        written = self._marshal.write((args, kwargs), to) if args or kwargs else None
+        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES and context is None:
+            value = NOTHING if written is None else self._marshal.compact(written)
+            if value is not None:
+                call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
+                if result is not None:
+                    call.result = (*result.rref, *result.fork)
+                if on is not None:
+                    call.target = (*on.rref, *on.id)
+                return pending, call, value.large
+        return (pending, *self._in_protobuf(pending, name, written, context_id, result))
+
+    def of_fetch(self, owner: int, share: ReferenceShare, timeout_s: float, reply_sink: ReplySink) -> NewCall:
+        """A call for the value of a reference. It does no harm to ask twice."""
+        timeout_s, deadline = self._limits(timeout_s)
+        context, context_id = _join_autograd(owner)
+        what = partial(_describe_fetch, share)
+        pending = self._pending(owner, what, deadline, timeout_s, reply_sink, REPEATABLE)
+        if context is None:
+            return pending, CompactCall(pending.id, "", target=(*share.rref, *share.fork)), ()
+        pending.autograd = context
+        message = rpc_pb2.Message()
+        message.call.autograd_context = context_id
+        name_value(message.call.fetch, share)
+        return pending, message, ()
+
+    def of_gathering(
+        self, to: int, name: str, args: tuple[Any, ...], timeout_s: float, reply_sink: ReplySink
+    ) -> NewCall:
+        """A call of a function that every worker serves under this name, and that waits for other workers."""
+        timeout_s, deadline = self._limits(timeout_s)
+        message = rpc_pb2.Message()
+        message.call.function = name
+        message.call.counts_as_idle = True
+        large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
+        pending = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, GATHERING)
+        pending.forks = forks or None
+        return pending, message, large
+
+    def _in_protobuf(
+        self,
+        pending: PendingCall,
+        name: str | bytes,
+        written: Written | None,
+        context_id: int,
+        result: ReferenceShare | None,
+    ) -> tuple[rpc_pb2.Message, Sequence[LargeBuffer]]:
+        """The message of a call that has parts which the compact form does not know, and its large buffers."""
+        message = rpc_pb2.Message()
+        call = message.call
+        if isinstance(name, str):
+            call.function = name
+        else:
+            call.function_pickle = name
+        call.autograd_context = context_id
+        if result is not None:
+            name_value(call.result, result)
+        if pending.on is not None:
+            name_value(call.on, ReferenceShare(pending.on.rref, pending.on.id))
+        large: Sequence[LargeBuffer] = ()
+        if written is not None:  # else the field stays unset, and neither side has anything to encode or to decode
+            try:
+                large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
+            except Exception as exc:
+                self._marshal.explain(exc, written, pending.what())
+                raise
+            pending.forks = forks or None
+        return message, large
+
+    def _describe(self, to: int, name: str) -> str:
+        return f"rpc to {self._directory.name_of(to)!r} of {name}"
+
+    def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
+        """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""
+        timeout_s = self.timeout_of(timeout_s)
+        return timeout_s, Deadline.after(timeout_s).earlier(current_deadline.get())
+
+    def _pending(
+        self,
+        to: int,
+        what: Callable[[], str],
+        deadline: Deadline,
+        timeout_s: float,
+        reply_sink: ReplySink,
+        flags: CallFlags,
+    ) -> PendingCall:
+        return PendingCall(self._owner, self._next_id(), to, what, deadline, timeout_s, reply_sink, flags)
+
+
+def _describe_fetch(share: ReferenceShare) -> str:
+    return f"to_here() of {share.rref}"
+
+
+def _join_autograd(to: int) -> tuple[CallContext | None, int]:
+    """The autograd context of this thread or task, which the callee joins, and its id on the wire; 0 for none."""
+    current = current_autograd.get()
+    if current is None:
+        return None, 0
+    context = current.for_call()
+    context_id = context.joined_by(to)
+    return (context, context_id) if context_id else (None, 0)
