@@ -32,8 +32,8 @@ from rpcdist.transport._channels.channel_choice import Channels, allowed_channel
 from rpcdist.transport._channels.grpc_channel import GrpcClientChannel, connect_grpc, grpc_ends
 from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
-from rpcdist.transport._channels.socket_pipe import SocketPipe
-from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, connected_ends, local_name
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, local_name
+from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
@@ -149,14 +149,13 @@ class Connector:
         async with asyncio.timeout(limit.wait_s()):
             raw = await connecting
             try:
-                handshake = self._credentials.client_handshake(
-                    wanted.role, wanted.expected, channel=connected_ends(raw)
-                )
-                await prove_client(SocketPipe(raw, wanted.address), handshake)
+                used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
+                handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
+                await prove_client(pipe, handshake)
             except BaseException:
                 raw.close()
                 raise
-        channel = SocketChannel(raw, wanted.address)
+        channel = SocketChannel(used, wanted.address)
         return self._link(wanted, channel, handshake, connection or self._grpc_connection(wanted.address)[0])
 
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:

@@ -56,7 +56,11 @@ class Credentials:
         )
 
     def server_handshake(
-        self, accept: Callable[[handshake_pb2.Hello], str | None], *, channel: str = "", stream_port: int = 0
+        self,
+        accept: Callable[[handshake_pb2.Hello], str | None],
+        *,
+        channel: str | Callable[[], str] = "",
+        stream_port: int = 0,
     ) -> ServerHandshake:
         """For a connection that this process accepted; see `ServerHandshake` for the arguments."""
         return ServerHandshake(

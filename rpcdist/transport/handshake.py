@@ -62,7 +62,7 @@ NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Channels refuse a larger message before they parse it; `receive` checks again."""
 MAX_PURPOSE_BYTES: Final = 600
-_MAX_CHANNEL_LENGTH: Final = 200
+_MAX_CHANNEL_LENGTH: Final = 300
 
 _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 
@@ -308,7 +308,8 @@ class ServerHandshake(_HandshakeSide):
         token: the job token.
         job: the job's name.
         identity: who this process is.
-        channel: the kind of connection and its two ends as this side sees them; the client must see the same.
+        channel: the kind of connection and its two ends as this side sees them; the client must see the same. It is
+            called, if it can be, when the client has proven itself: on a raw connection TLS comes after the accepting.
         stream_port: where this process takes raw connections, to tell the client; 0: nowhere.
         accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
             is told).
@@ -326,7 +327,7 @@ class ServerHandshake(_HandshakeSide):
         identity: Identity,
         accept: Callable[[pb.Hello], str | None] | None = None,
         *,
-        channel: str = "",
+        channel: str | Callable[[], str] = "",
         stream_port: int = 0,
         token_source: str | None = None,
     ) -> None:
@@ -404,11 +405,12 @@ class ServerHandshake(_HandshakeSide):
         who = f"the client, which calls itself {self._hello.identity.name!r},"
         if not hmac.compare_digest(proof.proof, self._proof(b"client")):
             return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"{who} did not prove the job token. {TOKEN_ADVICE}")
-        if self._hello.channel != self._channel:
+        channel = self._channel() if callable(self._channel) else self._channel
+        if self._hello.channel != channel:
             return self._refuse(
                 Code.CHANNEL,
                 f"the client sees the connection as {printable(self._hello.channel)!r}, the server as "
-                f"{self._channel!r}: something between them relays it or translates addresses",
+                f"{channel!r}: something between them relays it or translates addresses",
             )
         reason = None if self._accept is None else self._accept(self._hello)
         if reason is not None:

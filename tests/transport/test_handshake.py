@@ -398,7 +398,7 @@ MALFORMED: dict[str, pb.Handshake] = {
     "job with control characters": _odd_hello(job="a\x1b[2J"),
     "long purpose": _odd_hello(purpose="p" * (MAX_PURPOSE_BYTES + 1)),
     "purpose with control characters": _odd_hello(purpose="a\n"),
-    "long channel": _odd_hello(channel="c" * 201),
+    "long channel": _odd_hello(channel="c" * 301),
     "long name": _odd_hello(identity=pb.Identity(name="n" * 129)),
     "no name": _odd_hello(identity=pb.Identity(id=3)),
     "odd id": _odd_hello(identity=pb.Identity(name="a", id=-2)),

@@ -24,7 +24,7 @@ import struct
 import threading
 from contextlib import suppress
 from contextvars import Context
-from typing import Final
+from typing import Any, Final
 
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport._channels.channel import FrameReceiver
@@ -38,6 +38,7 @@ from rpcdist.transport._framing.frames import (
     ChunkHead,
 )
 from rpcdist.transport._framing.frames import parse_chunk_head as parse_head
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.peer_text import printable
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.waiters import wake
@@ -67,15 +68,16 @@ class SocketChannel:
         passes_descriptors: whether segments of memory can be passed; over Unix sockets only.
 
     Args:
-        connection: connected; the stream owns it from now on.
+        connection: connected, with TLS after its handshake; the stream owns it from now on.
         address: address of the peer, for messages.
     """
 
-    def __init__(self, connection: socket.socket, address: str) -> None:
+    def __init__(self, connection: socket.socket | TlsSocket, address: str) -> None:
         _bound_what_waits(connection)
         connection.setblocking(False)
         self.passes_descriptors = connection.family == socket.AF_UNIX
-        self._socket = connection
+        self._socket: Any = connection  # the two kinds have in common what is used here
+        self._tls = connection if isinstance(connection, TlsSocket) else None
         self._address = address
         self._loop = asyncio.get_running_loop()
         self._ended: Exception | None = None  # why nothing can be read any more
@@ -132,6 +134,8 @@ class SocketChannel:
         raise self._ended
 
     def _start(self) -> None:
+        if self._tls is not None:
+            self._read(1)  # what was decrypted with the end of the handshake shows in no socket
         if self._can_lead:
             self._lead.open()
         self._read_some()
@@ -162,7 +166,7 @@ class SocketChannel:
         """Receives up to `limit` times; whether there is no more to receive. [Note: reading to the end]"""
         try:
             for _ in range(limit):
-                if self._receiver is None or self._failure is not None or not self._receive(self._receiver):
+                if self._receiver is None or self._failure is not None or not self._receive_all(self._receiver):
                     return True
         except Exception as exc:
             self._finish(exc)
@@ -174,7 +178,7 @@ class SocketChannel:
         if receiver is None or self._failure is not None:
             return False
         try:
-            self._receive(receiver)
+            self._receive_all(receiver)
         except Exception as exc:
             self._failure = exc
             self._tell_loop(exc)
@@ -198,7 +202,14 @@ class SocketChannel:
         """See `DirectChannel`."""
         poller = select.poll()
         poller.register(self._socket, select.POLLIN)
-        return bool(poller.poll(0))
+        return bool(poller.poll(0)) or (self._tls is not None and self._tls.has_buffered)
+
+    def _receive_all(self, receiver: FrameReceiver) -> bool:
+        """As `_receive`; nothing is left behind that the socket would not tell of."""
+        has_come = self._receive(receiver)
+        while self._tls is not None and self._tls.has_buffered and self._receiver is receiver:
+            self._receive(receiver)
+        return has_come
 
     def _receive(self, receiver: FrameReceiver) -> bool:
         """Takes some of what has arrived; False if nothing has."""
@@ -226,7 +237,8 @@ class SocketChannel:
         try:
             # Over TCP there are no descriptors; while nobody is proven, the kernel drops those that a stranger sends.
             if self._receiver is None or not self.passes_descriptors:
-                return self._socket.recv_into(place)
+                return int(self._socket.recv_into(place))
+            num_bytes: int
             num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([place], ANCILLARY_BYTES, CLOSE_ON_EXEC)
             if ancillary or flags & CUT_OFF:
                 self._descriptors.add(ancillary, flags)
@@ -427,7 +439,7 @@ class SocketChannel:
                 self._loop.remove_reader(self._watched)
 
 
-def _bound_what_waits(connection: socket.socket) -> None:
+def _bound_what_waits(connection: socket.socket | TlsSocket) -> None:
     if connection.family == socket.AF_UNIX:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SOCKET_BYTES)
     elif hasattr(socket, "TCP_NOTSENT_LOWAT"):  # a fixed buffer would bound what is on its way, too, and so the rate

@@ -27,6 +27,7 @@ from rpcdist.transport._channels.stream_sockets import (
     local_name,
     tune,
 )
+from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake, refusal
@@ -157,8 +158,14 @@ class StreamListeners:
         except OSError as exc:
             logger.debug("a connection ended before it was looked at: %s", exc)
             return
-        handshake = self._credentials.server_handshake(self._roles.refusal, channel=ends)
-        pipe = SocketPipe(connection, str(origin))
+        pipe: SocketPipe | AcceptedPipe = SocketPipe(connection, str(origin))
+        tcp: AcceptedPipe | None = None
+        if connection.family != socket.AF_UNIX:
+            may_be_plain = not self._credentials.tls_policy.encrypts_raw(origin.host)
+            pipe = tcp = AcceptedPipe(connection, str(origin), self._credentials, may_be_plain)
+        handshake = self._credentials.server_handshake(
+            self._roles.refusal, channel=lambda: ends if tcp is None or tcp.tls is None else f"{tcp.tls.ends()}, {ends}"
+        )
 
         async def turn_away(reason: handshake_pb2.Refusal) -> None:
             if handshake.failure is None:  # else the peer was told already, or has said so itself
@@ -171,7 +178,7 @@ class StreamListeners:
                 self._ours.remove(connection)
             return
         self._ours.remove(connection)
-        channel = SocketChannel(connection, handshake.peer.name)
+        channel = SocketChannel((tcp and tcp.tls) or connection, handshake.peer.name)
         try:
             await self._serve_session(channel, handshake)
         finally:

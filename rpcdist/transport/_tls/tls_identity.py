@@ -1,7 +1,10 @@
-"""The certificate that a process shows at present, and TLS settings made of it, for gRPC."""
+"""The certificate that a process shows at present, and TLS settings made of it, for gRPC and for raw sockets."""
 
 from __future__ import annotations
 
+import os
+import ssl
+import tempfile
 import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
@@ -35,6 +38,7 @@ class TlsIdentity:
         self._owner = owner
         self._authority: JobAuthority | None = None
         self._current: tuple[Identity, Certificate] | None = None
+        self._contexts: dict[bool, tuple[ssl.SSLContext, str]] = {}  # by side
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -54,6 +58,15 @@ class TlsIdentity:
 
             self._authority = JobAuthority(self._token)
         return self._authority.issue(owner, self._job)
+
+    def ssl_context(self, server_side: bool) -> tuple[ssl.SSLContext, str]:
+        """For a raw connection, with the fingerprint of what is shown: TLS 1.3, and both sides show a certificate."""
+        shown = self.certificate()
+        with self._lock:
+            known = self._contexts.get(server_side)
+            if known is None or known[1] != shown.fingerprint:
+                known = self._contexts[server_side] = _context(shown, server_side), shown.fingerprint
+            return known
 
     def grpc_server_credentials(self) -> Any:
         """For a server that shows what is to be shown when a connection comes, and refuses clients without one."""
@@ -75,3 +88,23 @@ class TlsIdentity:
 def _server_configuration(certificate: Certificate) -> Any:
     pair = (certificate.key, certificate.chain)
     return grpc.ssl_server_certificate_configuration([pair], certificate.authority)
+
+
+def _context(shown: Certificate, server_side: bool) -> ssl.SSLContext:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if server_side else ssl.PROTOCOL_TLS_CLIENT)
+    context.minimum_version = ssl.TLSVersion.TLSv1_3
+    context.verify_mode = ssl.CERT_REQUIRED
+    context.load_verify_locations(cadata=shown.authority.decode())
+    if server_side:
+        context.num_tickets = 0  # nobody comes back with one
+    # OpenSSL's function takes nothing but a file, so it gets one that only this user can read, for as long as it takes.
+    with tempfile.NamedTemporaryFile(dir=_memory_directory()) as file:
+        file.write(shown.key + b"\n" + shown.chain)
+        file.flush()
+        context.load_cert_chain(file.name)
+    return context
+
+
+def _memory_directory() -> str | None:
+    """Where files never reach a disk; None: the usual place."""
+    return next((path for path in ("/dev/shm",) if os.access(path, os.W_OK)), None)
