@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import pytest
+import transport_nodes
 from transport_nodes import LIMIT_S, TOKEN, UNIT_S, Memory, Nodes, Recorder, is_local, open_link
 
 from rpcdist._proto import handshake_pb2, rpc_pb2
@@ -384,7 +385,7 @@ FORKS = """
 @pytest.mark.multiproc
 @pytest.mark.parametrize("loop", ["uvloop", "asyncio"])
 def test_a_forked_child_has_no_part_in_the_channel_and_does_not_disturb_it(loop: str) -> None:
-    script = textwrap.dedent(FORKS).format(tests=os.path.dirname(__file__))
+    script = textwrap.dedent(FORKS).format(tests=os.path.dirname(transport_nodes.__file__))
     environment = {**os.environ, "RPCDIST_LOOP": loop}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", script],
