@@ -17,6 +17,7 @@ __all__ = [
     "AGENT_STORE_CONNECT_LIMIT_S",
     "AGENT_TICK_S",
     "ANNOUNCE_LIMIT_S",
+    "ANSWER_HOLD_S",
     "BURST_GAP_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
@@ -355,6 +356,9 @@ GRADIENT_HOLD_LIMIT_S: Final = 0.001
 """Small gradients that become ready within this time travel to other workers together."""
 POOL_LEAD_S: Final = 0.02
 """A thread of the pool that has nothing to do reads for so long where its last call came from."""
+ANSWER_HOLD_S: Final = 0.0002
+"""An answer waits so long for those of the next calls of its thread. The pool's monitor, which looks every millisecond,
+writes it if the next call takes longer."""
 BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
 LINGER_S: Final = 0.001

@@ -149,6 +149,7 @@ class Session:
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self.flush = self._writer.flush
+        self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
         self._heartbeats = Heartbeats(self, silence_limit_s)
         self._ended: asyncio.Event = asyncio.Event()
@@ -268,8 +269,7 @@ class Session:
         """Has this thread read while it waits, if the channel can do that and nobody else reads; see `Lead.lead`."""
         if self._direct is not None:
             return self._direct.lead(is_waiting, timeout_s, sleep, partial(self._writer.send_first, first))
-        if first is not None:
-            first()
+        self._writer.send_first(first)
         return False
 
     def ring(self) -> None:

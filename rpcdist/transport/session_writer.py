@@ -95,11 +95,17 @@ class SessionWriter:
         """Calls `first`, and writes what it and others have sent: this thread is about to wait for an answer."""
         try:
             if first is not None:
-                self._flushing = get_ident()
-                first()
+                self.hold_back(first)
+        finally:
+            self.flush()
+
+    def hold_back(self, send: Callable[[], object]) -> None:
+        """Calls `send`; what it sends on this thread is queued, until somebody calls `flush`."""
+        self._flushing = get_ident()
+        try:
+            send()
         finally:
             self._flushing = 0
-            self.flush()
 
     def flush(self) -> None:
         """Writes what waits, on this thread if that is possible."""

@@ -19,8 +19,14 @@ class JobSource(Protocol):
         self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: tuple[Hook, Hook] | None, first: Hook
     ) -> bool:
         """Calls `first` in any case, and then reads until `is_waiting` says no, at most so long, unless another thread
-        does; `sleep` is called before and after each sleep.
+        does; `sleep` is called before and after each sleep. What `first` sends is written, and what was held back.
         """
+
+    def hold_back(self, send: Hook) -> None:
+        """Calls `send`; what it sends on this thread is queued until somebody calls `flush`, or `lead`."""
+
+    def flush(self) -> None:
+        """Writes what is queued, or has it written; any thread, never blocks."""
 
 
 class LastAct(NamedTuple):

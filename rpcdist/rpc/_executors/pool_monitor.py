@@ -26,6 +26,9 @@ class MonitoredPool(Protocol):
     def start_one(self) -> bool:
         """Sets one more thread to work; False if there can be none."""
 
+    def write_held_answers(self) -> None:
+        """Writes the answers that wait behind a job that takes longer."""
+
     def report_exhaustion(self) -> None:
         """Logs that the pool is exhausted."""
 
@@ -33,10 +36,10 @@ class MonitoredPool(Protocol):
         """Hands the jobs back that have waited for too long in an exhausted pool."""
 
     def needs_monitor(self) -> bool:
-        """Whether the monitor must stay awake: jobs wait, or the pool is closing."""
+        """Whether the monitor must stay awake: jobs or answers wait, or the pool is closing."""
 
     def is_drained(self) -> bool:
-        """Whether the pool is closing, and no job waits any more: the monitor ends."""
+        """Whether the pool is closing, and neither jobs nor answers wait any more: the monitor ends."""
 
 
 class PoolMonitor:
@@ -79,6 +82,7 @@ class PoolMonitor:
         baton = new_baton()
         empty_ticks = 0
         while not self._pool.is_drained():
+            self._pool.write_held_answers()
             sample = self._pool.sample()
             if sample is not None:
                 empty_ticks = 0

@@ -9,7 +9,7 @@ Rules:
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
  4. A job may leave its `LastAct` to the thread: to answer, and then to read from where the job came, for a moment. The
     thread counts as blocked while it sleeps there. What it reads it runs itself, so a call costs no change of thread.
-    After several jobs in a row it does not: in a burst the I/O loop reads.
+    While more jobs wait, answers are held back for a moment and written together (`HeldAnswers`).
  5. At the cap, with nothing ending for `stall_limit_s`, an error is logged that names the option, and the jobs that
     have waited that long are handed to `on_exhausted`, so that their callers get an answer.
  6. Nothing is lost between a check and an append: who parks, blocks or retires looks at the queue once more afterwards.
@@ -36,6 +36,7 @@ from typing import NamedTuple
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ForkedProcess, NotInitialized, PoolExhausted
 from rpcdist.rpc._executors import blocking
+from rpcdist.rpc._executors.held_answers import HeldAnswers
 from rpcdist.rpc._executors.pool_load import LoadHistory, PoolSample
 from rpcdist.rpc._executors.pool_monitor import PoolMonitor
 from rpcdist.rpc._executors.worker_thread import HAS_THREAD_CLOCK, WorkerThread
@@ -130,6 +131,7 @@ class ThreadPool:
         history = LoadHistory(cpu_s, self._num_cores, max_threads, stall_limit_s, time.monotonic())
         self._monitor = PoolMonitor(self, history, f"{name}-monitor")
         self._is_start_failure_logged = False
+        self._held = HeldAnswers(self._watch_held_answers, self._report)
         fork.register(self)
         atexit.register(self.close)
 
@@ -260,17 +262,16 @@ class ThreadPool:
         blocking.set_hooks(*sleep)
         hooks = blocking.hooks
         self._prepare()
-        num_run = 0  # jobs in a row: more than one is a burst, and the I/O loop reads more of it at a time
-        queue, cleanup, new_context = self._queue, self._cleanup, self._new_context
+        queue, held, cleanup, new_context = self._queue, self._held, self._cleanup, self._new_context
         while True:
             try:
                 function, arguments, _ = queue.popleft()
             except IndexError:
-                num_run = 0
+                if held:
+                    held.write()
                 if self._park(worker):
                     continue
                 return
-            num_run += 1
             worker.arguments = arguments
             worker.job = function
             if queue and self._monitor.sleeping:
@@ -287,11 +288,10 @@ class ThreadPool:
                 cleanup()
             if (last_act := hooks.last_act) is not None:
                 hooks.last_act = None
-                if num_run == 1 and self._has_nothing_to_do():
-                    num_run = 0
+                if self._has_nothing_to_do():
                     self._lead(last_act, sleep)
                 else:
-                    self._answer(last_act)
+                    held.hold(last_act.source, last_act.answer)
                 del last_act
             function = worker.job = None  # type: ignore[assignment]
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
@@ -306,11 +306,9 @@ class ThreadPool:
         finally:
             blocking.hooks.reads_jobs = False
 
-    def _answer(self, last_act: blocking.LastAct) -> None:
-        try:
-            last_act.answer()
-        except BaseException as error:
-            self._report(error, last_act.answer)
+    def _watch_held_answers(self) -> None:
+        if self._monitor.sleeping:
+            self._monitor.wake()
 
     def _has_nothing_to_do(self) -> bool:
         return not self._queue and not self._stopping
@@ -350,6 +348,8 @@ class ThreadPool:
         return True
 
     def _enter_blocking(self, worker: WorkerThread) -> None:
+        if self._held:
+            self._held.write()
         worker.blocked += 1
         self._blocked.add(worker)
         # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.
@@ -375,11 +375,16 @@ class ThreadPool:
 
     def needs_monitor(self) -> bool:
         """See `MonitoredPool`."""
-        return bool(self._queue) or self._stopping
+        return bool(self._queue) or bool(self._held) or self._stopping
+
+    def write_held_answers(self) -> None:
+        """See `MonitoredPool`."""
+        if self._held:
+            self._held.write()
 
     def is_drained(self) -> bool:
         """See `MonitoredPool`."""
-        return self._stopping and not self._queue
+        return self._stopping and not self._queue and not self._held
 
     def _cpu_s(self) -> float:
         return sum(worker.cpu_s() for worker in list(self._workers))
@@ -433,6 +438,7 @@ class ThreadPool:
         self._stopping = True
         self._workers, self._idle, self._blocked = set(), [], set()
         self._queue = deque()
+        self._held.after_fork_in_child()
         atexit.unregister(self.close)
 
 

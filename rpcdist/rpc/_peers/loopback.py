@@ -45,6 +45,9 @@ class Loopback:
     def flush(self) -> None:
         """Nothing waits."""
 
+    def hold_back(self, send: Callable[[], object]) -> None:
+        send()
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Nothing is under way: `send` copies at once."""
 

@@ -44,7 +44,10 @@ class MessageSink(Protocol):
         """Queues a message; any thread, never blocks. Returns the number of the transfer, 0 if it needs none."""
 
     def flush(self) -> None:
-        """Has what lingers in the queue written now; any thread, never blocks."""
+        """Has what lingers in the queue or was held back written now; any thread, never blocks."""
+
+    def hold_back(self, send: Callable[[], object]) -> None:
+        """Calls `send`; what it sends on this thread is queued until somebody calls `flush`, or `lead`; any thread."""
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""

@@ -1,0 +1,171 @@
+"""Answers that are written together, and that no job behind them holds up."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import pytest
+
+from rpcdist.errors import TransportError
+from rpcdist.rpc._executors import held_answers
+from rpcdist.rpc._executors.blocking import LastAct, blocking, hooks
+from rpcdist.rpc._executors.held_answers import MAX_HELD, HeldAnswers
+from rpcdist.rpc._executors.thread_pool import ThreadPool
+
+LIMIT_S = 30.0
+
+
+class Connection:
+    """Stands for a session: answers are queued by `send` and written by `flush`.
+
+    Attributes:
+        writes: the answers of each write.
+        written: set by each write.
+    """
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.writes: list[list[int]] = []
+        self.written = threading.Event()
+        self._queued: list[int] = []
+        self._error = error
+
+    def send(self, answer: int) -> None:
+        self._queued.append(answer)
+
+    def hold_back(self, send: Callable[[], object]) -> None:
+        send()
+
+    def flush(self) -> None:
+        if self._error is not None:
+            raise self._error
+        queued, self._queued = self._queued, []
+        self.writes.append(queued)
+        self.written.set()
+
+    def lead(
+        self, is_waiting: Callable[[], bool], timeout_s: float | None, sleep: object, first: Callable[[], object]
+    ) -> bool:
+        first()
+        self.flush()
+        return False
+
+    @property
+    def answers(self) -> list[int]:
+        return [answer for write in self.writes for answer in write]
+
+
+@pytest.fixture
+def errors() -> list[BaseException]:
+    return []
+
+
+@pytest.fixture
+def held(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> HeldAnswers:
+    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", LIMIT_S)
+    return HeldAnswers(lambda: None, lambda error, function: errors.append(error))
+
+
+def test_answers_are_written_together_and_once(held: HeldAnswers) -> None:
+    one, other = Connection(), Connection()
+    for number in range(3):
+        held.hold(one, partial(one.send, number))
+    held.hold(other, partial(other.send, 9))
+    assert one.writes == other.writes == [] and held
+    held.write()
+    held.write()
+    assert one.writes == [[0, 1, 2]] and other.writes == [[9]] and not held
+
+
+def test_when_enough_answers_wait_they_are_written(held: HeldAnswers) -> None:
+    connection = Connection()
+    for number in range(2 * MAX_HELD):
+        held.hold(connection, partial(connection.send, number))
+    assert [len(write) for write in connection.writes] == [MAX_HELD, MAX_HELD]
+
+
+def test_an_answer_that_waits_too_long_is_written_with_the_next_one(
+    held: HeldAnswers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", 0.0)
+    connection = Connection()
+    held.hold(connection, partial(connection.send, 1))
+    assert connection.writes == [[1]]
+
+
+def test_an_error_of_one_connection_keeps_no_answer_of_another(held: HeldAnswers, errors: list[BaseException]) -> None:
+    def unsendable() -> None:
+        raise ValueError("it cannot be sent")
+
+    broken, sound = Connection(TransportError("gone")), Connection()
+    held.hold(sound, unsendable)
+    held.hold(broken, partial(broken.send, 1))
+    held.hold(sound, partial(sound.send, 2))
+    held.write()
+    assert sound.writes == [[2]]
+    assert sorted(type(error).__name__ for error in errors) == ["TransportError", "ValueError"]
+
+
+# ---------------------------------------------------------------- in the pool
+
+
+@pytest.fixture
+def pool(errors: list[BaseException], monkeypatch: pytest.MonkeyPatch) -> Iterator[ThreadPool]:
+    monkeypatch.setattr(held_answers, "ANSWER_HOLD_S", LIMIT_S)
+    pool = ThreadPool(max_threads=1, on_error=lambda error, function: errors.append(error))
+    yield pool
+    assert pool.close(LIMIT_S) == []
+    assert errors == []
+
+
+def answering(connection: Connection, number: int, do: Callable[[], object] = lambda: None) -> Callable[[], object]:
+    def job() -> None:
+        do()
+        hooks.last_act = LastAct([partial(connection.send, number)], connection)
+
+    return job
+
+
+def test_a_burst_is_answered_in_order_by_few_writes(pool: ThreadPool) -> None:
+    connection, last = Connection(), threading.Event()
+    jobs = [(answering(connection, number), ()) for number in range(100)]
+    pool.submit_many([*jobs, (last.set, ())])
+    assert last.wait(LIMIT_S)
+    pool.close(LIMIT_S)
+    assert connection.answers == list(range(100))
+    assert len(connection.writes) < 100  # the monitor's ticks, too, write what is held
+
+
+def test_an_answer_does_not_wait_for_a_slow_call_behind_it(pool: ThreadPool) -> None:
+    connection, came = Connection(), []
+
+    def slow() -> None:  # the only thread of the pool is here until somebody else has written
+        came.append(connection.written.wait(LIMIT_S))
+
+    pool.submit_many([(answering(connection, 1), ()), (answering(connection, 2, slow), ())])
+    assert pool.close(LIMIT_S) == []
+    assert came == [True]
+    assert connection.writes == [[1], [2]]
+
+
+def test_a_call_that_is_about_to_wait_writes_what_is_held(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool, "write_held_answers", lambda: None)  # the monitor's
+    connection, seen = Connection(), []
+
+    def waits() -> None:
+        with blocking():
+            seen.extend(connection.writes)
+
+    pool.submit_many([(answering(connection, 1), ()), (answering(connection, 2, waits), ())])
+    assert pool.close(LIMIT_S) == []
+    assert seen == [[1]]
+
+
+def test_a_failing_job_behind_an_answer_does_not_lose_it(pool: ThreadPool, errors: list[BaseException]) -> None:
+    connection = Connection()
+    pool.submit_many([(answering(connection, 1), ()), (int, ("no number",))])
+    assert connection.written.wait(LIMIT_S)
+    assert pool.close(LIMIT_S) == []
+    assert connection.writes == [[1]] and [type(error) for error in errors] == [ValueError]
+    errors.clear()
