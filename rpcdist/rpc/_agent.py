@@ -273,6 +273,7 @@ class Agent:
         events.lost.listen(self.directory.on_lost)
         events.lost.listen(self._coordinator.on_lost)
         events.lost.listen(self.leader.on_lost)
+        events.found.listen(references.on_found)
         events.found.listen(self.directory.on_found)
         events.found.listen(self._coordinator.on_found)
         events.broken.listen(self._news.on_broken)

@@ -49,12 +49,14 @@ class World:
     suspicions: tuple[
         tuple[int, int], ...
     ] = ()  # (who, whom): a living worker may be declared lost, and its lease ended
+    returns: bool = False  # who was suspected is found again, before or after its lease ends
     protocols: dict[int, RRefProtocol] = field(default_factory=lambda: {w: RRefProtocol(node(w)) for w in range(3)})
     under_way: tuple[Item, ...] = ()
     done: tuple[int, ...] = ()  # steps of the program that were taken, or cannot be any more
     handles: dict[str, str] = field(default_factory=dict)  # name -> "live", "failed" or "dropped"
     failed: tuple[str, ...] = ()  # handles that the protocol gave up, dropped ones too
     dead: tuple[int, ...] = ()
+    suspected: tuple[tuple[int, int], ...] = ()  # whom anybody has suspected so far
     trace: tuple[Move, ...] = ()
 
     # Names: a handle called "b" has fork id 1000 + its place among the names; its value the id of the root handle's.
@@ -236,6 +238,9 @@ class World:
     def _deliver_lease(self, to: int, other: int) -> None:
         self.feed(to, events.LeaseEnded(node(other)))
 
+    def _deliver_found(self, to: int, other: int) -> None:
+        self.feed(to, events.HolderFound(node(other)))
+
     def _die(self, worker: int) -> None:
         """What was on the way to the dead is lost, and so are its own control messages that were not delivered."""
         self.dead += (worker,)
@@ -251,7 +256,10 @@ class World:
 
     def _suspect(self, who: int, whom: int) -> None:
         self.suspicions = tuple(pair for pair in self.suspicions if pair != (who, whom))
+        self.suspected += ((who, whom),)
         self._deliver_lost(who, whom)
+        if self.returns:
+            self.send(("found", who, whom))
 
     # What must hold in every state.
 
@@ -283,7 +291,7 @@ class World:
     def check_parent(self, name: str, user: UserFork) -> None:
         step = self.step_of(name)
         parent = self.protocols[step.at]
-        declared = {node(step.at), node(step.to)} & (parent.lost | parent.owners.ended)
+        declared = {(step.at, step.at), (step.at, step.to)} & set(self.suspected)
         if step.at in self.dead or step.holder in self.failed or declared:
             return
         assert user.fork in parent.users.parked, f"G2: {name} is pending, and its parent {step.holder} may go"
@@ -310,9 +318,9 @@ class World:
 
     def clone(self) -> World:
         return World(
-            self.program, self.duplicates, self.losses, self.doubts, self.deaths, self.suspicions,
+            self.program, self.duplicates, self.losses, self.doubts, self.deaths, self.suspicions, self.returns,
             {worker: clone(protocol) for worker, protocol in self.protocols.items()},
-            self.under_way, self.done, dict(self.handles), self.failed, self.dead, self.trace,
+            self.under_way, self.done, dict(self.handles), self.failed, self.dead, self.suspected, self.trace,
         )  # fmt: skip
 
     def key(self) -> object:
@@ -321,7 +329,7 @@ class World:
             self.done,
             frozenset(self.handles.items()),
             (self.failed, self.dead),
-            (self.duplicates, self.losses, self.doubts, self.suspicions),
+            (self.duplicates, self.losses, self.doubts, self.suspicions, self.suspected),
             tuple(protocol_key(protocol) for worker, protocol in self.protocols.items() if worker not in self.dead),
         )
 

@@ -35,6 +35,17 @@ def test_control_messages_are_kept_until_acknowledged_and_applied_once() -> None
         inbox.accept(7)
 
 
+def test_a_sender_that_was_forgotten_goes_on_with_its_numbers() -> None:
+    """It was said to have left, and was only silent. What it sends first is what nobody has acknowledged."""
+    outbox = ControlOutbox()
+    for _ in range(5):
+        outbox.add(rref_pb2.RRefMessage())
+    outbox.acknowledged(3)
+    inbox = ControlInbox()
+    assert [inbox.accept(message.control_seq) for message in outbox.to_resend()] == [True, True]
+    assert inbox.applied == 5
+
+
 @given(st.lists(st.integers(0, 3), max_size=30))
 def test_control_messages_survive_any_number_of_broken_connections(script: list[int]) -> None:
     """0: send one more; 1: deliver one; 2: acknowledge; 3: the connection breaks, and what was on its way is lost."""

@@ -64,10 +64,13 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
     "a reply that lends memory": ([reply_frame(LENT)], "refers to lent memory on a channel that cannot lend"),
     "a call with more than there is memory": ([reply_frame(HUGE)], "4611686018427387904 bytes were announced"),
     "control messages out of order": (
-        [frame(rpc_pb2.Message(control_seq=7, rref=rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest())))],
-        "control message 7 arrived after 0",
+        [
+            frame(rpc_pb2.Message(control_seq=number, rref=rref_pb2.RRefMessage(fork_request=rref_pb2.ForkRequest())))
+            for number in (1, 7)
+        ],
+        "control message 7 arrived after 1",
     ),
-    "a control message without content": ([frame(rpc_pb2.Message(control_seq=1, rref=rref_pb2.RRefMessage()))], ""),
+    "a control message without content": ([frame(rpc_pb2.Message(control_seq=2, rref=rref_pb2.RRefMessage()))], ""),
     "an item of a stream that is none": (
         [frame(rpc_pb2.Message(wrapped=True, transfer=1, large=[3])), chunk_envelope(1, 0, 0, memoryview(b"\xff" * 3))],
         "a wrapped message cannot be parsed",

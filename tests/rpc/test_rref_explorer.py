@@ -42,6 +42,8 @@ HARD: dict[str, dict[str, Any]] = {
     "a false report and a duplicate": {"doubts": 1, "duplicates": 1},
     "a death and a duplicate": {"deaths": (0, 1, 2), "duplicates": 1},
     "a suspicion and a duplicate": {"suspicions": ((1, 2),), "duplicates": 1},
+    "a suspicion and a return": {"suspicions": ((0, 1),), "returns": True},
+    "a suspicion and a return at the child": {"suspicions": ((2, 1),), "returns": True},
     "both suspect each other": {"suspicions": ((1, 2), (2, 1))},
 }
 
@@ -62,6 +64,11 @@ def test_every_state(scenario: str, faults: str) -> None:
 @pytest.mark.parametrize("faults", ["none", "worker 0 dies", "worker 1 dies", "worker 2 dies", "owner suspects child"])
 def test_chain_of_users(faults: str) -> None:
     assert explore(World(CHAIN, **FAULTS[faults])) > 1000
+
+
+@pytest.mark.parametrize("scenario", ["remote", "user to owner"])
+def test_who_was_suspected_may_own_again(scenario: str) -> None:
+    assert explore(World(SCENARIOS[scenario], **HARD["a suspicion and a return"])) > 5
 
 
 @pytest.mark.stress

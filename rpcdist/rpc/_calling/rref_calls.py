@@ -144,6 +144,10 @@ class RRefCalls:
         """A worker is declared dead: its values are gone, and so are the references that it held."""
         self._rrefs.worker_lost(identity.id, error, identity.incarnation)
 
+    def on_found(self, identity: Identity) -> None:
+        """A worker is connected, whatever it was thought to be before."""
+        self._rrefs.worker_found(identity.id, identity.incarnation)
+
     def on_replaced(self, identity: Identity) -> None:
         """Another process has the place of a worker, which may never have been connected."""
         self.on_lost(identity, WorkerLost(identity.name, "a connection", 0.0, REPLACED))

@@ -62,10 +62,15 @@ class ControlOutbox:
 
 
 class ControlInbox:
-    """The receiver's side of one peer incarnation. Not thread-safe."""
+    """The receiver's side of one peer incarnation. Not thread-safe.
+
+    The first message may have any number. This process has acknowledged those before it, and has forgotten the sender
+    since: it was told that the sender had left the job, and yet the sender was only silent.
+    """
 
     def __init__(self) -> None:
         self.applied = 0
+        self._is_new = True
 
     def accept(self, seq: int) -> bool:
         """True if the message of this number is the next to be applied; False for one that was applied before.
@@ -73,6 +78,8 @@ class ControlInbox:
         Raises:
             ProtocolViolation: messages before it are missing, which a channel that keeps order cannot cause.
         """
+        if self._is_new:
+            self.applied, self._is_new = seq - 1, False
         if seq <= self.applied:
             return False
         if seq != self.applied + 1:

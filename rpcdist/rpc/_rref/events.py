@@ -17,6 +17,7 @@ __all__ = [
     "DropAll",
     "FetchArrived",
     "HandleDropped",
+    "HolderFound",
     "HolderLost",
     "LeaseEnded",
     "MessageArrived",
@@ -131,6 +132,13 @@ class MessageArrived(RRefEvent):
 @dataclass(frozen=True, slots=True)
 class HolderLost(RRefEvent):
     """A worker is declared dead."""
+
+    node: Incarnation
+
+
+@dataclass(frozen=True, slots=True)
+class HolderFound(RRefEvent):
+    """A worker is connected that may have been declared dead."""
 
     node: Incarnation
 

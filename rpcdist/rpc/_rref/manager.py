@@ -235,6 +235,13 @@ class RRefManager:
         """Nothing was heard of a worker for the length of a lease: its references are dropped."""
         self._feed(events.LeaseEnded(self._node(worker_id, incarnation)))
 
+    def worker_found(self, worker_id: int, incarnation: int) -> None:
+        """A worker is connected. If it was declared dead, its new values can be referred to again."""
+        node = Incarnation(worker_id, incarnation)
+        with self._lock:
+            self._losses.forget(node)
+        self._feed(events.HolderFound(node))
+
     def _lose(self, node: Incarnation, exc: WorkerLost) -> None:
         with self._lock:
             self._losses.note(node, exc)

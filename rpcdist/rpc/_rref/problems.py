@@ -26,6 +26,10 @@ class Losses:
         """The first report stays."""
         self._losses.setdefault(node, exc)
 
+    def forget(self, node: Incarnation) -> None:
+        """It lives after all."""
+        self._losses.pop(node, None)
+
     def error(self, reason: Reason, what: str, owner: Incarnation, owner_name: str) -> Exception:
         """What the use of a reference raises that the protocol gave up."""
         if reason is Reason.OWNER_LOST and owner in self._losses:

@@ -10,7 +10,8 @@ Assumptions about the shell (A1 to A5):
   lost, or may be, the sender reports `ShareFailed` (`CreationFailed` for the call of a `remote()`).
 - A3. Each fork of a message is reported (`Received`) when the message arrives, whether or not its value can be decoded.
 - A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
-  A living worker may be reported too: that costs its references, and leaks nothing.
+  A living worker may be reported too: that costs its references, and leaks nothing. After `HolderFound` it may
+  own new ones.
 - A5. Identifiers are never used twice in a job.
 
 Guarantees:
@@ -44,6 +45,7 @@ from rpcdist.rpc._rref.events import (
     DropAll,
     FetchArrived,
     HandleDropped,
+    HolderFound,
     HolderLost,
     LeaseEnded,
     MessageArrived,
@@ -82,7 +84,7 @@ class RRefProtocol:
         self._to_myself: list[Message] = []
         self.owners = OwnerTable(me, self._emit)
         self.users = UserTable(self._emit)
-        self.lost: set[Incarnation] = set()  # one entry for each process that died during ours
+        self.lost: set[Incarnation] = set()  # declared dead, and not heard of since
         self.refused_shares = BoundedSet[ForkId]()  # asked about before they came: refused if they still come
 
     def handle(self, event: RRefEvent) -> list[RRefAction]:
@@ -174,6 +176,10 @@ class RRefProtocol:
         self.users.receiver_lost(event.node)
         self.owners.creator_gone(event.node)
 
+    def _worker_found(self, event: HolderFound) -> None:
+        """A new reference to a value of this worker is like any other. Those of before have failed, for good."""
+        self.lost.discard(event.node)
+
     def _lease_ended(self, event: LeaseEnded) -> None:
         self.owners.lease_ended(event.node)
         self.users.receiver_lost(event.node)
@@ -254,6 +260,7 @@ _EVENTS: dict[type[RRefEvent], Callable[[RRefProtocol, Any], None]] = {
     HandleDropped: RRefProtocol._handle_dropped,
     FetchArrived: RRefProtocol._fetch_arrived,
     HolderLost: RRefProtocol._worker_lost,
+    HolderFound: RRefProtocol._worker_found,
     LeaseEnded: RRefProtocol._lease_ended,
     DropAll: RRefProtocol._drop_all,
     MessageArrived: RRefProtocol._arrived,

@@ -291,6 +291,8 @@ class Dispatcher:
             return await result if inspect.isawaitable(result) else result
 
         def done(outcome: object, exc: BaseException | None) -> None:
+            if inspect.iscoroutine(coroutine) and inspect.getcoroutinestate(coroutine) == inspect.CORO_CREATED:
+                coroutine.close()  # cancelled before its first step: Python would warn that nobody awaited it
             # Encoding may run user code and be slow; the loop has other coroutines to serve.
             if exc is not None:
                 self._pool.submit(self.fail, active, exc)

@@ -1,0 +1,208 @@
+"""The workers of a chaos test: they join, keep books, drive calls, die and are replaced."""
+
+from __future__ import annotations
+
+import gc
+import os
+import signal
+import threading
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import peer_timeouts
+from chaos_drivers import quiet_calls, start_drivers, stop_drivers
+from chaos_functions import close_books, open_books
+from network_cable import enter_namespace
+from rpc_victim_functions import left_behind, sees
+
+from rpcdist import rpc
+from rpcdist.rpc._current import current_agent
+from rpcdist.testing import Pending, Worker, WorkerPool, eventually
+from rpcdist.testing.rpc_world import join, leave
+
+__all__ = ["PEER_TIMEOUT_S", "ChaosWorld", "Place"]
+
+NUM_PIPES_OF_GRPC = 2  # it makes them once in a process, and keeps them
+PEER_TIMEOUT_S = 2 * peer_timeouts.UNIT_S
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a worker runs.
+
+    Attributes:
+        channels: for `RPCDIST_CHANNELS`.
+        namespace: its network namespace; None for that of the test.
+        address: to bind; None for the default.
+    """
+
+    channels: str = "auto"
+    namespace: str | None = None
+    address: str | None = None
+
+
+class ChaosWorld:
+    """The workers, by name.
+
+    Args:
+        pool: starts them.
+        places: where each runs; their ranks are in this order.
+        seed: of what they do.
+    """
+
+    def __init__(self, pool: WorkerPool, places: Mapping[str, Place], seed: str) -> None:
+        self._pool = pool
+        self._places = dict(places)
+        self._seed = seed
+        self._url = pool.new_url()
+        self._workers: dict[str, Worker] = {}
+        self._number_of: dict[str, int] = {}
+        self._num_processes = 0
+        self.folder = pool.folder / "ledgers"
+        self.folder.mkdir()
+        self.ended: set[int] = set()
+        self.before: dict[str, dict[str, int]] = {}  # what each had open when it started
+
+    def __getitem__(self, name: str) -> Worker:
+        return self._workers[name]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return tuple(self._places)
+
+    def start_all(self) -> None:
+        """All join; no drivers yet."""
+        joining = [self._begin_join(name) for name in self.names]
+        for pending in joining:
+            pending.result()
+
+    def start(self, name: str) -> None:
+        """The replacement of a worker that was killed: it joins, and drives calls."""
+        self._begin_join(name).result()
+        self.drive(name)
+
+    def drive(self, name: str) -> None:
+        self[name].run(start_drivers, f"{self._seed}/{self._number_of[name]}", self._others(name))
+
+    def call_quietly(self) -> None:
+        """Everybody calls everybody in every way, and nothing may fail."""
+        calling = [self[name].begin(quiet_calls, self._seed, self._others(name)) for name in self.names]
+        for pending in calling:
+            pending.result()
+
+    def stop_driving(self) -> int:
+        """How many operations all have done."""
+        stopping = [self[name].begin(stop_drivers) for name in self.names]
+        num_done = 0
+        for pending in stopping:
+            num, failures = pending.result()
+            assert failures == [], f"{pending!r}: {failures}"
+            num_done += num
+        return num_done
+
+    def kill(self, name: str) -> int:
+        """The exit status."""
+        worker = self._workers.pop(name)
+        worker.signal(signal.SIGKILL)
+        code = worker.wait()
+        self.ended.add(self._number_of.pop(name))
+        self._pool.discard(worker)
+        return code
+
+    def wait_until_nothing_is_held(self) -> None:
+        """No reference, context, call or stream anywhere; or says what is left."""
+        for name in self.names:
+            assert self[name].run(wait_until_nothing_is_held) == "", name
+
+    def leave(self) -> None:
+        """All shut down, within a limit, and leave nothing behind in their processes."""
+        limit_s = 10 * PEER_TIMEOUT_S
+        leaving = [self[name].begin(leave, timeout=limit_s) for name in self.names]
+        for pending in leaving:
+            pending.result()
+        for name in self.names:
+            self[name].run(close_books)
+        left = {
+            name: (self[name].run(left_behind), self[name].run(still_open, self.before[name])) for name in self.names
+        }
+        assert not any(map(any, left.values())), left
+
+    def _others(self, name: str) -> list[str]:
+        return [other for other in self.names if other != name]
+
+    def _begin_join(self, name: str) -> Pending[None]:
+        place = self._places[name]
+        worker = self._workers[name] = self._pool.start(name, {"RPCDIST_CHANNELS": place.channels})
+        if place.namespace is not None:
+            worker.run(enter_namespace, place.namespace)
+        number = self._number_of[name] = self._num_processes = self._num_processes + 1
+        self.before[name] = worker.run(what_is_open)
+        self.before[name]["descriptor pipe"] += NUM_PIPES_OF_GRPC
+        worker.run(open_books, str(self.folder / f"{number}-{name}.ledger"), number)
+        return worker.begin(
+            join,
+            name,
+            self.names.index(name),
+            len(self.names),
+            self._url,
+            peer_timeout=PEER_TIMEOUT_S,
+            host=place.address,
+        )
+
+
+# ---- what the workers run
+
+
+def wait_until_nothing_is_held() -> str:
+    """What is still there of references, contexts, calls, streams and too many sessions when the time is over."""
+    try:
+        eventually(lambda: not held(), "nothing is held", 10 * PEER_TIMEOUT_S)
+    except AssertionError:
+        return held()
+    return ""
+
+
+def held() -> str:
+    gc.collect()
+    agent, found = current_agent(), dict(sees())
+    for key, value in rpc.debug_info().items():
+        if key in ("num_autograd_contexts", "num_current_backward_passes") and value != "0":
+            found[key] = value
+    if agent.streams:
+        found["streams"] = f"{len(agent.streams)}"
+    num_others = len(rpc.workers()) - 1
+    for what, sessions in (("opened", agent.router.sessions()), ("taken", agent._inbound.sessions)):
+        if len(sessions) > num_others:
+            found[f"sessions {what}"] = f"{len(sessions)} with {num_others} others: {sessions}"
+    return str(found or "")
+
+
+def what_is_open() -> dict[str, int]:
+    """Descriptors of this process by kind, mapped shared memory, and threads."""
+    gc.collect()
+    counts: Counter[str] = Counter()
+    for descriptor in os.listdir("/proc/self/fd"):
+        try:
+            counts["descriptor " + os.readlink(f"/proc/self/fd/{descriptor}").partition(":[")[0]] += 1
+        except FileNotFoundError:
+            continue  # the listing's own
+    with open("/proc/self/maps") as maps:
+        counts["mapped segments"] = sum("memfd:" in line for line in maps)
+    counts["threads"] = threading.active_count()
+    return dict(counts)
+
+
+def still_open(before: dict[str, int]) -> dict[str, int]:
+    """How much more of everything there is than before, when the time is over."""
+
+    def more() -> dict[str, int]:
+        return {
+            kind: count - before.get(kind, 0) for kind, count in what_is_open().items() if count > before.get(kind, 0)
+        }
+
+    try:
+        eventually(lambda: not more(), "all is closed", PEER_TIMEOUT_S)
+    except AssertionError:
+        return more()
+    return {}
