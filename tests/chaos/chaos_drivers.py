@@ -10,6 +10,7 @@ import ctypes
 import random
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +31,9 @@ from chaos_functions import (
 
 from rpcdist import autograd, rpc
 from rpcdist.errors import RpcdistError
-from rpcdist.testing import LIMIT_S, UNIT_S
+from rpcdist.testing import LIMIT_S, UNIT_S, eventually
 
-__all__ = ["hold_the_interpreter", "quiet_calls", "start_drivers", "stop_drivers"]
+__all__ = ["hold_the_interpreter", "quiet_calls", "reach", "start_drivers", "stop_drivers"]
 
 NUM_THREADS = 3
 NUM_AT_ONCE = 4
@@ -246,6 +247,21 @@ def stop_drivers() -> tuple[int, list[str]]:
 def quiet_calls(seed: str, others: list[str]) -> None:
     """A call of each kind to everybody, none of which may fail."""
     Driver(seed, others).every_kind()
+
+
+def reach(others: list[str]) -> None:
+    """Calls each of them until that works: connections that a fault has broken are there again."""
+
+    def answers(name: str) -> bool:
+        try:
+            with accounted("call", LONG_S) as account:
+                check(rpc_sync(name, echo, (account.call, None), timeout=LONG_S), (account.call, None))
+        except RpcdistError:
+            return False
+        return True
+
+    for name in others:
+        eventually(partial(answers, name), f"{name} answers")
 
 
 def hold_the_interpreter(seconds: float) -> float:

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import peer_timeouts
-from chaos_drivers import quiet_calls, start_drivers, stop_drivers
+from chaos_drivers import quiet_calls, reach, start_drivers, stop_drivers
 from chaos_functions import close_books, open_books
 from network_cable import enter_namespace
 from rpc_victim_functions import left_behind, sees
@@ -89,6 +89,14 @@ class ChaosWorld:
         """Everybody calls everybody in every way, and nothing may fail."""
         calling = [self[name].begin(quiet_calls, self._seed, self._others(name)) for name in self.names]
         for pending in calling:
+            pending.result()
+
+    def wait_until_all_reach_all(self) -> None:
+        """To be called before the drivers stop. Workers that have lost each other connect at the next call only, and
+        where nobody calls for a whole lease, references between them fail from then on.
+        """
+        reaching = [self[name].begin(reach, self._others(name)) for name in self.names]
+        for pending in reaching:
             pending.result()
 
     def stop_driving(self) -> int:

@@ -66,6 +66,7 @@ def _run(world: ChaosWorld, kinds: Sequence[str], cable: Cable | None, for_s: fl
         fault = next(faults)
         time.sleep(fault.pause_s)  # calls go on as usual in between, and connections come back
         act(fault, world, cable, fired)
+    world.wait_until_all_reach_all()
     assert world.stop_driving() > 0
     _replace_then_idle_then_remote(world)
     world.wait_until_nothing_is_held()
