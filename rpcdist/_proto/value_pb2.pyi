@@ -90,17 +90,19 @@ class UniqueId(_message.Message):
     def __init__(self, created_on: _Optional[int] = ..., local_id: _Optional[int] = ..., incarnation: _Optional[int] = ...) -> None: ...
 
 class RRefFork(_message.Message):
-    __slots__ = ("rref", "fork", "parent", "owner", "owner_incarnation", "owner_name")
+    __slots__ = ("rref", "fork", "parent", "owner", "owner_incarnation", "owner_name", "is_serial")
     RREF_FIELD_NUMBER: _ClassVar[int]
     FORK_FIELD_NUMBER: _ClassVar[int]
     PARENT_FIELD_NUMBER: _ClassVar[int]
     OWNER_FIELD_NUMBER: _ClassVar[int]
     OWNER_INCARNATION_FIELD_NUMBER: _ClassVar[int]
     OWNER_NAME_FIELD_NUMBER: _ClassVar[int]
+    IS_SERIAL_FIELD_NUMBER: _ClassVar[int]
     rref: UniqueId
     fork: UniqueId
     parent: UniqueId
     owner: int
     owner_incarnation: int
     owner_name: str
-    def __init__(self, rref: _Optional[_Union[UniqueId, _Mapping]] = ..., fork: _Optional[_Union[UniqueId, _Mapping]] = ..., parent: _Optional[_Union[UniqueId, _Mapping]] = ..., owner: _Optional[int] = ..., owner_incarnation: _Optional[int] = ..., owner_name: _Optional[str] = ...) -> None: ...
+    is_serial: bool
+    def __init__(self, rref: _Optional[_Union[UniqueId, _Mapping]] = ..., fork: _Optional[_Union[UniqueId, _Mapping]] = ..., parent: _Optional[_Union[UniqueId, _Mapping]] = ..., owner: _Optional[int] = ..., owner_incarnation: _Optional[int] = ..., owner_name: _Optional[str] = ..., is_serial: bool = ...) -> None: ...

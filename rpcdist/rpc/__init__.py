@@ -7,7 +7,8 @@
     rpc.call("worker1", torch.add, x, 1)                    # the same as the first; type checkers see the arguments
 
     counter = rpc.remote("worker1", Counter)                # an object that lives on worker1: a remote reference
-    counter.rpc_sync().add(1)                               # calls its method there
+    counter.rpc_sync().add(1)                               # calls its method there, concurrently with other calls
+    rpc.remote("worker1", Counter, serial=True)             # an actor: its calls run one at a time, in order
     counter.to_here()                                       # a copy of it
 
     for row in rpc.rpc_stream("worker1", read_rows):        # a generator there, an iterator here

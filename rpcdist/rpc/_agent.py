@@ -26,6 +26,8 @@ from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.collectives import Store
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import MakeAutograd
 from rpcdist.rpc._calling.autograd_links import AutogradLinks, autograd_handler, tell_autograd
 from rpcdist.rpc._calling.caller import Caller
@@ -155,8 +157,11 @@ class Agent:
         self._connections = Connections(self.router, self._inbound, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 
+        self.actors = ActorTable(self.pool.submit, self.user_loop)
         self.rrefs = RRefManager(
-            _RRefLinks(self.directory, self.router), lambda handle: above.make_rref(self.rref_home, handle)
+            _RRefLinks(self.directory, self.router),
+            lambda handle: above.make_rref(self.rref_home, handle),
+            self.actors.released,
         )
         self.marshal = Marshal(
             self.rrefs,
@@ -181,8 +186,18 @@ class Agent:
         )
         links = AutogradLinks(self.directory, self.router, self.caller, self.pool, io, lifetime, options)
         self.autograd = above.make_autograd(links)
+        self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
+        serial = SerialCalls(self.rrefs, self.caller, self.retries)
         self.rref_home = RRefCalls(
-            self.rrefs, self.caller, self.directory, self.autograd, options.autograd_mode, lifetime, self.router.flush
+            self.rrefs,
+            self.caller,
+            serial,
+            self.actors,
+            self.directory,
+            self.autograd,
+            options.autograd_mode,
+            lifetime,
+            self.router.flush,
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
@@ -191,7 +206,6 @@ class Agent:
         )
         self.watch = MembershipWatch(self.pool.submit)
         self.serving = StopRequests()
-        self.retries = Retries(self.caller, self.directory, Timers(io), self.pool.submit)
         always = {**self.leader.callables, **self._departures.callables, **self.serving.callables}
         self.dispatcher = Dispatcher(
             pool=self.pool,
@@ -199,6 +213,7 @@ class Agent:
             new_context=context.copy,
             marshal=self.marshal,
             rrefs=self.rrefs,
+            actors=self.actors,
             callables=Callables(options, always, me.name),
             admit_context=self.autograd.admit,
             me=me,
@@ -266,10 +281,12 @@ class Agent:
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(references.on_broken)
         events.replaced.listen(references.on_replaced)
+        events.replaced.listen(self.actors.lost)
         events.replaced.listen(self._control.forget)
         events.member.listen(self._control.on_member)
         events.lease_ended.listen(references.on_lease_ended)
         events.lost.listen(references.on_lost)
+        events.lost.listen(lambda identity, error: self.actors.lost(identity))
         events.lost.listen(self.directory.on_lost)
         events.lost.listen(self._coordinator.on_lost)
         events.lost.listen(self.leader.on_lost)

@@ -59,7 +59,7 @@ class PyRRef(Generic[T]):
         NotInitialized: before `init_rpc`, or after `shutdown`.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_type_future")
+    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_order", "_type_future")
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:
@@ -79,6 +79,7 @@ class PyRRef(Generic[T]):
         self._home = home
         self._handle = handle
         self._creation: CreationOutcome | None = None  # None if it was not made by `remote` here
+        self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
         self._invoker_names: dict[str, Future[str]] = {}  # by method
 

@@ -189,6 +189,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -197,6 +199,8 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
 ) -> RRef[T]: ...
 def remote(
     to: Destination,
@@ -204,11 +208,24 @@ def remote(
     args: Sequence[Any] | None = None,
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: bool = False,
 ) -> RRef[Any]:
     """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
 
+        counter = rpc.remote("worker1", Counter, serial=True)
+        counter.rpc_sync().add(1)
+
+    Without `serial` the methods of the object are called as any function is: concurrently, on several threads, and in
+    no certain order. Then the object needs locks of its own.
+
     Arguments as for `rpc_sync`; `timeout` limits the creation. Errors of the function or of the creation surface when
     the reference is used.
+
+    Args:
+        serial: calls through this reference, and through all that are made from it, run one at a time, those of each
+            process in the order in which it made them; `docs/actors.md` has the details.
     """
-    rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs)
+    home = current_agent().rref_home
+    rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial)
     return rref

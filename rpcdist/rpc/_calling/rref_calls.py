@@ -10,6 +10,8 @@ import torch
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._futures.collected import note_started
@@ -18,7 +20,7 @@ from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import REPLACED
 from rpcdist.rpc._rref.handles import HandleState
-from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
@@ -33,6 +35,8 @@ class RRefCalls:
     Args:
         rrefs: counts the references.
         caller: makes the calls.
+        serial: makes those of actors.
+        actors: those of this worker.
         directory: who is in the job.
         autograd: runs distributed backward passes.
         autograd_mode: of backward passes that begin at a reference.
@@ -44,6 +48,8 @@ class RRefCalls:
         self,
         rrefs: RRefManager,
         caller: Caller,
+        serial: SerialCalls,
+        actors: ActorTable,
         directory: Directory,
         autograd: AutogradHooks,
         autograd_mode: str,
@@ -58,6 +64,8 @@ class RRefCalls:
         self.flush = flush
         self._rrefs = rrefs
         self._caller = caller
+        self._serial = serial
+        self._actors = actors
         self._directory = directory
         self._autograd = autograd
         self._autograd_mode = autograd_mode
@@ -96,6 +104,14 @@ class RRefCalls:
         owner, args, on = self._on_value(rref, args)
         return self.remote(owner, func, args, timeout_s, None, on)
 
+    def in_turn(
+        self, rref: Any, mode: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Any:
+        return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
+
+    def turns_over(self, rref: Any, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
+        self._actors.over(rref._handle.state.rref, Incarnation(*who), stream, numbers)
+
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], HandleState | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""
         state = self._rrefs.check_sharable(rref)
@@ -111,10 +127,15 @@ class RRefCalls:
         timeout_s: float,
         kwargs: Any = None,
         on: HandleState | None = None,
+        is_serial: bool = False,
     ) -> Any:
-        """Calls a function whose result stays there; returns a reference to it at once."""
+        """Calls a function whose result stays there; returns a reference to it at once.
+
+        Args:
+            is_serial: the calls of its methods run one at a time.
+        """
         owner = self._directory.resolve(to)
-        rref, share = self._rrefs.create_remote(owner)
+        rref, share = self._rrefs.create_remote(owner, is_serial)
         try:
             rref._creation = self._caller.remote(owner, share, func, args, kwargs, timeout_s, self._rrefs, on)
         except BaseException as exc:

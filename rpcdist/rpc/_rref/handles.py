@@ -95,7 +95,7 @@ def fresh_copy(error: E) -> E:
 class HandleState:
     """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
 
-    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "owner", "owner_name", "rref", "value")
+    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owner", "owner_name", "rref", "value")
 
     def __init__(
         self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
@@ -108,6 +108,7 @@ class HandleState:
         self.confirmed = value is not None
         self.error: Exception | None = None
         self.deleted = False
+        self.is_serial = False  # the methods of the value run one call at a time
         self._waiters: list[Callable[[], object]] = []
 
     @property

@@ -87,5 +87,13 @@ class RRefHome(Protocol):
     def remote_on(self, rref: Any, func: Callable[..., Any], args: tuple[Any, ...], timeout_s: float) -> Any:
         """The same for a result that stays there; returns a reference to it."""
 
+    def in_turn(
+        self, rref: Any, mode: str, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout_s: float
+    ) -> Any:
+        """Calls a method of an actor, in the way that `mode` says (`rpcdist.rpc._rref.proxy.Mode`)."""
+
+    def turns_over(self, rref: Any, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
+        """At the owner of an actor: calls of it have ended for their caller, and may never come."""
+
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:
         """Runs a distributed backward pass that begins here; blocks."""

@@ -11,6 +11,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from rpcdist._proto import rref_pb2, value_pb2
@@ -38,11 +39,15 @@ class RRefManager:
     Args:
         host: knows the other workers, and sends messages to them.
         wrap: makes the public object of a handle.
+        on_released: called when nobody refers to a value of this worker any more; any thread.
     """
 
-    def __init__(self, host: RRefHost, wrap: Callable[[Handle], Any]) -> None:
+    def __init__(
+        self, host: RRefHost, wrap: Callable[[Handle], Any], on_released: Callable[[RRefId], object] = lambda rref: None
+    ) -> None:
         self._host = host
         self._wrap = wrap
+        self._on_released = on_released
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self.me = Incarnation(host.me.id, host.me.incarnation)
@@ -68,7 +73,7 @@ class RRefManager:
         owned.set(value)
         return self._add_handle(rref, rref, self.me, self.my_name, owned)
 
-    def create_remote(self, owner: int) -> tuple[Any, ReferenceShare]:
+    def create_remote(self, owner: int, is_serial: bool = False) -> tuple[Any, ReferenceShare]:
         """Begins a `remote()`: the reference, and what the call says that its result is.
 
         Whoever makes the call reports how it ends: `on_created` or `on_creation_failed`, also when it was not sent.
@@ -84,6 +89,7 @@ class RRefManager:
         handle = self._feed_new(event, rref, fork, node, self._host.name_of(owner))
         if handle.state.error is not None:
             raise fresh_copy(handle.state.error)
+        handle.state.is_serial = is_serial
         return self._wrap(handle), ReferenceShare(rref, fork)
 
     def on_created(self, share: ReferenceShare) -> None:
@@ -181,6 +187,7 @@ class RRefManager:
         parent = id_from_pb(fork.parent) if fork.HasField("parent") else None
         event = events.Received(rref, id, parent, owner, self._node(sender, incarnation))
         handle = self._feed_new(event, rref, id, owner, fork.owner_name)
+        handle.state.is_serial = fork.is_serial
         return Token(handle.state, handle)
 
     def claim(self, token: Token) -> Any:
@@ -380,6 +387,7 @@ class RRefManager:
             owner=state.owner.worker,
             owner_incarnation=state.owner.incarnation,
             owner_name=state.owner_name,
+            is_serial=state.is_serial,
         )
 
     def _feed(
@@ -457,6 +465,7 @@ class RRefManager:
     def _release_value(self, action: actions.ReleaseValue, effects: list[Callable[[], object]]) -> None:
         value = self._values.pop(action.rref, None)
         effects.append(lambda: value)  # dies after the lock: user code may run
+        effects.append(partial(self._on_released, action.rref))
 
     def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         return self._losses.error(reason, what, owner, self._name(owner))

@@ -21,20 +21,45 @@ class OwnedRRef(Protocol):
     def __await__(self) -> Generator[Any, None, Any]: ...
 
 
+class HomeRRef(Protocol):
+    """A reference that came home to its owner."""
+
+    @property
+    def _home(self) -> Any: ...
+
+
 class BackwardRRef(Protocol):
     """A reference that a backward pass begins at."""
 
     def backward(self, dist_autograd_ctx_id: int, retain_graph: bool) -> None: ...
 
 
+class TurnTable(Protocol):
+    """The actors of this owner."""
+
+    def turn(
+        self, call: Any, value: object, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch._C.Future[Any]: ...
+
+
 class ValueAtOwner:
     """The value of a reference that a call only named. It is there when the call runs."""
 
-    def __init__(self, value: object) -> None:
+    __slots__ = ("_actors", "_call", "_value")
+
+    def __init__(self, value: object, call: object, actors: TurnTable) -> None:
         self._value = value
+        self._call = call
+        self._actors = actors
 
     def local_value(self) -> Any:
         return self._value
+
+    def in_turn(
+        self, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> torch._C.Future[Any]:
+        """Has a method run when its turn has come; see `rpcdist.rpc._actors`."""
+        return self._actors.turn(self._call, self._value, order, method, args, kwargs)
 
     def __await__(self) -> Generator[Any, None, Any]:
         return self._value
@@ -91,6 +116,18 @@ def _local_invoke_async_execution(rref: OwnedRRef, method: str, args: tuple[Any,
 
 async def _local_invoke_coroutine(rref: OwnedRRef, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return await getattr(await rref, method)(*args, **kwargs)
+
+
+@functions.async_execution
+def _invoke_in_turn(
+    rref: ValueAtOwner, order: object, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    return rref.in_turn(order, method, args, kwargs)
+
+
+def _turns_over(rref: HomeRRef, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
+    """Calls of an actor have ended for their caller, and may never come."""
+    rref._home.turns_over(rref, who, stream, numbers)
 
 
 INVOKERS: Final = {

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import copy_outcome
+from rpcdist.rpc._rref.handles import Handle, copy_outcome
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.future import Future
 
@@ -23,6 +23,9 @@ class ProxiedRRef(Protocol):
 
     @property
     def _home(self) -> RRefHome: ...
+
+    @property
+    def _handle(self) -> Handle: ...
 
     def _get_type(self, timeout: float, blocking: bool) -> Any: ...
 
@@ -79,6 +82,8 @@ def method_name(method: Callable[..., object]) -> str:
 
 def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
     known: Future[type] | Future[str]
+    if rref._handle.state.is_serial:
+        return rref._home.in_turn(rref, mode, method, args, kwargs, timeout)
     if rref._home.allow_pickle:
         known = rref._get_type(timeout=timeout, blocking=False)
     else:

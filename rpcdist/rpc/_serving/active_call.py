@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
-from rpcdist.rpc._executors.user_call import UserCall
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
@@ -18,6 +17,13 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
 __all__ = ["ActiveCall"]
+
+
+class Cancellable(Protocol):
+    """What runs."""
+
+    def cancel(self) -> object:
+        """Ends it soon; any thread."""
 
 
 class ActiveCall:
@@ -31,7 +37,7 @@ class ActiveCall:
         arguments: not decoded yet; None if the function takes none.
         deadline: its caller's.
         cancelled: its caller does not want the result any more.
-        handle: of the user loop, while a coroutine runs.
+        handle: of the user loop, while a coroutine runs; of an actor, while the call waits for its turn or runs there.
         producer: of the stream that is its result.
         result: for `remote()`: the share that its caller has of the result.
         entry: for `remote()`: where the result is kept.
@@ -74,7 +80,7 @@ class ActiveCall:
         self.value: ReferenceShare | None = None
         self.counts_as_idle = False
         self.cancelled = False
-        self.handle: UserCall | None = None
+        self.handle: Cancellable | None = None
         self.producer: Producer | None = None
         self.entry: OwnerValue | None = None
         self.autograd: CallContext | None = None

@@ -25,6 +25,8 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.rpc._actors.actor_table import ActorTable
+from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.blocking import LastAct, hooks
@@ -66,6 +68,7 @@ class Dispatcher:
         new_context: makes the contexts in which both run.
         marshal: decodes arguments, encodes results.
         rrefs: keeps the results of `remote()`.
+        actors: run the methods of their values in turn.
         callables: finds functions.
         admit_context: the autograd context of a call, by its id; None if it is over.
         me: this worker.
@@ -80,6 +83,7 @@ class Dispatcher:
         new_context: Callable[[], Context],
         marshal: Marshal,
         rrefs: RRefManager,
+        actors: ActorTable,
         callables: Callables,
         admit_context: Callable[[int, Identity], CallContext | None],
         me: Identity,
@@ -90,6 +94,7 @@ class Dispatcher:
         self._new_context = new_context
         self._marshal = marshal
         self._rrefs = rrefs
+        self._actors = actors
         self._callables = callables
         self._admit_context = admit_context
         self._me = me
@@ -246,7 +251,7 @@ class Dispatcher:
 
     def _invoke(self, active: ActiveCall) -> None:
         function = self._callables.find(active.function, active.function_pickle)
-        args, kwargs = _arguments(active)
+        args, kwargs = _arguments(active, self._actors)
         result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
@@ -274,6 +279,11 @@ class Dispatcher:
 
         active.is_chained = True
         future.add_done_callback(completed)
+        if isinstance(future, Turn):
+            active.handle = future
+            if active.cancelled:  # between the check and here
+                future.cancel()
+            future.enter()
 
     # ------------------------------------------------------------ user loop
 
@@ -286,7 +296,7 @@ class Dispatcher:
             if coroutine is not None:
                 return await coroutine
             function = self._callables.find(active.function, active.function_pickle)
-            args, kwargs = _arguments(active)
+            args, kwargs = _arguments(active, self._actors)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
@@ -471,7 +481,7 @@ def describe_job(function: Callable[..., object], arguments: tuple[object, ...])
     return repr(function) if active is None else repr(active)
 
 
-def _arguments(active: ActiveCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
+def _arguments(active: ActiveCall, actors: ActorTable) -> tuple[tuple[Any, ...], dict[str, Any]]:
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = {}
     if active.arguments is not None:
@@ -480,5 +490,5 @@ def _arguments(active: ActiveCall) -> tuple[tuple[Any, ...], dict[str, Any]]:
             raise RpcdistError("the arguments of the call are not a pair of a tuple and a dict")
         args, kwargs = tuple(pair[0]), pair[1]
     if active.target is not None:
-        args = (ValueAtOwner(active.target.value()), *args)
+        args = (ValueAtOwner(active.target.value(), active, actors), *args)
     return args, kwargs

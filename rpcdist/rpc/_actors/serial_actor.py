@@ -1,0 +1,206 @@
+"""An actor at its owner: runs the calls of its value's methods one at a time.
+
+A call that waits holds no thread. The one whose turn it is runs in the pool, or, if its method is a coroutine function,
+on the user loop; the turn lasts until that has ended. So an actor that blocks holds up its own callers, and one thread.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextvars import ContextVar, copy_context
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from rpcdist.errors import DeadlineExceeded, Overloaded
+from rpcdist.rpc._actors.turn import Turn
+from rpcdist.rpc._actors.turn_queue import TurnQueue
+from rpcdist.rpc._executors.user_loop import UserLoop
+from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
+from rpcdist.rpc.functions import is_async_execution
+
+__all__ = ["SerialActor", "running_actor"]
+
+running_actor: ContextVar[RRefId | None] = ContextVar("rpcdist_running_actor", default=None)
+"""The actor one of whose methods runs here."""
+
+
+class Executors(Protocol):
+    """Where methods run."""
+
+    def submit(self, function: Callable[..., object], *arguments: object) -> None:
+        """In the pool."""
+
+    @property
+    def user_loop(self) -> UserLoop:
+        """For coroutines."""
+
+
+class SerialActor:
+    """Any thread may call any method.
+
+    Args:
+        rref: names the value, which comes with each call: an actor may hear of its callers before it exists.
+        executors: where its methods run.
+    """
+
+    def __init__(self, rref: RRefId, executors: Executors) -> None:
+        self._rref = rref
+        self._executors = executors
+        self._lock = threading.Lock()  # around the two below
+        self._queue: TurnQueue[Incarnation, Turn] = TurnQueue()
+        self._running: Turn | None = None
+
+    def __repr__(self) -> str:
+        return f"<SerialActor {self._rref} [{self._queue!r}]>"
+
+    def enter(self, turn: Turn) -> None:
+        """See `TurnHost`. A call that finds the actor free runs on this thread, which has its context."""
+        with self._lock:
+            try:
+                self._queue.arrive(turn.who, turn.number, turn)
+            except Overloaded as exc:
+                refusal: Exception | None = exc
+            else:
+                refusal = None
+            first = self._take()
+        if refusal is not None:
+            turn._fail(refusal)
+        if first is turn:
+            self._run(turn)
+        elif first is not None:
+            self._submit(first)
+
+    def over(self, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
+        """These calls have ended for their caller, and may never come."""
+        with self._lock:
+            self._queue.over(who, stream, numbers)
+            first = self._take()
+        if first is not None:
+            self._submit(first)
+
+    def gone(self, who: Incarnation) -> None:
+        """A caller is dead."""
+        with self._lock:
+            self._queue.gone(who)
+            first = self._take()
+        if first is not None:
+            self._submit(first)
+
+    def on_cancelled(self, turn: Turn) -> None:
+        """See `TurnHost`. One that waits keeps its place, so that the order of the others holds, and nothing else."""
+        cancel = turn.coroutine
+        if cancel is not None:
+            cancel()
+            return
+        with self._lock:
+            if turn is not self._running:
+                turn.forget_arguments()
+
+    # ------------------------------------------------------------ turns
+
+    def _take(self) -> Turn | None:
+        """Begins the next turn, if none lasts; with the lock. Those that have ended meanwhile are dropped."""
+        if self._running is not None:
+            return None
+        while (turn := self._queue.take()) is not None:
+            if not turn.done():
+                break
+        self._running = turn
+        return turn
+
+    def _submit(self, turn: Turn) -> None:
+        self._executors.submit(turn.context.run, self._run, turn)
+
+    def _run(self, turn: Turn) -> None:
+        """Runs a method; on a thread of the pool, in the context of the call."""
+        token = running_actor.set(self._rref)
+        lasts = False
+        try:
+            if turn.deadline.expired():
+                raise DeadlineExceeded(
+                    f"the deadline was over before it was the turn of {turn.method}() on {_name(turn)}, which runs one "
+                    "call at a time"
+                )
+            lasts = self._call(turn)
+        except BaseException as exc:  # `SystemExit` of a method is its caller's business
+            turn._fail(exc)
+        finally:
+            running_actor.reset(token)
+            if not lasts:
+                self._end(turn)
+
+    def _call(self, turn: Turn) -> bool:
+        """Calls the method; True if the turn goes on as a coroutine."""
+        method, name = getattr(turn.target, turn.method), _name(turn)
+        args, kwargs = turn.args, turn.kwargs
+        turn.forget_arguments()
+        if not callable(method) and not args and not kwargs:  # an attribute: this reads it
+            turn._complete(method)
+            return False
+        result = method(*args, **kwargs)
+        del args, kwargs
+        if inspect.iscoroutine(result):
+            self._start(turn, result)
+            return True
+        if isinstance(result, torch._C.Future) and is_async_execution(method):
+            result.add_done_callback(partial(_pass_on, turn))
+            return False
+        if isinstance(result, Generator | AsyncGenerator):
+            raise TypeError(
+                f"{turn.method}() of {name} is a generator function: its items would be made while other calls "
+                "run. Return a list, or make the actor without serial=True"
+            )
+        turn._complete(result)
+        return False
+
+    def _start(self, turn: Turn, coroutine: Coroutine[Any, Any, Any]) -> None:
+        def done(outcome: object, error: BaseException | None) -> None:
+            self._executors.submit(self._conclude, turn, outcome, error)  # encoding a result may be slow
+
+        async def run() -> object:
+            return await coroutine
+
+        loop = self._executors.user_loop
+        try:
+            call = loop.submit(run, done, deadline=turn.deadline, context=copy_context(), name=turn.method)
+        except BaseException:
+            coroutine.close()
+            raise
+        turn.coroutine = call.cancel
+        if turn.done():  # cancelled between the check and here
+            call.cancel()
+
+    def _conclude(self, turn: Turn, outcome: object, error: BaseException | None) -> None:
+        try:
+            if error is None:
+                turn._complete(outcome)
+            else:
+                turn._fail(error)
+        finally:
+            self._end(turn)
+
+    def _end(self, turn: Turn) -> None:
+        """The turn is over, and its result is encoded; the next begins."""
+        with self._lock:
+            self._running = None
+            following = self._take()
+        if following is not None:
+            self._submit(following)
+
+
+def _name(turn: Turn) -> str:
+    return f"the actor {type(turn.target).__name__}"
+
+
+def _pass_on(turn: Turn, done: torch._C.Future[Any]) -> None:
+    """The future that an `async_execution` method returned is done."""
+    try:
+        result = done.wait()
+    except BaseException as exc:
+        turn._fail(exc)
+    else:
+        turn._complete(result)

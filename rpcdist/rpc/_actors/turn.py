@@ -1,0 +1,75 @@
+"""One call of an actor, from its arrival to its result."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from typing import Any, Protocol
+
+from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.rpc._actors.turn_queue import CallNumber
+from rpcdist.rpc._rref.identifiers import Incarnation
+from rpcdist.rpc.future import Future
+
+__all__ = ["Turn", "TurnHost"]
+
+
+class TurnHost(Protocol):
+    """The actor, as its calls see it."""
+
+    def enter(self, turn: Turn) -> None:
+        """Runs the call when its turn has come: perhaps now, on this thread."""
+
+    def on_cancelled(self, turn: Turn) -> None:
+        """The call was cancelled; any thread, must not block."""
+
+
+class Turn(Future[Any]):
+    """The future of the call's result. Whoever makes it calls `enter` when it can take the result.
+
+    Args:
+        host: the actor.
+        target: its value.
+        who: the caller.
+        number: which of its calls.
+        method: of the value.
+        args, kwargs: for it.
+    """
+
+    __slots__ = ("args", "context", "coroutine", "deadline", "host", "kwargs", "method", "number", "target", "who")
+
+    def __init__(
+        self,
+        host: TurnHost,
+        target: object,
+        who: Incarnation,
+        number: CallNumber,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> None:
+        super().__init__(on_cancel=self._on_cancelled)
+        self.is_quiet = True  # the error goes to the caller
+        self.host = host
+        self.target = target
+        self.who = who
+        self.number = number
+        self.method = method
+        self.args = args
+        self.kwargs = kwargs
+        self.deadline: Deadline = current_deadline.get()
+        self.context: Context = copy_context()  # with deadline and autograd context of the call
+        self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
+
+    def __repr__(self) -> str:
+        return f"<Turn {self.number.number} of {self.who!r}: {self.method}>"
+
+    def enter(self) -> None:
+        """Waits for its turn, without a thread."""
+        self.host.enter(self)
+
+    def forget_arguments(self) -> None:
+        self.target, self.args, self.kwargs = None, (), {}
+
+    def _on_cancelled(self) -> None:
+        self.host.on_cancelled(self)

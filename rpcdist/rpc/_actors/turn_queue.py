@@ -1,0 +1,156 @@
+"""Whose turn it is at one actor. Pure: no clock, no threads, no sockets.
+
+A caller numbers its calls of one actor from 0; a *stream* of numbers ends when the caller holds no reference to the
+actor any more, and a later one has a higher number itself. Calls arrive in any order. One is ready when every earlier
+call of its stream has arrived, or will never come: because it is below the *floor* that a later call brings along (the
+caller has seen the end of all below it), or because the caller says that it is *over*.
+
+Callers take turns: one that floods an actor delays the calls of another by one call at a time.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Hashable, Iterable
+from typing import Final, Generic, NamedTuple, TypeVar
+
+from rpcdist.errors import Overloaded, RpcdistError
+
+__all__ = ["MAX_WAITING", "CallNumber", "TurnQueue"]
+
+C = TypeVar("C", bound=Hashable)
+T = TypeVar("T")
+
+MAX_WAITING: Final = 1 << 16
+"""So many calls of one caller may wait at one actor; what comes then is refused. They hold memory of the owner."""
+
+
+class CallNumber(NamedTuple):
+    """Which call of its caller one is.
+
+    Attributes:
+        stream: of the caller's numbers for this actor.
+        number: of the call, from 0.
+        floor: every call with a lower number has ended for the caller.
+    """
+
+    stream: int
+    number: int
+    floor: int
+
+    @classmethod
+    def checked(cls, parts: object) -> CallNumber:
+        """What a peer sent, if it is one; raises `RpcdistError` otherwise."""
+        if isinstance(parts, tuple) and len(parts) == 3 and all(type(part) is int for part in parts):
+            made = cls(*parts)
+            if made.stream >= 0 and 0 <= made.floor <= made.number:
+                return made
+        raise RpcdistError(f"the order of a call to an actor is three numbers, but not {parts!r}")
+
+
+class _CallerQueue(Generic[T]):
+    """One caller: `next` is the lowest number that is waited for, `early` has what arrived before its turn."""
+
+    __slots__ = ("early", "is_listed", "next", "over", "ready", "stream")
+
+    def __init__(self, stream: int, first: int) -> None:
+        self.stream = stream
+        self.next = first
+        self.early: dict[int, T] = {}
+        self.over: set[int] = set()
+        self.ready: deque[T] = deque()
+        self.is_listed = False  # among those that have calls which are ready
+
+    def advance(self) -> None:
+        while True:
+            if self.next in self.early:
+                self.ready.append(self.early.pop(self.next))
+            elif self.next in self.over:
+                self.over.discard(self.next)
+            else:
+                return
+            self.next += 1
+
+    def raise_floor(self, floor: int) -> None:
+        """What is below will not be waited for; what of it has arrived goes first."""
+        if floor > self.next:
+            for number in sorted(number for number in self.early if number < floor):
+                self.ready.append(self.early.pop(number))
+            self.over = {number for number in self.over if number >= floor}
+            self.next = floor
+        self.advance()
+
+    def begin_stream(self, stream: int, first: int) -> None:
+        self.raise_floor(max(self.early, default=-1) + 1)
+        self.stream, self.next = stream, first
+        self.over.clear()
+
+
+class TurnQueue(Generic[C, T]):
+    """The calls that wait at one actor, by caller. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._callers: dict[C, _CallerQueue[T]] = {}
+        self._ready: deque[_CallerQueue[T]] = deque()
+
+    def __len__(self) -> int:
+        """How many calls are ready."""
+        return sum(len(caller.ready) for caller in self._ready)
+
+    def __repr__(self) -> str:
+        early = sum(len(caller.early) for caller in self._callers.values())
+        return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"
+
+    def arrive(self, who: C, number: CallNumber, turn: T) -> None:
+        """A call has come. Raises `Overloaded` if its caller has too many here; the call counts as over then."""
+        caller = self._caller(who, number.stream, number.floor)
+        if len(caller.ready) + len(caller.early) >= MAX_WAITING:
+            self.over(who, number.stream, (number.number,))
+            raise Overloaded(
+                f"{MAX_WAITING} calls of one caller wait at this actor already; wait for results before making more"
+            )
+        if number.stream < caller.stream or number.number < caller.next or number.number in caller.early:
+            caller.ready.append(turn)  # the caller has given it up, so nobody can tell the order
+        else:
+            caller.early[number.number] = turn
+            caller.raise_floor(number.floor)
+        self._list(caller)
+
+    def over(self, who: C, stream: int, numbers: Iterable[int]) -> None:
+        """These calls have ended for their caller, and may never come. This may be the first that is heard of it."""
+        caller = self._caller(who, stream, 0)
+        if stream < caller.stream:
+            return
+        caller.over.update(number for number in numbers if caller.next <= number < caller.next + MAX_WAITING)
+        caller.advance()
+        self._list(caller)
+
+    def gone(self, who: C) -> None:
+        """The caller is dead: nothing more comes from it, and what has come waits for nothing."""
+        caller = self._callers.pop(who, None)
+        if caller is not None:
+            caller.raise_floor(max(caller.early, default=-1) + 1)
+            self._list(caller)
+
+    def take(self) -> T | None:
+        """The call whose turn it is; None if none is ready."""
+        if not self._ready:
+            return None
+        caller = self._ready.popleft()
+        turn = caller.ready.popleft()
+        caller.is_listed = False
+        self._list(caller)
+        return turn
+
+    def _caller(self, who: C, stream: int, floor: int) -> _CallerQueue[T]:
+        caller = self._callers.get(who)
+        if caller is None:
+            caller = self._callers[who] = _CallerQueue(stream, floor)
+        if stream > caller.stream:
+            caller.begin_stream(stream, floor)
+        return caller
+
+    def _list(self, caller: _CallerQueue[T]) -> None:
+        if caller.ready and not caller.is_listed:
+            caller.is_listed = True
+            self._ready.append(caller)
