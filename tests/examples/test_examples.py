@@ -39,9 +39,11 @@ def test_hello_prints_what_its_docstring_says() -> None:
 
 
 @pytest.mark.multiproc
+@pytest.mark.timeout(500)
 @FULL_ONLY
 def test_parameter_server_outlives_a_trainer(tmp_path: Path) -> None:
-    result = run(sys.executable, PARAMETER_SERVER, "--kill", "1", *SHORT, "--picture", tmp_path / "picture.png")
+    arguments = ("--kill", "1", *SHORT, "--picture", tmp_path / "picture.png")
+    result = run(sys.executable, PARAMETER_SERVER, *arguments, limit_s=400.0)  # torch is imported twice, in turn
     assert last_accuracy(result) >= SHORT_ACCURACY
     said = [line.split(" after")[0] for line in result.stdout.splitlines()]
     assert said.index("trainer 1: killed") < said.index("trainer 1: back")

@@ -34,10 +34,10 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name not in launcher}
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+def run(*command: str | Path, cwd: Path | None = None, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
     """Runs a command to its end, in a session of its own; kills the session when that takes too long."""
     with start(*command, cwd=cwd) as process:
-        out, errors = process.communicate(timeout=LIMIT_S)
+        out, errors = process.communicate(timeout=limit_s)
         assert_no_process_left(process.pid)
     return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, errors)
 
