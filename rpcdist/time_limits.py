@@ -18,6 +18,7 @@ __all__ = [
     "AGENT_TICK_S",
     "ANNOUNCE_LIMIT_S",
     "ANSWER_HOLD_S",
+    "ASK_COORDINATOR_LIMIT_S",
     "BURST_GAP_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
@@ -28,6 +29,9 @@ __all__ = [
     "CONTEXT_RELEASE_DELAY_S",
     "COORDINATOR_CONNECT_LIMIT_S",
     "COORDINATOR_GRACE_S",
+    "COORDINATOR_LOOK_UP_LIMIT_S",
+    "COORDINATOR_RETURN_LIMIT_S",
+    "COORDINATOR_STALE_S",
     "COPY_TURN_LIMIT_S",
     "DDP_NOTICE_POLL_S",
     "DEBUGGER_LIMIT_S",
@@ -108,6 +112,8 @@ __all__ = [
     "REFUSAL_LOG_PERIOD_S",
     "REFUSAL_POLL_S",
     "REFUSED_GRACE_S",
+    "RETURN_FIRST_PAUSE_S",
+    "RETURN_LONGEST_PAUSE_S",
     "ROLE_LIMIT_S",
     "RPC_CLOSE_LIMIT_S",
     "RPC_TIMEOUT_S",
@@ -204,6 +210,18 @@ COORDINATOR_GRACE_S: Final = 5.0
 """What the coordinator's answer may need beyond the time for which it waits for members; then the request fails."""
 COORDINATOR_CONNECT_LIMIT_S: Final = 3600.0
 """A worker tries this long at most to reach the coordinator, whatever timeout its user gave."""
+ASK_COORDINATOR_LIMIT_S: Final = 1.0
+"""A call to a lost worker asks who has its place now; without an answer it fails at once, and waits no longer."""
+COORDINATOR_RETURN_LIMIT_S: Final = 600.0
+"""Workers whose coordinator is lost look this long for the one that takes its place; then they go on without."""
+COORDINATOR_LOOK_UP_LIMIT_S: Final = 1.0
+"""One look into the store for the address of the next coordinator; the last address is not tried meanwhile."""
+COORDINATOR_STALE_S: Final = 2.0
+"""A newcomer tries an address that the store has this long; then the store may have another one."""
+RETURN_FIRST_PAUSE_S: Final = 0.1
+"""Before the second attempt to find the next coordinator; random, and it doubles."""
+RETURN_LONGEST_PAUSE_S: Final = 2.0
+"""Upper bound of the pauses between these attempts."""
 ANNOUNCE_LIMIT_S: Final = 2.0
 """A newcomer waits until the other workers have heard of it, so that they reach it; then it goes on all the same."""
 LATE_JOINERS_LIMIT_S: Final = 5.0
@@ -419,6 +437,10 @@ DEPENDENCIES: Final = (
     ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),
     ("STORE_STOP_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
     ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
+    ("COORDINATOR_GRACE_S", ("ASK_COORDINATOR_LIMIT_S",), "a call that fails fast has less time than a question alone"),
+    ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
+    ("COORDINATOR_RETURN_LIMIT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
+    ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
     ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
     ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
     ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),

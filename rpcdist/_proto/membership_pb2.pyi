@@ -19,17 +19,23 @@ class Member(_message.Message):
     def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
-    __slots__ = ("member", "world_size", "timeout_ms")
+    __slots__ = ("member", "world_size", "timeout_ms", "known_version", "known", "attempt")
     MEMBER_FIELD_NUMBER: _ClassVar[int]
     WORLD_SIZE_FIELD_NUMBER: _ClassVar[int]
     TIMEOUT_MS_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_VERSION_FIELD_NUMBER: _ClassVar[int]
+    KNOWN_FIELD_NUMBER: _ClassVar[int]
+    ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     member: Member
     world_size: int
     timeout_ms: int
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., world_size: _Optional[int] = ..., timeout_ms: _Optional[int] = ...) -> None: ...
+    known_version: int
+    known: _containers.RepeatedCompositeFieldContainer[_handshake_pb2.Identity]
+    attempt: str
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., world_size: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., known_version: _Optional[int] = ..., known: _Optional[_Iterable[_Union[_handshake_pb2.Identity, _Mapping]]] = ..., attempt: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
-    __slots__ = ("outcome", "detail", "members", "version", "missing")
+    __slots__ = ("outcome", "detail", "members", "version", "missing", "departures")
     class Outcome(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         OK: _ClassVar[JoinReply.Outcome]
@@ -55,12 +61,14 @@ class JoinReply(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     VERSION_FIELD_NUMBER: _ClassVar[int]
     MISSING_FIELD_NUMBER: _ClassVar[int]
+    DEPARTURES_FIELD_NUMBER: _ClassVar[int]
     outcome: JoinReply.Outcome
     detail: str
     members: _containers.RepeatedCompositeFieldContainer[Member]
     version: int
     missing: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, outcome: _Optional[_Union[JoinReply.Outcome, str]] = ..., detail: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., version: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ...) -> None: ...
+    departures: _containers.RepeatedCompositeFieldContainer[Departure]
+    def __init__(self, outcome: _Optional[_Union[JoinReply.Outcome, str]] = ..., detail: _Optional[str] = ..., members: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., version: _Optional[int] = ..., missing: _Optional[_Iterable[int]] = ..., departures: _Optional[_Iterable[_Union[Departure, _Mapping]]] = ...) -> None: ...
 
 class LeaveRequest(_message.Message):
     __slots__ = ("identity",)

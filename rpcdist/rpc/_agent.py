@@ -43,6 +43,7 @@ from rpcdist.rpc._futures.interrupt import InterruptWatch
 from rpcdist.rpc._futures.waiting import replace_torch_functions
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._membership.coordinator import Coordinator
+from rpcdist.rpc._membership.coordinator_return import CoordinatorReturn
 from rpcdist.rpc._membership.departing import Departing
 from rpcdist.rpc._membership.departures import Departures
 from rpcdist.rpc._membership.gatherings import Gatherings
@@ -105,6 +106,7 @@ class Agent:
         options: the options of `init_rpc`.
         world_size: None where workers come and go.
         store: where the workers found each other; closed with the agent.
+        look_up: blocks, bounded, and returns where the coordinator says that it is; None where that is fixed.
         above: what it needs of the modules above.
     """
 
@@ -118,6 +120,7 @@ class Agent:
         options: RpcOptions,
         world_size: int | None,
         store: Store,
+        look_up: Callable[[], str] | None,
         above: UpperParts,
     ) -> None:
         self.network = network
@@ -201,8 +204,24 @@ class Agent:
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
+        self._return = CoordinatorReturn(
+            coordinator=coordinator,
+            directory=self.directory,
+            router=self.router,
+            submit=self.pool.submit,
+            look_up=look_up,
+            world_size=world_size,
+            recovery_s=options.peer_timeout,
+            io=io,
+            lifetime=lifetime,
+        )
         self._news = MembershipNews(
-            self.directory, coordinator.service, self.router.send_control, self.router.watch, lifetime
+            self.directory,
+            coordinator.service,
+            self.router.send_control,
+            self.router.watch,
+            lifetime,
+            self._return.is_coordinator,
         )
         self.watch = MembershipWatch(self.pool.submit)
         self.serving = StopRequests()
@@ -291,6 +310,7 @@ class Agent:
         events.lost.listen(self._coordinator.on_lost)
         events.lost.listen(self.leader.on_lost)
         events.found.listen(references.on_found)
+        events.lost.listen(self._return.on_lost)
         events.found.listen(self.directory.on_found)
         events.found.listen(self._coordinator.on_found)
         events.broken.listen(self._news.on_broken)
@@ -313,6 +333,7 @@ class Agent:
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
         network.io.call_soon(self._news.start)
+        network.io.call_soon(self._return.start)
         network.io.call_soon(self._tick)
 
     def _tick(self) -> None:
@@ -361,6 +382,7 @@ class Agent:
 
     async def _close_connections(self) -> None:
         self.caller.stop_timer()
+        self._return.close()
         if self._tick_handle is not None:
             self._tick_handle.cancel()
         self._connections.close("the peer shut down RPC")

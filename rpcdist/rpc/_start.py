@@ -6,24 +6,28 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from functools import partial
 from urllib.parse import urlsplit
 
 import torch
 
 from rpcdist import _upper_layers
+from rpcdist._proto.membership_pb2 import JoinReply
 from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
-from rpcdist.errors import ConfigError, RendezvousError, StoreTimeout
+from rpcdist.deadline import Deadline
+from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, StoreTimeout
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import context_of
 from rpcdist.rpc._membership.coordinator import Coordinator, serve_membership
-from rpcdist.rpc._membership.membership_service import MembershipService, members_of
+from rpcdist.rpc._membership.membership_messages import members_of
+from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
-from rpcdist.time_limits import LATE_JOINERS_LIMIT_S
+from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, LATE_JOINERS_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
 from rpcdist.transport.addresses import is_loopback, pick_bind_host, split_address, warn_if_plaintext
 
@@ -97,8 +101,12 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
     if me.id == 0:
         service = serve_membership(network, me, options.peer_timeout)
         records.set(COORDINATOR_KEY, address)
-    coordinator = Coordinator(network, address if me.id == 0 else _find_coordinator(records, timeout_s), me, service)
-    reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
+        coordinator = Coordinator(network, address, me, service)
+        reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
+    else:
+        coordinator, reply = _ask_coordinator(
+            network, store, records, Member(me, address, options.role), world_size, timeout_s
+        )
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
@@ -112,6 +120,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         options=options,
         world_size=world_size,
         store=getattr(store, "underlying_store", store),  # a prefix store closes nothing
+        look_up=None if _is_at(store, coordinator.address) else partial(_look_up, records),
         above=UpperParts(PyRRef, RRef._of, _upper_layers.load("autograd"), context_of),
     )
     agent.start()
@@ -141,6 +150,35 @@ def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:
             f"the coordinator (rank 0) did not come within {timeout_s:.1f} s; start it with the same init_method, "
             f"MASTER_ADDR and MASTER_PORT, and look at its log ({exc})"
         ) from exc
+
+
+def _ask_coordinator(
+    network: Network, store: Store, records: SignedRecords, me: Member, world_size: int | None, timeout_s: float
+) -> tuple[Coordinator, JoinReply]:
+    """Joins at the address in the store, which may be that of a coordinator that was lost: then it is read again."""
+    deadline = Deadline.after(timeout_s)
+    while True:
+        address = _find_coordinator(records, deadline.remaining_s())
+        coordinator = Coordinator(network, address, me.identity, None)
+        remaining_s = deadline.remaining_s()
+        connect_s = remaining_s if _is_at(store, address) else min(remaining_s, COORDINATOR_STALE_S)
+        try:
+            return coordinator, coordinator.join(me, world_size, remaining_s, connect_s)
+        except ConnectFailed as exc:
+            if deadline.expired():
+                raise ConnectFailed(exc.address, exc.reason, timeout_s) from exc
+
+
+def _is_at(store: Store, coordinator: str) -> bool:
+    """Whether the coordinator serves the store at its own port: then the next one has the same address."""
+    try:
+        return split_address(store.address)[1] == split_address(coordinator)[1]
+    except ConfigError:
+        return False  # a file, or memory
+
+
+def _look_up(records: SignedRecords) -> str:
+    return records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
 
 
 def _check_device_maps(me: Identity, members: Iterable[Member], options: RpcOptions) -> None:

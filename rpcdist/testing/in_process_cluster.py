@@ -40,7 +40,7 @@ class InProcessCluster:
     """RPC workers by name. Use it as a context manager: the end of the block shuts all of them down.
 
     Args:
-        names: of the workers, by rank; the first one coordinates, and must not be killed.
+        names: of the workers, by rank; the first one coordinates.
         elastic: workers may come and go (`world_size=None`).
         options: of `RpcOptions`, for all workers.
 
@@ -55,7 +55,6 @@ class InProcessCluster:
     def __init__(self, *names: str, elastic: bool = False, **options: Any) -> None:
         if not names or len(set(names)) < len(names):
             raise ConfigError(f"a cluster needs workers with different names, not {list(names)}")
-        self._coordinator = names[0]
         self.network = MemoryNetwork()
         self._world_size = None if elastic else len(names)
         self._options = {"rpc_timeout": LIMIT_S, **options}
@@ -111,8 +110,6 @@ class InProcessCluster:
     def kill(self, name: str) -> None:
         """A worker dies without a word: to the others its connections break, and nobody listens at its address."""
         agent = self._agent(name)
-        if name == self._coordinator:
-            raise ConfigError(f"{name!r} coordinates the others, and must not be killed; kill one of the others")
         del self._agents[name]
         self.network.kill(self._nodes.pop(name))
         _end(agent)

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
+from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
+from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.membership_table import MembershipTable
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.transport.identities import identity_to_proto
@@ -383,3 +384,87 @@ def test_every_outcome_is_known_to_the_client() -> None:
 def test_the_time_of_a_request_is_bounded(timeout_s: float, timeout_ms: int) -> None:
     made = join_request(record(A), None, timeout_s)
     assert (made.timeout_ms, made.world_size) == (timeout_ms, 0)
+
+
+# ---------------------------------------------------------------- a coordinator in the place of another one
+
+
+def back(
+    service: MembershipService,
+    identity: Identity,
+    *known: Identity,
+    world_size: int = 3,
+    attempt: str = "",
+    version: int = 9,
+) -> asyncio.Task[pb.JoinReply]:
+    """A worker that was in the job announces itself."""
+    roster = Roster(version, [record(other) for other in known])
+    request = return_request(record(identity), world_size or None, 30.0, roster, attempt)
+    return asyncio.create_task(service.join(identity, request))
+
+
+async def test_workers_are_taken_back_once_all_have_come() -> None:
+    service = MembershipService(recovery_s=0.1)
+    first, second = ask(service, A2, 3), back(service, B, A, B, C)
+    await until_waiting(service, 2)
+    with pytest.raises(CallRefused, match="is being made anew"):
+        await service.members(B, pb.MembersRequest())
+    third = back(service, C, A, B, C, version=12)
+    assert await settled(first, second, third) == [OK] * 3
+    assert members_of(third.result(), C, "here", 1.0) == Roster(13, [record(A2), record(B), record(C)], {})
+    assert service.table.formed
+
+
+async def test_who_does_not_come_back_in_time_is_lost_and_its_rank_is_free() -> None:
+    service = MembershipService(recovery_s=0.05)
+    waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
+    assert await settled(*waiting) == [OK] * 2
+    roster = members_of(waiting[1].result(), C, "here", 1.0)
+    assert [member.identity for member in roster.members] == [A2, C] and list(roster.departures) == [B]
+    assert "did not announce itself" in roster.departures[B]
+    assert await settled(ask(service, worker("another-name", 1, 300), 3)) == [OK]
+
+
+async def test_a_dynamic_world_waits_for_those_that_are_known() -> None:
+    service = MembershipService(recovery_s=20.0)
+    assert await settled(ask(service, A2, 0)) == [OK]
+    first = back(service, B, A, B, C, world_size=0)
+    newcomer = ask(service, D, 0)
+    await until_waiting(service, 2)
+    second = back(service, C, A, B, C, world_size=0)
+    assert await settled(first, newcomer, second) == [OK] * 3
+    assert [len(task.result().members) for task in (first, newcomer, second)] == [4] * 3
+
+
+async def test_newcomers_win_over_workers_that_are_left_from_another_job() -> None:
+    """Also if the one that is left over has made the world complete: newcomers have half of the recovery's time."""
+    service = MembershipService(recovery_s=20.0)
+    coordinator, left_over = ask(service, A2, 2), back(service, B, A, B, world_size=2)
+    await until_waiting(service, 2)
+    newcomer = ask(service, worker("another-name", 1, 300), 2)
+    assert await settled(coordinator, left_over, newcomer) == [OK, GONE, OK]
+    assert "started anew, with another process as 'another-name'" in left_over.result().detail
+    assert [member.identity.name for member in service.table.members] == ["a", "another-name"]
+
+
+@pytest.mark.parametrize(("attempt", "outcome"), [("1", OK), ("2", GONE)])
+async def test_only_the_same_attempt_is_taken_back(attempt: str, outcome: pb.JoinReply.Outcome) -> None:
+    service = MembershipService(attempt="1", recovery_s=0.0)
+    coordinator = ask(service, A2, 2, timeout_s=0.2)
+    assert await settled(back(service, B, A, B, world_size=2, attempt=attempt)) == [outcome]
+    await settled(coordinator)
+
+
+async def test_what_a_worker_that_comes_back_may_claim_is_bounded() -> None:
+    service = MembershipService()
+    with pytest.raises(CallRefused, match="which cannot be"):
+        await back(service, B, A, B, version=1 << 63)
+    with pytest.raises(CallRefused, match="joins as itself"):
+        await service.join(C, return_request(record(B), 3, 1.0, Roster(9, []), ""))
+
+
+async def test_who_has_the_place_of_a_worker_that_comes_back_late_keeps_it() -> None:
+    service = MembershipService(recovery_s=0.0)
+    assert await settled(ask(service, A2, 2), ask(service, B2, 2)) == [OK] * 2
+    assert await settled(back(service, B, A, B, world_size=2)) == [NAME]
+    assert [member.identity for member in service.table.members] == [A2, B2] and service.table.broken is None

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
+from typing import NamedTuple
 
 from rpcdist._proto import membership_pb2
 from rpcdist.backoff import backoff
+from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError, WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_service import MembershipService, join_request, members_of
+from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
+from rpcdist.rpc._membership.membership_recovery import COORDINATOR
+from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.rpc._peers.network import Network
 from rpcdist.time_limits import (
@@ -23,7 +27,7 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport.identities import identity_to_proto
 
-__all__ = ["Coordinator", "serve_membership"]
+__all__ = ["Coordinator", "Found", "serve_membership"]
 
 SERVICE = membership_pb2.DESCRIPTOR.services_by_name["Membership"]
 
@@ -59,9 +63,16 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
             await asyncio.sleep(pause_s)
         raise AssertionError("backoff without a deadline does not end")
 
-    service = MembershipService(answers)
+    service = MembershipService(answers, job_attempt(), peer_timeout_s)
     network.add_service(SERVICE, {"Join": service.join, "Leave": service.leave, "Members": service.members})
     return service
+
+
+class Found(NamedTuple):
+    """Who answered where a coordinator was looked for, and what it said; None if it was not asked to take us back."""
+
+    peer: Identity
+    reply: membership_pb2.JoinReply | None
 
 
 class Coordinator:
@@ -93,18 +104,32 @@ class Coordinator:
         if self.service is not None:
             self.service.found(identity)
 
-    def join(self, me: Member, world_size: int | None, timeout_s: float) -> membership_pb2.JoinReply:
+    def join(
+        self, me: Member, world_size: int | None, timeout_s: float, connect_s: float | None = None
+    ) -> membership_pb2.JoinReply:
+        """Asks to be taken in, and waits for the others; blocks.
+
+        Args:
+            me: this worker.
+            world_size: None where workers come and go.
+            timeout_s: limit, in seconds.
+            connect_s: a shorter one for reaching the coordinator.
+
+        Raises:
+            ConnectFailed: nobody answered in time.
+        """
+        connect_s = timeout_s if connect_s is None else connect_s
         request = join_request(me, world_size, timeout_s)
         limit_s = None if timeout_s == float("inf") else timeout_s + COORDINATOR_GRACE_S
         if self.service is not None:
             return self._network.run(self.service.join(self._me, request), limit_s)
         return self._network.run(
-            self._ask("Join", request, timeout_s, limit_s), None if limit_s is None else limit_s + COORDINATOR_GRACE_S
+            self._ask("Join", request, connect_s, limit_s), None if limit_s is None else limit_s + COORDINATOR_GRACE_S
         )
 
-    def members(self) -> Roster:
+    def members(self, limit_s: float | None = None) -> Roster:
         """Everybody who is in the job now; blocks."""
-        return self._network.run(self.members_async(), 2 * COORDINATOR_GRACE_S)
+        return self._network.run(self.members_async(), 2 * COORDINATOR_GRACE_S if limit_s is None else limit_s)
 
     async def members_async(self) -> Roster:
         """As `members`, on the I/O loop. Cancellation leaves nothing behind."""
@@ -114,6 +139,45 @@ class Coordinator:
         else:
             reply = await self._ask("Members", request, COORDINATOR_GRACE_S, COORDINATOR_GRACE_S)
         return members_of(reply, self._me, self.address, 0.0)
+
+    async def announce(
+        self,
+        address: str,
+        me: Member,
+        world_size: int | None,
+        roster: Roster,
+        before: Identity | None,
+        limit_s: float,
+    ) -> Found:
+        """Tells the process at an address, if it is another coordinator than the one before, that this worker lives.
+
+        Args:
+            address: where it may be.
+            me: this worker.
+            world_size: None where workers come and go.
+            roster: who is in the job, as this worker knows it.
+            before: the coordinator that there was.
+            limit_s: how long the coordinator may wait for others that were there.
+
+        Returns:
+            Who answered, and the verdict; no verdict if this is no other coordinator.
+
+        Raises:
+            TransportError, DeadlineExceeded: nobody answered, or not in time.
+        """
+        link = await self._network.connect(address, "membership", COORDINATOR_GRACE_S, retry=False)
+        try:
+            peer = link.session.peer
+            if peer.id != COORDINATOR or peer == before:
+                return Found(peer, None)
+            request = return_request(me, world_size, limit_s, roster, job_attempt())
+            limit_s += COORDINATOR_GRACE_S
+            reply = await link.unary("Membership", "Join", request, membership_pb2.JoinReply, limit_s)
+        finally:
+            await link.close()
+        if reply.outcome == membership_pb2.JoinReply.Outcome.OK:
+            self.address = address
+        return Found(peer, reply)
 
     def leave(self) -> None:
         """Says goodbye; blocks. A coordinator that is gone by now is nobody's error."""

@@ -10,13 +10,18 @@ from collections.abc import Callable, Sequence
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import WorkerLost
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_service import MembershipService, member_from_proto, member_to_proto
+from rpcdist.rpc._membership.membership_messages import (
+    departures_from_proto,
+    departures_to_proto,
+    member_from_proto,
+    member_to_proto,
+)
+from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import Directory, Roster
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import COORDINATOR
 from rpcdist.rpc._values.buffers import ReceiveBuffer
-from rpcdist.transport.identities import identity_from_proto, identity_to_proto
 
 __all__ = ["MembershipNews"]
 
@@ -30,6 +35,7 @@ class MembershipNews:
         send: sends a control message to a worker.
         watch: connects to a worker, so that its death is noticed.
         lifetime: when it is over, nobody is watched any more.
+        is_coordinator: whether a worker is the coordinator whose list has this worker in it.
     """
 
     def __init__(
@@ -39,12 +45,14 @@ class MembershipNews:
         send: Callable[[int, pb.MembershipMessage], None],
         watch: Callable[[int, str], WorkerLost | None],
         lifetime: Lifetime,
+        is_coordinator: Callable[[Identity], bool],
     ) -> None:
         self._directory = directory
         self._service = service
         self._send = send
         self._watch = watch
         self._lifetime = lifetime
+        self._is_coordinator = is_coordinator
 
     def __repr__(self) -> str:
         return f"<MembershipNews of {self._directory.me.name}{', the coordinator' if self._service else ''}>"
@@ -62,10 +70,7 @@ class MembershipNews:
         message = pb.MembershipMessage(
             version=roster.version,
             members=map(member_to_proto, roster.members),
-            departures=[
-                pb.Departure(identity=identity_to_proto(identity), reason=reason)
-                for identity, reason in roster.departures.items()
-            ],
+            departures=departures_to_proto(roster.departures),
         )
         for member in roster.members:
             if member.identity == me:
@@ -78,8 +83,8 @@ class MembershipNews:
         """The coordinator tells who is there, or a member confirms."""
         if self._service is not None:
             self._service.note_known(sender, message.version)
-        elif sender.id == COORDINATOR and sender.incarnation == self._directory.incarnation_of(COORDINATOR):
-            departures = {identity_from_proto(gone.identity): gone.reason for gone in message.departures}
+        elif self._is_coordinator(sender):
+            departures = departures_from_proto(message.departures)
             self._directory.update(Roster(message.version, list(map(member_from_proto, message.members)), departures))
             self._send(COORDINATOR, pb.MembershipMessage(version=message.version))
             for identity, reason in departures.items():

@@ -7,30 +7,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import time
+from collections.abc import Awaitable, Callable, Mapping
 
 from rpcdist._proto import membership_pb2 as pb
-from rpcdist.errors import CallRefused, DuplicateName, RendezvousError, WorldMismatch
+from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_to_proto
+from rpcdist.rpc._membership.membership_recovery import COORDINATOR, Recovery
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
 from rpcdist.rpc._peers.directory import Member, Roster
 from rpcdist.rpc._peers.peer_events import Event
-from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S
-from rpcdist.transport.identities import identity_from_proto, identity_to_proto
+from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S
+from rpcdist.transport.identities import identity_from_proto
 
-__all__ = [
-    "MembershipService",
-    "Probe",
-    "join_request",
-    "member_from_proto",
-    "member_to_proto",
-    "members_of",
-]
+__all__ = ["MembershipService", "Probe"]
 
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome
-
+MAX_VERSION = 1 << 60  # a peer may claim any; the next ones must fit into 64 bits
 
 Probe = Callable[[Member], Awaitable[bool]]
 """Asks a worker whether it is alive, in the incarnation that is known."""
@@ -46,16 +42,27 @@ class MembershipService:
     Args:
         probe: is asked about the member whose name or rank a newcomer has: only one that does not answer is declared
             lost, and gives its place to the newcomer.
+        attempt: the start of the job's processes that this one belongs to.
+        recovery_s: how long workers that were in the job before this coordinator have to come back, in seconds, once
+            one has. In a static world, the time until the new list is complete is no shorter than half of that, from
+            the start of the service on: if the whole job starts anew, newcomers come in that time, and win.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
         changed: the list has changed, and is this now.
     """
 
-    def __init__(self, probe: Probe = _is_alive) -> None:
+    def __init__(self, probe: Probe = _is_alive, attempt: str = "", recovery_s: float = PEER_TIMEOUT_S) -> None:
         self.table = MembershipTable()
         self.changed: Event[[Roster]] = Event()
         self._probe = probe
+        self._attempt = attempt
+        self._recovery_s = recovery_s
+        self._started = time.monotonic()
+        self._recovery: Recovery | None = None
+        self._has_recovered = False
+        self._absent: Mapping[Identity, str] = {}  # who had not come back when the recovery ended
+        self._came_back: set[Identity] = set()  # while it lasts
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._joining: set[Identity] = set()  # they learn who is there from the answer
@@ -161,13 +168,21 @@ class MembershipService:
 
     async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         version = self.table.version
-        verdict = self.table.join(Member(identity, request.member.address, request.member.role), request.world_size)
+        member = Member(identity, request.member.address, request.member.role)
+        if request.known_version:
+            verdict = self._take_back(member, request)
+        else:
+            self._give_way_to(identity)
+            verdict = self.table.join(member, request.world_size)
         if verdict.ok:
             if self.table.version != version:
                 self._has_changed()
-            if request.world_size and not self.table.formed:
+            self._review_recovery()
+            # In a dynamic world the coordinator itself waits for nobody: it need not know that it is not the first one.
+            recovers = self._recovery is not None and (request.world_size > 0 or identity.id != COORDINATOR)
+            if recovers or (request.world_size and not self.table.formed):
                 verdict = await self._formed(identity, min(request.timeout_ms / 1000, PARKED_LIMIT_S))
-            else:
+            elif self._recovery is None:
                 self._decide(verdict)
         elif self.table.broken is not None:
             self._decide(self.table.broken)
@@ -175,6 +190,71 @@ class MembershipService:
             self._answered.add(identity.incarnation)
             self._answer_came.set()
         return self._reply(verdict)
+
+    # ------------------------------------------------------------ after another coordinator
+
+    def _take_back(self, member: Member, request: pb.JoinRequest) -> Verdict:
+        """A worker announces itself that was in the job before this coordinator."""
+        if request.known_version > MAX_VERSION:
+            raise CallRefused(f"{member} knows version {request.known_version} of the list of workers, which cannot be")
+        if request.attempt != self._attempt:
+            return Verdict(
+                Outcome.INCARNATION_GONE,
+                f"it belongs to start {request.attempt!r} of the job, and the coordinator now to {self._attempt!r}",
+            )
+        was_there = any(other.identity == member.identity for other in self.table.members)
+        verdict = self.table.take_back(member, request.world_size, request.known_version)
+        if not verdict.ok or was_there:
+            return verdict
+        logger.warning("%s was in this job before this coordinator started, and is taken back", member)
+        if self._has_recovered:
+            return verdict  # it comes late, and the others have gone on
+        if self._recovery is None:
+            self._recovery = Recovery()
+            asyncio.get_running_loop().call_later(self._recovery_s, self._end_recovery, self._recovery)
+        self._recovery.expect(map(identity_from_proto, request.known))
+        self._came_back.add(member.identity)
+        return verdict
+
+    def _give_way_to(self, newcomer: Identity) -> None:
+        """While the list is being made anew, a newcomer on the place of a worker that came back says that this is
+        another job than that worker's: it does not belong here."""
+        for old in list(self._came_back):
+            if (newcomer.name == old.name or newcomer.id == old.id) and newcomer.incarnation != old.incarnation:
+                reason = f"the job has started anew, with another process as {newcomer.name!r} (rank {newcomer.id})"
+                self._came_back.discard(old)
+                self.table.dismiss(old)
+                if self._recovery is not None and self._recovery.forget(old):
+                    self._recovery = None  # the job has started anew, and nobody is left to wait for
+                self._has_changed({old: reason})
+                if (waits := self._latest.get(old)) is not None and not waits.done():
+                    waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
+
+    def _review_recovery(self) -> None:
+        """Ends the recovery when everybody has come, and, in a static world, newcomers have had time to."""
+        recovery = self._recovery
+        if recovery is None or not recovery.is_complete(member.identity for member in self.table.members):
+            return
+        hold_s = self._started + self._recovery_s / 2 - time.monotonic() if self.table.world_size else 0.0
+        if hold_s > 0:
+            asyncio.get_running_loop().call_later(hold_s, self._review_recovery)
+        else:
+            self._end_recovery(recovery)
+
+    def _end_recovery(self, recovery: Recovery) -> None:
+        if self._recovery is not recovery:
+            return
+        present = [member.identity for member in self.table.members]
+        self._recovery = None
+        self._has_recovered = True
+        self._absent = recovery.departures(present)
+        self._came_back.clear()
+        self.table.end_restoring()
+        for identity, reason in self._absent.items():
+            logger.warning("worker %r (rank %d) is lost: %s", identity.name, identity.id, reason)
+        self._decide(Verdict(Outcome.OK))
+
+    # ------------------------------------------------------------ those who go
 
     async def leave(self, peer: Identity, request: pb.LeaveRequest) -> pb.LeaveReply:
         """Takes a worker out of the list; unknown ones are ignored, so it may be repeated.
@@ -190,7 +270,13 @@ class MembershipService:
         return pb.LeaveReply()
 
     async def members(self, peer: Identity, request: pb.MembersRequest) -> pb.JoinReply:
-        """The living workers."""
+        """The living workers.
+
+        Raises:
+            CallRefused: the list is being made anew, after another coordinator was lost.
+        """
+        if self._recovery is not None:
+            raise CallRefused(f"the list of workers is being made anew; this coordinator still waits: {self._recovery}")
         return self._reply(Verdict(Outcome.OK))
 
     def lost(self, identity: Identity, reason: str) -> bool:
@@ -276,62 +362,5 @@ class MembershipService:
             members=members,
             version=self.table.version,
             missing=verdict.missing,
+            departures=departures_to_proto(self._absent),
         )
-
-
-def member_to_proto(member: Member) -> pb.Member:
-    return pb.Member(identity=identity_to_proto(member.identity), address=member.address, role=member.role)
-
-
-def member_from_proto(member: pb.Member) -> Member:
-    return Member(identity_from_proto(member.identity), member.address, member.role)
-
-
-def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
-    """What a worker sends to join; `world_size` None where workers come and go."""
-    timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
-    return pb.JoinRequest(member=member_to_proto(me), world_size=world_size or 0, timeout_ms=timeout_ms)
-
-
-def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> Roster:
-    """Takes the coordinator's answer apart.
-
-    Args:
-        reply: the answer to `Join` or `Members`.
-        me: the worker that asked.
-        coordinator: its address, for the error.
-        waited_s: how long this worker waited, in seconds, for the error.
-
-    Returns:
-        The workers, by rank, and the version of this list.
-
-    Raises:
-        DuplicateName: two workers have the same name or rank.
-        WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
-        RendezvousError: not everybody came in time, or this process was declared lost.
-    """
-    members = [member_from_proto(member) for member in reply.members]
-    outcome = reply.outcome
-    if outcome == Outcome.OK:
-        return Roster(reply.version, members)
-    text = f"worker {me.name!r} (rank {me.id}) could not join the job at {coordinator}: "
-    if outcome == Outcome.TIMED_OUT:
-        raise RendezvousError(text + _timed_out(reply, me, members, waited_s))
-    if outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID):
-        raise DuplicateName(text + reply.detail)
-    if outcome == Outcome.INCARNATION_GONE:
-        raise RendezvousError(text + reply.detail)
-    raise WorldMismatch(text + (reply.detail or f"outcome {outcome}"))
-
-
-def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
-    if not reply.missing:
-        return reply.detail or f"the world was not complete after {waited_s:.1f} s"
-    missing = list(reply.missing)
-    ranks = ", ".join(str(rank) for rank in missing[:16]) + (" ..." if len(missing) > 16 else "")
-    others = ", ".join([member.identity.name for member in members if member.identity != me][:16]) or "nobody"
-    return (
-        f"after {waited_s:.1f} s, these ranks have not come: {ranks} (waiting with it: {others}"
-        f"{'; ' + reply.detail if reply.detail else ''}). Check that they were started, with the same MASTER_ADDR, "
-        "MASTER_PORT and WORLD_SIZE, and look at their logs"
-    )

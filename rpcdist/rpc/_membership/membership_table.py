@@ -12,6 +12,9 @@ The first worker decides. Rules:
  5. A worker that stops waiting before the world has formed is as if it had never come.
  6. When the last worker is gone, the next one decides anew.
  7. `version` grows with every change of the list of workers.
+ 8. A coordinator that took the place of another one takes back the workers that were in its list, each when it shows
+    itself. When all have, or have had their time, the world has formed, whoever is missing; places are free for
+    workers of any name then, since those that are missing may be unknown by name.
 """
 
 from __future__ import annotations
@@ -67,6 +70,7 @@ class MembershipTable:
         self._living: dict[str, Member] = {}
         self._vacant: dict[str, Identity] = {}  # places of a formed static world that a replacement may take
         self._lost: dict[int, Member] = {}  # by incarnation
+        self._was_restored = False
         self._gave_up: set[int] = set()  # ranks that came, but are gone before the world has formed
 
     def __repr__(self) -> str:
@@ -119,6 +123,41 @@ class MembershipTable:
             return self._full(member)
         self._accept(member, world_size)
         return _OK
+
+    def take_back(self, member: Member, world_size: int, version: int) -> Verdict:
+        """A worker shows itself that was in the list of the coordinator before this one (rule 8).
+
+        Args:
+            member: who.
+            world_size: as for `join`.
+            version: of the list that it knows; that of this list goes on from there.
+
+        Raises:
+            ConfigError: the name is malformed, or the world size negative.
+        """
+        check_worker_name(member.identity.name)
+        if self.broken is not None:
+            return self.broken
+        self.found(member.identity)  # where this coordinator had given it up before it came
+        verdict = self._own_contradiction(member, world_size)
+        if not verdict.ok or self._known_again(member, world_size):
+            return verdict
+        contradiction = self._contradiction(member, world_size)
+        if contradiction is not None:  # no newcomer did anything wrong, so the world does not break
+            return contradiction
+        self.version = max(self.version, version)
+        self._accept(member, world_size)
+        return _OK
+
+    def dismiss(self, identity: Identity) -> None:
+        """A worker that was taken back belongs to an earlier job: it goes, and keeps no place free for its like."""
+        if self.lost(identity):
+            self._vacant.pop(identity.name, None)
+            self.formed = False
+
+    def end_restoring(self) -> None:
+        """All that were in the list before have come back, or have had their time to (rule 8)."""
+        self.formed = self._was_restored = bool(self.world_size)
 
     def withdraw(self, identity: Identity) -> bool:
         """A worker no longer waits for the world to form (rule 5). False if it is not waiting."""
@@ -194,7 +233,9 @@ class MembershipTable:
 
     def _may_replace(self, identity: Identity) -> bool:
         place = self._vacant.get(identity.name)
-        return place is not None and place.id == identity.id
+        if place is not None:
+            return place.id == identity.id
+        return self._was_restored and all(place.id != identity.id for place in self._vacant.values())
 
     def _other_world(self, member: Member, world_size: int) -> Verdict:
         there = _listed(self.members)
@@ -239,7 +280,7 @@ class MembershipTable:
             self._vacant[identity.name] = identity
         if not self._living and self.broken is None:
             self.world_size = None
-            self.formed = False
+            self.formed = self._was_restored = False
             self._vacant.clear()
             self._gave_up.clear()
         return True

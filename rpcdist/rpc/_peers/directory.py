@@ -67,8 +67,8 @@ class MemberEvent(NamedTuple):
 class MemberSource(Protocol):
     """Knows everybody who is in the job now: the coordinator."""
 
-    def members(self) -> Roster:
-        """Asks, and waits; bounded."""
+    def members(self, limit_s: float | None = None) -> Roster:
+        """Asks, and waits; bounded, by a limit of its own if none is given."""
 
     async def members_async(self) -> Roster:
         """The same on the I/O loop."""
@@ -205,9 +205,14 @@ class Directory:
         self._changed.notify_all()
         return events
 
-    def refresh(self) -> None:
-        """Asks the coordinator; blocks, bounded."""
-        self.update(self._source.members())
+    def roster(self) -> Roster:
+        """Who lives, and the version of the list that this worker knows."""
+        with self._lock:
+            return Roster(self._version, [member for _, member in sorted(self._living.items())])
+
+    def refresh(self, limit_s: float | None = None) -> None:
+        """Asks the coordinator; blocks, bounded; `limit_s` may be shorter than the time that it usually has."""
+        self.update(self._source.members(limit_s))
 
     def refresh_soon(self) -> None:
         """Asks the coordinator in the background; any thread."""

@@ -26,6 +26,7 @@ from rpcdist.rpc._peers.peer import Peer, PeerState
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
+from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["COORDINATOR", "REPLACED", "Router"]
@@ -192,11 +193,11 @@ class Router:
     def learn_if_lost(self, worker_id: int) -> None:
         """Asks the coordinator who has the place of a worker now, if that is lost; bounded.
 
-        On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost is not
-        asked.
+        On an event loop, which must not be held up, it asks for the next time. A coordinator that is itself lost, or
+        has not been heard of lately, is not asked: the caller is to fail fast.
         """
         peer = self._peers.get(worker_id)
-        if peer is None or peer.state is not PeerState.LOST or not self._directory.is_living(COORDINATOR):
+        if peer is None or peer.state is not PeerState.LOST or not self._hears_from_coordinator():
             return
         if peer.identity != self._directory.member(worker_id).identity:
             return  # it is known already
@@ -204,9 +205,26 @@ class Router:
             self._directory.refresh_soon()
             return
         try:
-            self._directory.refresh()
+            self._directory.refresh(ASK_COORDINATOR_LIMIT_S)
         except RpcdistError as exc:
             logger.debug("the coordinator did not say who is in the job: %s", exc)
+
+    def _hears_from_coordinator(self) -> bool:
+        """Whether the coordinator has shown lately, by a heartbeat at least, that it lives; also at itself."""
+        if self._me == COORDINATOR:
+            return True
+        if not self._directory.is_living(COORDINATOR):
+            return False
+        peer, identity = self._peers.get(COORDINATOR), self._directory.member(COORDINATOR).identity
+        sessions = [self._inbound.get(identity), peer.session if peer is not None else None]
+        since = time.monotonic() - self._peer_timeout_s / 2
+        return any(one is not None and one.closed_reason is None and one.last_received > since for one in sessions)
+
+    def revive(self, worker_id: int) -> None:
+        """Tries a worker that is lost once more, if it is."""
+        peer = self._peers.get(worker_id)
+        if peer is not None:
+            peer.revive()
 
     def watch(self, worker_id: int, what: str) -> WorkerLost | None:
         """Connects to another worker, so that its death is noticed here.

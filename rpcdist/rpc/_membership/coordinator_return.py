@@ -1,0 +1,186 @@
+"""What a worker does when the coordinator is lost: it looks for the process that takes its place, and announces itself.
+
+Calls between the workers that are left go on meanwhile. The next coordinator takes them back, and says who is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+
+from rpcdist.backoff import backoff
+from rpcdist.deadline import Deadline
+from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._executors.io_thread import IoThread
+from rpcdist.rpc._membership.coordinator import Coordinator
+from rpcdist.rpc._membership.membership_messages import Outcome, members_of
+from rpcdist.rpc._membership.membership_recovery import COORDINATOR
+from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._peers.router import Router
+from rpcdist.time_limits import (
+    COORDINATOR_RETURN_LIMIT_S,
+    RETURN_FIRST_PAUSE_S,
+    RETURN_LONGEST_PAUSE_S,
+)
+
+__all__ = ["CoordinatorReturn"]
+
+logger = logging.getLogger(__name__)
+
+
+class CoordinatorReturn:
+    """One per agent, on the I/O loop; at the coordinator itself it does nothing.
+
+    Args:
+        coordinator: is asked, and is told the address of the next one.
+        directory: learns who is there.
+        router: watches the next coordinator.
+        submit: runs functions that block on a thread of their own.
+        look_up: blocks, bounded, and returns where the coordinator says that it is; None where that address is fixed.
+        world_size: None where workers come and go.
+        recovery_s: how long a coordinator waits for others that were there.
+        io: the I/O loop.
+        lifetime: when it is over, nobody is looked for.
+    """
+
+    def __init__(
+        self,
+        *,
+        coordinator: Coordinator,
+        directory: Directory,
+        router: Router,
+        submit: Callable[[Callable[[], object]], object],
+        look_up: Callable[[], str] | None,
+        world_size: int | None,
+        recovery_s: float,
+        io: IoThread,
+        lifetime: Lifetime,
+    ) -> None:
+        self._coordinator = coordinator
+        self._directory = directory
+        self._router = router
+        self._submit = submit
+        self._look_up = look_up
+        self._world_size = world_size
+        self._recovery_s = recovery_s
+        self._io = io
+        self._lifetime = lifetime
+        self._joined = directory.member(COORDINATOR).identity if directory.knows(COORDINATOR) else None
+        self._missed_news = False
+        self._check_handle: asyncio.TimerHandle | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"<CoordinatorReturn at {self._directory.me.name}{', looking' if self._is_looking else ''}>"
+
+    @property
+    def _is_looking(self) -> bool:
+        return self._task is not None and not self._task.done()
+
+    def start(self) -> None:
+        """Makes sure that the coordinator's death is noticed. It connects to everybody, unless it dies before that."""
+        if self._coordinator.service is None:
+            self._check_handle = self._io.loop.call_later(self._recovery_s, self._check)
+
+    def _check(self) -> None:
+        if self._joined is not None and not self._router.hears_from(self._joined):
+            self._router.watch(COORDINATOR, "the membership of the job")
+
+    def on_lost(self, identity: Identity, error: WorkerLost) -> None:
+        """A worker is declared lost."""
+        if identity.id == COORDINATOR:
+            self._look()
+
+    def is_coordinator(self, identity: Identity) -> bool:
+        """Whether a worker that speaks as the coordinator is the one whose list has this worker in it.
+
+        Another one is looked for: it may have taken this worker back a moment ago, or started before its predecessor's
+        end was noticed here; it says who is there when this worker announces itself.
+        """
+        if identity == self._joined:
+            return True
+        if identity.id == COORDINATOR and not self._directory.was_replaced(identity):
+            self._missed_news = True
+            self._look()
+        return False
+
+    def _look(self) -> None:
+        if self._coordinator.service is None and not self._is_looking and not self._lifetime.is_closed:
+            self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
+
+    def close(self) -> None:
+        """Ends the search."""
+        if self._check_handle is not None:
+            self._check_handle.cancel()
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        deadline = Deadline.after(COORDINATOR_RETURN_LIMIT_S)
+        pauses = backoff(RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
+        while not self._lifetime.is_closed and not deadline.expired():
+            self._missed_news = False
+            try:
+                if await self._attempt(await self._address()):
+                    if self._missed_news:  # sent before the answer to the announcement had come
+                        await self._directory.refresh_async()
+                    return
+            except RpcdistError as exc:  # nobody is there yet, or it has just ended
+                logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
+            await asyncio.sleep(next(pauses))
+
+    async def _address(self) -> str:
+        """Where the coordinator says that it is, or else where it was."""
+        look_up = self._look_up
+        if look_up is None:
+            return self._coordinator.address
+        loop = asyncio.get_running_loop()
+        found: asyncio.Future[str] = loop.create_future()
+
+        def take(address: str, error: BaseException | None) -> None:
+            if found.done():
+                return
+            if error is not None:
+                found.set_exception(error)
+            else:
+                found.set_result(address)
+
+        def ask() -> None:
+            try:
+                loop.call_soon_threadsafe(take, look_up(), None)
+            except RpcdistError as exc:
+                loop.call_soon_threadsafe(take, "", exc)
+
+        self._submit(ask)
+        return await found
+
+    async def _attempt(self, address: str) -> bool:
+        """Whether there is nothing more to look for."""
+        directory = self._directory
+        roster = directory.roster()
+        me = directory.member(directory.me.id)
+        limit_s = 2 * self._recovery_s
+        peer, reply = await self._coordinator.announce(address, me, self._world_size, roster, self._joined, limit_s)
+        if reply is None:
+            if peer.id == COORDINATOR:  # it was only silent: the detectors take note of it
+                self._router.revive(COORDINATOR)
+            return directory.is_living(COORDINATOR) and directory.member(COORDINATOR).identity == peer
+        if reply.outcome == Outcome.TIMED_OUT:
+            return False
+        try:
+            directory.update(members_of(reply, directory.me, address, 0.0))
+        except RpcdistError as exc:
+            logger.error(
+                "%s found another coordinator, which did not take it back: %s. It goes on with the workers that it "
+                "knows; end it if it belongs to an earlier job",
+                directory.me.name,
+                exc,
+            )
+            return True
+        self._joined = peer
+        logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)
+        self._router.watch(COORDINATOR, "the membership of the job")
+        return True

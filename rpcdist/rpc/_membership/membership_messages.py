@@ -1,0 +1,109 @@
+"""The messages about who is in the job: how a worker asks, and what it makes of the coordinator's answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from rpcdist._proto import membership_pb2 as pb
+from rpcdist.errors import DuplicateName, RendezvousError, WorldMismatch
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.time_limits import PARKED_LIMIT_S
+from rpcdist.transport.identities import identity_from_proto, identity_to_proto
+
+__all__ = [
+    "departures_from_proto",
+    "departures_to_proto",
+    "join_request",
+    "member_from_proto",
+    "member_to_proto",
+    "members_of",
+    "return_request",
+]
+
+Outcome = pb.JoinReply.Outcome
+
+
+def member_to_proto(member: Member) -> pb.Member:
+    return pb.Member(identity=identity_to_proto(member.identity), address=member.address, role=member.role)
+
+
+def member_from_proto(member: pb.Member) -> Member:
+    return Member(identity_from_proto(member.identity), member.address, member.role)
+
+
+def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:
+    """What a worker sends to join; `world_size` None where workers come and go."""
+    timeout_ms = round(min(max(timeout_s, 0.0), PARKED_LIMIT_S) * 1000)
+    return pb.JoinRequest(member=member_to_proto(me), world_size=world_size or 0, timeout_ms=timeout_ms)
+
+
+def return_request(
+    me: Member, world_size: int | None, timeout_s: float, roster: Roster, attempt: str
+) -> pb.JoinRequest:
+    """What a worker sends that was in the job when its coordinator was lost, to the one that took its place.
+
+    Args:
+        me: this worker.
+        world_size: as for `join_request`.
+        timeout_s: how long it waits for the others that were there.
+        roster: who was there, as it knows it.
+        attempt: the start of the job's processes that it belongs to.
+    """
+    request = join_request(me, world_size, timeout_s)
+    request.known_version = roster.version
+    request.known.extend(identity_to_proto(member.identity) for member in roster.members)
+    request.attempt = attempt
+    return request
+
+
+def departures_to_proto(departures: Mapping[Identity, str]) -> list[pb.Departure]:
+    return [pb.Departure(identity=identity_to_proto(gone), reason=reason) for gone, reason in departures.items()]
+
+
+def departures_from_proto(departures: Iterable[pb.Departure]) -> dict[Identity, str]:
+    return {identity_from_proto(gone.identity): gone.reason for gone in departures}
+
+
+def members_of(reply: pb.JoinReply, me: Identity, coordinator: str, waited_s: float) -> Roster:
+    """Takes the coordinator's answer apart.
+
+    Args:
+        reply: the answer to `Join` or `Members`.
+        me: the worker that asked.
+        coordinator: its address, for the error.
+        waited_s: how long this worker waited, in seconds, for the error.
+
+    Returns:
+        The workers, by rank, and the version of this list.
+
+    Raises:
+        DuplicateName: two workers have the same name or rank.
+        WorldMismatch: the workers disagree about the size or kind of the world, or it is complete without this one.
+        RendezvousError: not everybody came in time, or this process was declared lost.
+    """
+    members = [member_from_proto(member) for member in reply.members]
+    outcome = reply.outcome
+    if outcome == Outcome.OK:
+        return Roster(reply.version, members, departures_from_proto(reply.departures))
+    text = f"worker {me.name!r} (rank {me.id}) could not join the job at {coordinator}: "
+    if outcome == Outcome.TIMED_OUT:
+        raise RendezvousError(text + _timed_out(reply, me, members, waited_s))
+    if outcome in (Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID):
+        raise DuplicateName(text + reply.detail)
+    if outcome == Outcome.INCARNATION_GONE:
+        raise RendezvousError(text + reply.detail)
+    raise WorldMismatch(text + (reply.detail or f"outcome {outcome}"))
+
+
+def _timed_out(reply: pb.JoinReply, me: Identity, members: Sequence[Member], waited_s: float) -> str:
+    if not reply.missing:
+        return reply.detail or f"the world was not complete after {waited_s:.1f} s"
+    missing = list(reply.missing)
+    ranks = ", ".join(str(rank) for rank in missing[:16]) + (" ..." if len(missing) > 16 else "")
+    others = ", ".join([member.identity.name for member in members if member.identity != me][:16]) or "nobody"
+    return (
+        f"after {waited_s:.1f} s, these ranks have not come: {ranks} (waiting with it: {others}"
+        f"{'; ' + reply.detail if reply.detail else ''}). Check that they were started, with the same MASTER_ADDR, "
+        "MASTER_PORT and WORLD_SIZE, and look at their logs"
+    )

@@ -1,0 +1,168 @@
+"""Rank 0 dies and comes back: the others go on meanwhile, and the new one builds the list of workers from theirs."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from functools import partial
+from socket import socket
+
+import coordinator_functions as functions
+import pytest
+import rpc_victim_references as references
+from peer_timeouts import LIMIT_S, UNIT_S
+from rpc_functions import add
+
+from rpcdist import rpc
+from rpcdist.errors import DuplicateName, WorkerLost
+from rpcdist.rpc._agent import Agent
+from rpcdist.testing import InProcessCluster, WorkerPool, eventually
+from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
+
+
+def free_port() -> int:
+    with socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+class Value:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def get(self) -> int:
+        return self.number
+
+
+def knows_coordinator(agent: Agent, incarnation: int) -> bool:
+    return agent.directory.is_living(0) and agent.directory.incarnation_of(0) == incarnation
+
+
+def wait_until_taken_back(cluster: InProcessCluster, coordinator: str) -> None:
+    with cluster.use(coordinator) as agent:
+        incarnation = agent.identity.incarnation
+    for name in cluster.names:
+        with cluster.use(name) as agent:
+            eventually(partial(knows_coordinator, agent, incarnation), f"{name} was taken back")
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
+    with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=UNIT_S) as cluster:
+        held = cluster.run("b", rpc.remote, "c", Value, (7,))
+        changes: list[str] = []
+        with cluster.use("b"):
+            rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
+        cluster.kill("a")
+        with pytest.raises(WorkerLost):
+            cluster.run("b", rpc.rpc_sync, "a", add, (1, 2))
+        assert cluster.run("b", rpc.rpc_sync, "c", add, (1, 2)) == 3
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        for caller in cluster.names:
+            for callee in cluster.names:
+                assert cluster.run(caller, rpc.rpc_sync, callee, add, (1, 2)) == 3
+                assert cluster.run(caller, rpc.remote, callee, Value, (3,)).to_here().get() == 3
+        assert cluster.run("b", lambda: held.rpc_sync().get()) == 7
+        gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in cluster.names]
+        assert all(future.result(LIMIT_S) == {name: name for name in "abc"} for future in gathering)
+        assert changes == ["a lost", "a joined"]  # nobody else came or went
+
+
+def test_the_new_list_is_as_good_as_the_old_one() -> None:
+    """Workers that die after the return are replaced, and everybody hears of it."""
+    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+        for _ in range(2):
+            cluster.kill("a")
+            cluster.restart("a")
+            wait_until_taken_back(cluster, "a")
+            cluster.kill("c")
+            with pytest.raises(WorkerLost):
+                cluster.run("b", rpc.rpc_sync, "c", add, (1, 2))
+            cluster.restart("c")
+            assert cluster.run("b", rpc.rpc_sync, "c", add, (1, 2)) == 3
+
+
+def test_who_died_with_the_coordinator_is_lost_and_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    with InProcessCluster("a", "b", "c", "d", peer_timeout=UNIT_S) as cluster, caplog.at_level(logging.WARNING):
+        cluster.kill("a")
+        cluster.kill("d")
+        cluster.restart("a")
+        assert cluster.run("a", rpc.rpc_sync, "b", add, (1, 2)) == 3
+        wait_until_taken_back(cluster, "a")
+        with cluster.use("c") as agent:
+            eventually(lambda: "d" in agent.directory.losses(), "c knows that d is lost")
+        cluster.restart("d")
+        for caller in ("a", "b", "c"):
+            assert cluster.run(caller, rpc.rpc_sync, "d", add, (1, 2)) == 3
+
+
+def test_replacements_may_come_before_the_survivors() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+        cluster.kill("a")
+        cluster.kill("b")
+        threads = [threading.Thread(target=cluster.restart, args=(name,)) for name in ("b", "a")]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(LIMIT_S)
+        wait_until_taken_back(cluster, "a")
+        for caller in ("a", "b", "c"):
+            for callee in ("a", "b", "c"):
+                assert cluster.run(caller, rpc.rpc_sync, callee, add, (1, 2)) == 3
+
+
+def test_no_living_worker_is_evicted_from_the_new_list() -> None:
+    with InProcessCluster("a", "b", peer_timeout=UNIT_S) as cluster:
+        cluster.kill("a")
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        with pytest.raises(DuplicateName, match="'b'"):
+            cluster.restart("b")
+        del cluster._nodes["b"]
+
+
+def test_with_the_coordinator_dead_a_call_to_a_lost_worker_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also before anybody has declared the coordinator lost: it waited for the answer for 5 s."""
+    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+        with cluster.use("b") as agent:
+            assert rpc.rpc_sync("c", add, (1, 2)) == 3
+            cluster.kill("c")
+            eventually(lambda: "c" in agent.directory.losses(), "b knows that c is lost")
+            asked: list[float | None] = []
+            monkeypatch.setattr(agent.directory, "refresh", asked.append)
+            with pytest.raises(WorkerLost, match="'c'"):
+                rpc.rpc_sync("c", add, (1, 2))
+            assert asked == [ASK_COORDINATOR_LIMIT_S]
+            cluster.kill("a")
+            with pytest.raises(WorkerLost, match="'c'"):
+                rpc.rpc_sync("c", add, (1, 2))
+            assert len(asked) == 1
+        cluster.close()
+
+
+# ---------------------------------------------------------------- real processes
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("where", ["a file", "the coordinator's own store"])
+def test_a_coordinator_that_is_killed_is_replaced(worker_pool: WorkerPool, where: str) -> None:
+    """In the first case the next one has another address; in the second, the store dies with the coordinator."""
+    url = worker_pool.new_url() if where == "a file" else f"tcp://127.0.0.1:{free_port()}"
+    world = worker_pool.world("a", "b", "c", url=url, peer_timeout=UNIT_S)
+    world["b"].run(references.hold_remote, "c")
+    before = world["b"].run(functions.incarnation_of, 0)
+    calling = world["b"].begin(functions.call_until_another_coordinator_answers, "c", "a", before)
+    world["a"].kill()
+    world.join("a", 0)
+    assert calling.result() > 0
+    for caller in "abc":
+        for callee in "abc":
+            eventually(partial(world[caller].run, functions.answers, callee), f"{callee} is reached by {caller}")
+            world[caller].run(references.hold_remote, callee)
+    assert world["b"].run(references.use_held) is not None
+    gathering = [world[name].begin(functions.gather, name) for name in "abc"]
+    assert [pending.result() for pending in gathering] == [{name: name for name in "abc"}] * 3
+    leaving = [world[name].begin(functions.leave) for name in "abc"]
+    assert [pending.result() for pending in leaving] == [{}] * 3
