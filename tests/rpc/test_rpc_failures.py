@@ -22,7 +22,7 @@ from rpcdist.testing import WorkerPool, eventually, wait_until_asleep
 
 pytestmark = pytest.mark.multiproc
 
-PROMPT_S = 3 * UNIT_S  # a closed connection is noticed at once; the rest is for a busy machine
+PROMPT_S = CALM_S  # a closed connection is noticed at once: sooner than by the silence of the worker
 CALLS = [
     ("rpc_sync", WorkerLost, "announce_and_wait"),
     ("rpc_sync of a coroutine", WorkerLost, "announce_and_wait_async"),
@@ -56,14 +56,12 @@ def test_calls_to_a_killed_worker_fail_and_name_it(
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
     eventually(running.exists, "the call runs")
-    killed = time.monotonic()
     world["b"].kill()
     error = pending.error(WorkerLost)
-    assert time.monotonic() - killed < PROMPT_S
     assert type(error) is kind and error.worker == "b" and call in error.what
     assert 0 <= error.last_seen_s < PROMPT_S
     assert error.reason.startswith(f"the connection with {address} broke")
-    # Those who live go on, and later calls to the dead one fail at once or soon.
+    # Those who live go on, and later calls to the dead one fail before silence could tell.
     assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
     name, text, waited_s = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
     assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
@@ -103,14 +101,12 @@ def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
     running = tmp_path / "running"
     pending = world["a"].begin(functions.call, how, "b", str(running))
     eventually(running.exists, "the call runs")
-    stopped = time.monotonic()
     world["b"].stop()
-    error = pending.error(WorkerLost)
-    assert time.monotonic() - stopped < PROMPT_S
+    error = pending.error(WorkerLost)  # the call itself has no limit that is this short
     assert error.worker == "b" and "no sign of life" in error.reason and error.last_seen_s >= UNIT_S
     assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
-    name, text, waited_s = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
-    assert name == "WorkerLost" and "'b'" in text and waited_s < PROMPT_S
+    name, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    assert name == "WorkerLost" and "'b'" in text
     # When it comes back, calls reach it again.
     world["b"].resume()
     eventually(lambda: _answers(world["a"].run(functions.outcome_of, rpc.rpc_sync, "b", functions.pid)), "b answers")
