@@ -10,7 +10,7 @@ from socket import socket
 import coordinator_functions as functions
 import pytest
 import rpc_victim_references as references
-from peer_timeouts import LIMIT_S, UNIT_S
+from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
 from rpcdist import rpc
@@ -125,7 +125,7 @@ def test_no_living_worker_is_evicted_from_the_new_list() -> None:
 
 def test_with_the_coordinator_dead_a_call_to_a_lost_worker_asks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also before anybody has declared the coordinator lost: it waited for the answer for 5 s."""
-    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
         with cluster.use("b") as agent:
             assert rpc.rpc_sync("c", add, (1, 2)) == 3
             cluster.kill("c")
