@@ -51,7 +51,7 @@ from rpcdist.rpc._membership.leader import Leader
 from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
-from rpcdist.rpc._membership.serving import StopRequests
+from rpcdist.rpc._membership.serving import STOP, StopRequests
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
@@ -226,6 +226,8 @@ class Agent:
         self.watch = MembershipWatch(self.pool.submit)
         self.serving = StopRequests()
         always = {**self.leader.callables, **self._departures.callables, **self.serving.callables}
+        if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
+            del always[STOP]
         self.dispatcher = Dispatcher(
             pool=self.pool,
             user_loop=self.user_loop,

@@ -14,6 +14,7 @@ from contextlib import suppress
 from typing import Any
 
 from rpcdist.errors import WorkerLost
+from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory, MemberEvent
 from rpcdist.time_limits import DEPARTURE_REVIEW_S
 
@@ -143,7 +144,11 @@ class Departures:
     @property
     def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
         """What every peer may call, by the name on the wire."""
-        return {DEPART: self.depart, NOT_ARRIVED: self._not_arrived}
+        return {DEPART: self._on_depart, NOT_ARRIVED: self._not_arrived}
+
+    async def _on_depart(self, name: str, had_work: bool) -> Answer:
+        check_speaks_for(name)
+        return await self.depart(name, had_work)
 
     async def _not_arrived(self) -> list[str]:
         """The living workers that have not come to the round that is open, or was given up last."""

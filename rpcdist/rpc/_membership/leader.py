@@ -12,6 +12,7 @@ from typing import Any
 
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory
 
 __all__ = ["CONTRIBUTE", "MISSING", "Leader"]
@@ -149,6 +150,7 @@ class Leader:
         return {CONTRIBUTE: self._on_contribute, MISSING: self._on_missing}
 
     async def _on_contribute(self, names: list[str], name: str, obj: Any) -> dict[str, Any]:
+        check_speaks_for(name)
         return await self.contribute(frozenset(names), name, obj)
 
     async def _on_missing(self, names: list[str]) -> list[str]:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rpcdist.deadline import Deadline
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
+from rpcdist.rpc._peers.calling_worker import check_speaks_for
 
 __all__ = ["PING", "STOP", "StopRequests"]
 
@@ -80,6 +81,7 @@ class StopRequests:
         return {STOP: self._on_stop, PING: self._on_ping}
 
     async def _on_stop(self, name: str) -> None:
+        check_speaks_for(name)
         self.stop(f"worker {name!r} asked for it")
 
     async def _on_ping(self) -> None:

@@ -35,6 +35,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.calling_worker import calling_worker
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
@@ -314,6 +315,8 @@ class Dispatcher:
         # A function that is not a coroutine function may have set variables before it returned a coroutine.
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
+        if active.counts_as_idle:
+            context.run(calling_worker.set, active.session.peer)
         active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
         if active.cancelled:  # between the check and here
             active.handle.cancel()

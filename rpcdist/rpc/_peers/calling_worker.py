@@ -1,0 +1,21 @@
+"""Which worker has made the call that runs: for the parts of the agent that others call, and that believe no name."""
+
+from __future__ import annotations
+
+from contextvars import ContextVar
+
+from rpcdist.errors import CallRefused
+from rpcdist.ids import Identity
+
+__all__ = ["calling_worker", "check_speaks_for"]
+
+calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
+"""Set in calls that gather workers: the proven peer of the session on which the call came."""
+
+
+def check_speaks_for(name: str) -> None:
+    """Raises `CallRefused` unless the call that runs was made by the worker of this name."""
+    caller = calling_worker.get()
+    if caller is None or caller.name != name:
+        who = "a call that gathers nobody" if caller is None else f"worker {caller.name!r}"
+        raise CallRefused(f"{who} cannot speak for worker {name!r}: each worker speaks for itself")
