@@ -16,6 +16,7 @@ from rpc_functions import add
 from rpcdist import rpc
 from rpcdist.errors import DuplicateName, WorkerLost
 from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
@@ -129,7 +130,7 @@ def test_with_the_coordinator_dead_a_call_to_a_lost_worker_asks_nobody(monkeypat
         with cluster.use("b") as agent:
             assert rpc.rpc_sync("c", add, (1, 2)) == 3
             cluster.kill("c")
-            eventually(lambda: "c" in agent.directory.losses(), "b knows that c is lost")
+            eventually(lambda: agent.router.peer(2).state is PeerState.LOST, "b has given c up")
             asked: list[float | None] = []
             monkeypatch.setattr(agent.directory, "refresh", asked.append)
             with pytest.raises(WorkerLost, match="'c'"):
