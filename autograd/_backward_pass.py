@@ -42,12 +42,16 @@ from rpcdist.autograd._verdicts import PassState
 from rpcdist.autograd._wire_format import decode_begin_options, decode_events, encode_error, encode_merged
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.failures import text_of, traceback_of
 
 __all__ = ["BackwardPass"]
 
 logger = logging.getLogger(__name__)
 
+
+Packed = tuple[int, autograd_pb2.AutogradMessage, Sequence[LargeBuffer]]
+"""A message that is ready to be sent: to whom, and with which large buffers."""
 
 MAX_NODES_BEFORE_SENDING = 64
 """A worker with a larger graph lets the others know what it has decided before it runs the graph."""
@@ -184,12 +188,12 @@ class BackwardPass(PassTurns):
             raise self.error
 
     def next_step(self) -> Job | None:
-        """What to do when all events are handled: the runs that they made ready, then what the others must hear."""
+        """What to do when all events are handled: the runs that they made ready."""
         if self.is_over:
             return None
         if self._ready:
             return self._execute_ready
-        return self.flush if self._outbox or self.is_finishing else None
+        return self.flush if self.is_finishing and not self._outbox else None
 
     def expire(self) -> None:
         """Fails the pass because its deadline is over; for a pass without a thread that waits for it."""
@@ -239,16 +243,38 @@ class BackwardPass(PassTurns):
 
     def flush(self) -> None:
         """Sends what the other workers must hear; any thread. At the end of the pass, this ends it."""
+        send = self.pack()
+        if send is not None:
+            send()
+
+    def pack(self) -> Job | None:
+        """`flush` in two parts: takes and encodes what the others must hear, and returns what sends it."""
         if self.is_over:
-            return  # it failed, and `abort` has told the others
+            return None  # it failed, and `abort` has told the others
         ends = self.is_finishing
+        packed: list[Packed] = []
         for to, merged in self._outbox.take().items():
             message = self._message()
             encode_merged(merged, self._options, self._counts, message)
             if merged.done:
                 message.done.is_heavy = self.context.is_heavy
             large = self._sender.encode_gradients(to, message, merged.gradients) if merged.gradients else ()
-            self._sender.send(to, message, self, large, self._links.get(to))
+            packed.append((to, message, large))
+        if not packed and not ends:
+            return None
+        if packed and not self.has_source:
+            self.follow(self._sender.session_with(packed[-1][0]))
+        return partial(self._send_packed, packed, ends)
+
+    def _send_packed(self, packed: Sequence[Packed], ends: bool) -> None:
+        try:
+            for to, message, large in packed:
+                if self.error is None:  # else `abort` has told the others
+                    self._sender.send(to, message, self, large, self._links.get(to))
+        except BaseException as exc:
+            self.fail(exc)
+            if not isinstance(exc, Exception):
+                raise
         if ends:
             self._end(None)
 

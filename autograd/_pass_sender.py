@@ -46,6 +46,10 @@ class PassSender:
     def name_of(self, worker_id: int) -> str:
         return self._host.worker_name_of(worker_id)
 
+    def session_with(self, worker_id: int) -> MessageSink | None:
+        """The session by which a message to a worker would go now; None if it would have to be opened."""
+        return self._host.session_with(worker_id)
+
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """Calls a function on a thread of the pool."""
         self._host.submit(function, *arguments)

@@ -1,8 +1,10 @@
 """The thread that handles the events of one backward pass, and where it waits for them.
 
 That is the thread that waits for the pass on the worker where it began, and a pool thread on the others. A *turn* is
-all that it does until nothing is left to do. Then it reads the connection on which the next message will probably come,
-if nobody else does: so a message is handled by the thread that has read it, and wakes no other.
+all that it does until nothing is left to do. Then it sends what the others must hear of it, and reads the connection on
+which the next message will probably come, if nobody else does: so a message is handled by the thread that has read it,
+and wakes no other. It claims the connection before it sends: the answer may be there before the thread that sends is
+back from its system call, and would wake the I/O loop.
 """
 
 from __future__ import annotations
@@ -51,6 +53,13 @@ class PassTurns(ABC):
         """What to do when all events are handled; None if nothing is left."""
 
     @abstractmethod
+    def pack(self) -> Job | None:
+        """What sends all that the others must hear, encoded already: for a thread that may run no code of users.
+
+        None if they need not hear anything. What goes wrong with the job ends the pass.
+        """
+
+    @abstractmethod
     def guarded(self, job: Job) -> None:
         """Calls a job, unless the pass is over; the pass fails if the job does."""
 
@@ -58,7 +67,12 @@ class PassTurns(ABC):
     def expire_here(self) -> None:
         """Ends the pass because its deadline is over."""
 
-    def follow(self, session: MessageSink) -> None:
+    @property
+    def has_source(self) -> bool:
+        """Whether it is known where the next message will probably come."""
+        return self._source is not None
+
+    def follow(self, session: MessageSink | None) -> None:
         """The next message will probably come there."""
         self._source = session
 
@@ -103,13 +117,18 @@ class PassTurns(ABC):
             if job is not None:
                 self.guarded(job)
                 continue
+            send = self._packed()
             with self._changed:
                 if not self._inbox:
                     self._clock.idle()
                     self._is_draining = False
                     break
+            if send is not None:
+                send()
         if hooks.enter is not None and self._source is not None:
-            hooks.last_act = LastAct([], self._source)  # all is sent
+            hooks.last_act = LastAct([] if send is None else [_Once(send)], self._source)
+        elif send is not None:
+            send()
 
     def _next_job(self) -> Job | None:
         with self._changed:
@@ -118,20 +137,45 @@ class PassTurns(ABC):
         return self.next_step()
 
     def _wait(self, deadline: Deadline) -> bool:
-        """Waits for an event, or for the end of the pass; False when the time is over."""
+        """Sends, then waits for an event or for the end of the pass; False when the time is over."""
+        send = self._packed()
         self._clock.idle()
         with blocking():
             source = self._led = self._source  # set before `_is_waiting` looks: whoever posts later then rings
+            if source is None and send is not None:
+                send()
+                send, source = None, self._source
+                self._led = source
             try:
-                if source is not None and source.lead(self._is_waiting, deadline.wait_s()):
+                if source is not None and source.lead(self._is_waiting, deadline.wait_s(), None, send):
                     return True
             finally:
                 self._led = None
             with self._changed:
                 return self._changed.wait_for(self._has_news, deadline.wait_s())
 
+    def _packed(self) -> Job | None:
+        """`pack`; the pass fails if that does."""
+        packed: list[Job | None] = []
+        self.guarded(lambda: packed.append(self.pack()))
+        return packed[0] if packed else None
+
     def _is_waiting(self) -> bool:
         return not self._inbox and not self.is_over
 
     def _has_news(self) -> bool:
         return not self._is_waiting()
+
+
+class _Once:
+    """Calls a job once, and holds it no longer: a thread keeps its last act while it waits for the next one."""
+
+    __slots__ = ("_job",)
+
+    def __init__(self, job: Job) -> None:
+        self._job: Job | None = job
+
+    def __call__(self) -> None:
+        job, self._job = self._job, None
+        if job is not None:
+            job()

@@ -137,6 +137,10 @@ class AutogradHost(Protocol):
         """Seconds since the connection to a worker was last known to be good."""
         ...
 
+    def session_with(self, worker_id: int) -> MessageSink | None:
+        """The open session by which a message to a worker would go now, or None."""
+        ...
+
     def submit(self, function: Callable[..., object], *arguments: object) -> None:
         """Has a function called on a thread that may run code of users."""
         ...

@@ -46,6 +46,7 @@ class AutogradLinks:
         self.worker_name_of = directory.name_of
         self.device_map = directory.device_map
         self.silence_s = router.silence_s
+        self.session_with = router.session_with
         self.submit = pool.submit
         self.call_later = Timers(io).call_later
         self.send_control = router.send_control
