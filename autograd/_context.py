@@ -14,11 +14,11 @@ from typing import Any
 import torch
 from torch.autograd.graph import Node
 
-from rpcdist._proto import value_pb2
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
 from rpcdist.autograd._spans import MAX_SPANS, SpanKind
+from rpcdist.transport.wire_messages import History
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
 
@@ -99,10 +99,10 @@ class Context:
                 self.known.add(worker_id)
             return self.id
 
-    def sending(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], to: int) -> None:
+    def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
         wanted = [tensor for tensor in tensors if tensor.requires_grad]
         if not wanted or self.is_released:
-            return
+            return None
         _check_not_checkpointed()
         with self._lock:
             self._clock += 1
@@ -110,21 +110,21 @@ class Context:
         send = RecordedSend(self._next_message(), to, stamp, wanted)
         with self._lock:
             self._sends[send.id] = send
-        value.autograd.message = send.id
-        value.autograd.stamp = stamp
+        return History(send.id, stamp)
 
-    def received(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], sender: int) -> None:
-        if not value.HasField("autograd"):
+    def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
+        if history is None:
             return
-        leg = value.autograd
         arrived = [tensor for tensor in tensors if tensor.requires_grad]
         with self._lock:
-            self._clock = max(self._clock, leg.stamp)
+            self._clock = max(self._clock, history.stamp)
             is_over = self.is_released
         if not arrived or is_over:
             return
         _check_not_checkpointed()
-        recv = RecordedRecv(self.id, leg.message, sender, leg.stamp, len(arrived), sum(map(size_bytes, arrived)))
+        recv = RecordedRecv(
+            self.id, history.message, sender, history.stamp, len(arrived), sum(map(size_bytes, arrived))
+        )
         node = attach(recv, arrived)
         with self._lock:
             self._recvs[recv.id] = recv, node
@@ -213,12 +213,12 @@ class _Muted:
     def joined_by(self, worker_id: int) -> int:
         return self._context.joined_by(worker_id)
 
-    def sending(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], to: int) -> None:
+    def sending(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Records nothing."""
 
-    def received(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], sender: int) -> None:
+    def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
         """Makes the results leaves without grad, as if the function had been called here under `no_grad`."""
-        if value.HasField("autograd"):
+        if history is not None:
             for tensor in tensors:
                 if tensor.is_leaf:
                     tensor.requires_grad_(False)

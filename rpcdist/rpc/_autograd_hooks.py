@@ -20,12 +20,13 @@ from typing import Protocol
 
 import torch
 
-from rpcdist._proto import autograd_pb2, value_pb2
+from rpcdist._proto import autograd_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
 from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
+from rpcdist.transport.wire_messages import History
 
 __all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
 
@@ -41,11 +42,11 @@ class CallContext(Protocol):
         """Notes that a worker will hear of the context; returns the id to send, 0 if the context is over."""
         ...
 
-    def sending(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], to: int) -> None:
-        """A value was encoded; `tensors` is its tensor table. Writes `value.autograd` if gradients are to flow back."""
+    def sending(self, tensors: Sequence[torch.Tensor], to: int) -> History | None:
+        """A value was encoded; `tensors` is its tensor table. What must go along if gradients are to flow back."""
         ...
 
-    def received(self, value: value_pb2.Value, tensors: Sequence[torch.Tensor], sender: int) -> None:
+    def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
         """A value is being decoded; `tensors` is its tensor table, to which history is attached in place."""
         ...
 

@@ -17,6 +17,7 @@ __all__ = [
     "MAX_NAME_BYTES",
     "CompactCall",
     "CompactReply",
+    "History",
     "Loan",
     "NamedReference",
     "WireMessage",
@@ -34,6 +35,18 @@ NamedReference = tuple[int, int, int, int, int, int]
 """A remote reference and the share of it that is used: of each, worker, number and incarnation of its `UniqueId`."""
 
 
+class History(NamedTuple):
+    """Of a value with tensors that require grad, in an autograd context: gradients flow back under this number.
+
+    Attributes:
+        message: number of the value in the graph of the context; its high 16 bits are the sender.
+        stamp: Lamport time of the context at the sender.
+    """
+
+    message: int
+    stamp: int
+
+
 class Loan(NamedTuple):
     """See `rpc.proto`: a large buffer that lies in memory which the sender lends."""
 
@@ -42,7 +55,7 @@ class Loan(NamedTuple):
 
 
 class CompactCall:
-    """A call whose arguments are plain values without references, outside of any autograd context.
+    """A call whose arguments are plain values without references.
 
     Attributes:
         id: the caller's number of it.
@@ -52,12 +65,16 @@ class CompactCall:
         num_tensors: how many tensors are in `body`.
         result: of `remote()`: the ids under which the callee keeps the result.
         target: the reference whose value comes first among the arguments, or is wanted itself.
+        context: the autograd context in which the function runs; 0 for none.
+        history: of the arguments.
         transfer, large, loans: of its large buffers, as in a protobuf `Message`; the session fills them in.
     """
 
     __slots__ = (
         "body",
+        "context",
         "function",
+        "history",
         "id",
         "large",
         "loans",
@@ -87,6 +104,8 @@ class CompactCall:
         self.num_tensors = num_tensors
         self.result = result
         self.target = target
+        self.context = 0
+        self.history: History | None = None
         self.transfer = 0
         self.large: Sequence[int] = ()
         self.loans: Sequence[Loan] = ()
@@ -103,10 +122,11 @@ class CompactReply:
         body: the result, like `CompactCall.body`; empty for None.
         num_tensors: how many tensors are in `body`.
         created: the answer to `remote()`: the callee holds the result.
+        history: of the result.
         transfer, large, loans: as in `CompactCall`.
     """
 
-    __slots__ = ("body", "created", "id", "large", "loans", "num_tensors", "transfer")
+    __slots__ = ("body", "created", "history", "id", "large", "loans", "num_tensors", "transfer")
 
     wrapped: Final = False
 
@@ -115,6 +135,7 @@ class CompactReply:
         self.body = body
         self.num_tensors = num_tensors
         self.created = created
+        self.history: History | None = None
         self.transfer = 0
         self.large: Sequence[int] = ()
         self.loans: Sequence[Loan] = ()

@@ -15,6 +15,7 @@ from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT
 from rpcdist.rpc._values.codec import write_plain
 from rpcdist.rpc._values.compact import CompactValue, compact_value, read_compact
+from rpcdist.rpc._values.dtypes import DTYPE_CODES
 
 LARGE = INLINE_LIMIT // 4 + 1  # floats
 
@@ -74,6 +75,19 @@ def test_a_tensor_that_arrives_in_inference_mode_is_an_ordinary_one() -> None:
     (small * 2).sum().backward()
 
 
+def test_tensors_that_require_grad() -> None:
+    leaf, other = torch.rand(2, requires_grad=True), torch.rand(LARGE)
+    seen: list[bool] = []
+    value = compact((leaf, leaf * 2, other))
+    assert value is not None
+    large = [buffer.copy() for buffer in value.large]
+    found: Any = read_compact(
+        value.body, value.num_tensors, large, lambda tensors: seen.extend(one.requires_grad for one in tensors)
+    )
+    assert seen == [one.requires_grad for one in found] == [True, True, False]
+    assert all(one.is_leaf for one in found) and torch.equal(found[1], leaf * 2)
+
+
 BASE = torch.arange(12.0).reshape(3, 4)
 
 
@@ -83,7 +97,6 @@ BASE = torch.arange(12.0).reshape(3, 4)
         BASE.t(),
         BASE[:, 1],
         (BASE[:2], BASE[1:]),
-        torch.ones(2, requires_grad=True),
         Parameter(torch.ones(2)),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.ones(2, device="meta"),
@@ -123,7 +136,8 @@ assert GOOD is not None
         (GOOD.body[:20], 1, 0, "cut off"),
         (b"\xfe" + GOOD.body[1:], 2, 1, "dtype number 254"),
         (b"\x00\x09" + GOOD.body[2:], 2, 1, "9 dimensions"),
-        (b"\x00\x01\x02" + GOOD.body[3:], 2, 1, "flags 2"),
+        (b"\x00\x01\x04" + GOOD.body[3:], 2, 1, "flags 4"),
+        (bytes([DTYPE_CODES[torch.int32], 0, 2, 0]) + bytes(4), 1, 0, "floating point"),
         (b"\x00\x01\x00\x00" + b"\xff" * 8 + GOOD.body[12:], 2, 1, "tensor of shape"),
         (b"\x00\x01\x00\x00" + b"\xff" * 7 + b"\x7f" + GOOD.body[12:], 2, 1, "more bytes than can be counted"),
         (b"\x00\x01\x01\x00" + bytes(8), 1, 0, "did not arrive as announced"),

@@ -14,7 +14,14 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import MAX_FUNCTIONS, Chunk, call_frame, frame, parse, reply_frame
 from rpcdist.transport._framing.outgoing import Outgoing
-from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, WireMessage
+from rpcdist.transport.wire_messages import (
+    MAX_NAME_BYTES,
+    CompactCall,
+    CompactReply,
+    History,
+    Loan,
+    WireMessage,
+)
 
 U16, U32, U64 = (st.integers(0, 2**bits - 1) for bits in (16, 32, 64))
 I64 = st.integers(-(2**63), 2**63 - 1)
@@ -34,8 +41,19 @@ def with_large(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Any:
     return message
 
 
-CALLS = with_large(st.builds(CompactCall, U64, st.just("m:f"), U64, BODIES, U16, REFERENCES, REFERENCES))
-REPLIES = with_large(st.builds(CompactReply, U64, BODIES, U16, st.booleans()))
+@st.composite
+def with_history(draw: st.DrawFn, messages: st.SearchStrategy[Any]) -> Any:
+    """A message whose value may have history; a call has it inside of a context only."""
+    message = draw(messages)
+    if isinstance(message, CompactCall):
+        message.context = draw(I64)
+    if isinstance(message, CompactReply) or message.context:
+        message.history = draw(st.none() | st.builds(History, I64, U64))
+    return message
+
+
+CALLS = with_history(with_large(st.builds(CompactCall, U64, st.just("m:f"), U64, BODIES, U16, REFERENCES, REFERENCES)))
+REPLIES = with_history(with_large(st.builds(CompactReply, U64, BODIES, U16, st.booleans())))
 
 
 def fields(message: WireMessage | Chunk) -> dict[str, Any]:
@@ -105,6 +123,10 @@ LARGE.large = [5]
         (NAMED[:5] + b"\x80" + NAMED[6:], "unknown flags (0x80)"),
         (NAMED[:5] + b"\x04" + NAMED[6:], "cut off"),
         (NAMED[:5] + b"\x01" + NAMED[6:], "no envelope"),
+        (NAMED[:5] + b"\x12" + NAMED[6:], "no envelope"),
+        (call_frame(CompactCall(1, "m:f"), 1)[:5] + b"\x10" + bytes(22), "no envelope"),
+        (call_frame(CompactCall(1, "m:f"), 1)[:5] + b"\x20" + bytes(22), "history is cut off"),
+        (reply_frame(CompactReply(1))[:5] + b"\x20" + bytes(22), "history is cut off"),
         (reply_frame(CompactReply(1))[:5] + b"\x02" + bytes(22), ""),
         (reply_frame(CompactReply(1))[:5] + b"\x04" + bytes(22), "unknown flags (0x4)"),
         (reply_frame(LARGE)[:36] + b"\xff\xff" + reply_frame(LARGE)[38:], "65535 large buffers were announced"),

@@ -281,7 +281,7 @@ class Caller:
         if isinstance(message, CompactReply):
             id = message.id
             if message.body:
-                payload = self._marshal.arrived_compact(message, buffers)
+                payload = self._marshal.arrived_compact(message, buffers, session.peer)
         else:
             reply = message.reply
             id, is_stream = reply.id, reply.stream

@@ -107,10 +107,12 @@ class NewCalls:
         pending.autograd = context
         pending.on = on
         written = self._marshal.write((args, kwargs), to) if args or kwargs else None
-        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES and context is None:
-            value = NOTHING if written is None else self._marshal.compact(written)
-            if value is not None:
+        if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES:
+            compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)
+            if compact is not None:
+                value, history = compact
                 call = CompactCall(pending.id, name, 0, value.body, value.num_tensors)
+                call.context, call.history = context_id, history
                 if result is not None:
                     call.result = (*result.rref, *result.fork)
                 if on is not None:
@@ -124,13 +126,10 @@ class NewCalls:
         context, context_id = _join_autograd(owner)
         what = partial(_describe_fetch, share)
         pending = self._pending(owner, what, deadline, timeout_s, reply_sink, REPEATABLE)
-        if context is None:
-            return pending, CompactCall(pending.id, "", target=(*share.rref, *share.fork)), ()
         pending.autograd = context
-        message = rpc_pb2.Message()
-        message.call.autograd_context = context_id
-        name_value(message.call.fetch, share)
-        return pending, message, ()
+        call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
+        call.context = context_id
+        return pending, call, ()
 
     def of_gathering(
         self, to: int, name: str, args: tuple[Any, ...], timeout_s: float, reply_sink: ReplySink

@@ -16,6 +16,7 @@ from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._values import ReceiveBuffer, decode
 from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc.future import Future
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
 __all__ = ["Arrived", "ArrivedCompact", "ArrivedValue", "OutgoingRRefs"]
 
@@ -97,7 +98,9 @@ class ArrivedValue(Arrived):
             self.discard()
 
     def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
-        context.received(self._value, tensors, self._sender)
+        leg = self._value.autograd
+        history = History(leg.message, leg.stamp) if self._value.HasField("autograd") else None
+        context.received(history, tensors, self._sender)
 
     def discard(self) -> None:
         tokens, self._tokens = self._tokens, None
@@ -106,22 +109,27 @@ class ArrivedValue(Arrived):
 
 
 class ArrivedCompact(Arrived):
-    """A value in compact form: it has no references and no history, so there is nothing to give back or to wait for."""
+    """A value in compact form: it has no references, so there is nothing to give back or to wait for."""
 
-    __slots__ = ("_body", "_buffers", "_num_tensors")
+    __slots__ = ("_buffers", "_message", "_sender")
 
-    def __init__(self, body: bytes, num_tensors: int, buffers: Sequence[ReceiveBuffer]) -> None:
-        self._body = body
-        self._num_tensors = num_tensors
+    def __init__(self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer], sender: Identity) -> None:
+        self._message = message
         self._buffers = buffers
+        self._sender = sender
         self.autograd = None
 
     @property
     def is_simple(self) -> bool:
-        return not self._num_tensors
+        return not self._message.num_tensors
 
     def decode(self) -> object:
-        return read_compact(self._body, self._num_tensors, self._buffers)
+        message = self._message
+        attach = None if self.autograd is None else partial(self._attach, self.autograd)
+        return read_compact(message.body, message.num_tensors, self._buffers, attach)
+
+    def _attach(self, context: CallContext, tensors: list[torch.Tensor]) -> None:
+        context.received(self._message.history, tensors, self._sender.id)
 
 
 class _IncomingRRefs:

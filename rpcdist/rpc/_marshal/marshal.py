@@ -25,7 +25,7 @@ from rpcdist.rpc._values.compact import CompactValue, compact_value
 from rpcdist.rpc._values.failures import failure_of
 from rpcdist.rpc._values.plain import PlainWriter
 from rpcdist.rpc._values.refusals import unpicklable_part
-from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
+from rpcdist.transport.wire_messages import CompactCall, CompactReply, History, WireMessage
 
 __all__ = ["Marshal", "Written"]
 
@@ -99,9 +99,17 @@ class Marshal:
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
         return Written(obj, to, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
 
-    def compact(self, written: Written) -> CompactValue | None:
-        """The value in compact form; None if it has none, and needs `fill`."""
-        return None if written.writer is None else compact_value(written.writer)
+    def compact(
+        self, written: Written, autograd: CallContext | None = None
+    ) -> tuple[CompactValue, History | None] | None:
+        """The value in compact form, with its history; None if it has none, and needs `fill`. See `encode`."""
+        writer = written.writer
+        value = None if writer is None else compact_value(writer)
+        if writer is None or value is None:
+            return None
+        if autograd is None or not writer.tensors:
+            return value, None
+        return value, autograd.sending(writer.tensors, written.to)
 
     def fill(
         self, value: value_pb2.Value, written: Written, autograd: CallContext | None = None
@@ -164,9 +172,11 @@ class Marshal:
         """A value that came; its shares are received at once, the rest is decoded later. On the I/O loop."""
         return ArrivedValue(value, buffers, self._rrefs, sender, not self.allow_pickle, autograd)
 
-    def arrived_compact(self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer]) -> ArrivedCompact:
+    def arrived_compact(
+        self, message: CompactCall | CompactReply, buffers: Sequence[ReceiveBuffer], sender: Identity
+    ) -> ArrivedCompact:
         """The value of a compact message; any thread."""
-        return ArrivedCompact(message.body, message.num_tensors, buffers)
+        return ArrivedCompact(message, buffers, sender)
 
     def failure(self, exc: BaseException) -> rpc_pb2.Failure:
         """An exception of this worker, for the wire; raises nothing."""
@@ -174,4 +184,6 @@ class Marshal:
 
 
 def _record(context: CallContext, value: value_pb2.Value, to: int, tensors: list[torch.Tensor]) -> None:
-    context.sending(value, tensors, to)
+    history = context.sending(tensors, to)
+    if history is not None:
+        value.autograd.message, value.autograd.stamp = history

@@ -132,18 +132,20 @@ class Dispatcher:
         if isinstance(message, CompactCall):
             arguments: Arrived | None = None
             if message.body:
-                arguments = self._marshal.arrived_compact(message, buffers)
+                arguments = self._marshal.arrived_compact(message, buffers, session.peer)
             active = ActiveCall.of_compact(session, message, arguments)
+            context_id = message.context
         else:
             call = message.call
             arguments = None
             if call.HasField("arguments"):
                 arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
             active = ActiveCall.of_protobuf(session, call, arguments)
-            if call.autograd_context:
-                active.autograd = self._admit_context(call.autograd_context, session.peer)
-                if arguments is not None:
-                    arguments.autograd = active.autograd
+            context_id = call.autograd_context
+        if context_id:
+            active.autograd = self._admit_context(context_id, session.peer)
+            if arguments is not None:
+                arguments.autograd = active.autograd
         self._active[session, active.id] = active
         if not self.accepting:
             self.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
@@ -389,9 +391,12 @@ class Dispatcher:
     ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
         written = self._marshal.write(result, active.session.peer.id)
-        value = self._marshal.compact(written) if active.autograd is None else None
-        if value is not None:
-            return CompactReply(active.id, value.body, value.num_tensors), value.large, ()
+        compact = self._marshal.compact(written, active.autograd)
+        if compact is not None:
+            value, history = compact
+            reply = CompactReply(active.id, value.body, value.num_tensors)
+            reply.history = history
+            return reply, value.large, ()
         message = rpc_pb2.Message()
         message.reply.id = active.id
         large, forks = self._marshal.fill(message.reply.value, written, active.autograd)

@@ -3,13 +3,13 @@
     entry of the table: dtype (u8, a number of `dtypes.py`), number of dimensions (u8), flags (u8), 0 (u8), lengths (i64
     each); then the bytes of the tensor, unless the flag SEPARATE says that they are the message's next large buffer
 
-The table holds dense tensors on the CPU that own their memory and need no gradient. A value with any other one, with
-remote references, or with long texts travels as a `Value` of protobuf, which can say all of that.
+The flag REQUIRES_GRAD is what it says. The table holds dense tensors on the CPU that own their memory. A value with any
+other one, with remote references, or with long texts travels as a `Value` of protobuf, which can say all of that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from ctypes import memmove, string_at
 from struct import Struct
 from struct import error as StructError
@@ -25,10 +25,11 @@ from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import address_of
 from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 
-__all__ = ["CompactValue", "compact_value", "read_compact"]
+__all__ = ["CompactValue", "compact_tensors", "compact_value", "read_compact", "read_compact_tensors"]
 
 MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
-_SEPARATE: Final = 1
+_SEPARATE, _REQUIRES_GRAD = 1, 2
+_FLAGS: Final = _SEPARATE | _REQUIRES_GRAD
 _ENTRY: Final = Struct("<BBBB")
 _SHAPES: Final = tuple(Struct(f"<{count}q") for count in range(MAX_DIMS + 1))
 _CPU: Final = torch.device("cpu")
@@ -59,6 +60,11 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     tensors = writer.tensors
     if not tensors:
         return CompactValue(bytes(body), 0, ())
+    return compact_tensors(tensors, body)
+
+
+def compact_tensors(tensors: Sequence[torch.Tensor], body: bytes | bytearray = b"") -> CompactValue | None:
+    """The table of tensors, with a plain body behind it; None if one of them does not fit. See `compact_value`."""
     parts: list[bytes | bytearray] = []
     large: list[LargeBuffer] = []
     spans: list[tuple[int, int]] = []
@@ -69,7 +75,10 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
             return None
         shape = tensor.shape
         size = tensor.nbytes
-        parts.append(_ENTRY.pack(code, len(shape), _SEPARATE if size > INLINE_LIMIT else 0, 0))
+        flags = _SEPARATE if size > INLINE_LIMIT else 0
+        if tensor.requires_grad:
+            flags |= _REQUIRES_GRAD
+        parts.append(_ENTRY.pack(code, len(shape), flags, 0))
         parts.append(_SHAPES[len(shape)].pack(*shape))
         if size:
             start = address_of(tensor, size)
@@ -89,7 +98,6 @@ def _is_simple(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) is torch.Tensor
         and tensor.is_cpu
-        and not tensor.requires_grad
         and not tensor.is_nested
         and tensor.is_contiguous()
         and not tensor.is_complex()  # it may be a conjugate view
@@ -104,30 +112,44 @@ def _are_apart(spans: list[tuple[int, int]]) -> bool:
     return all(spans[index][1] <= spans[index + 1][0] for index in range(len(spans) - 1))
 
 
-def read_compact(body: bytes, num_tensors: int, large: Sequence[ReceiveBuffer]) -> object:
+def read_compact(
+    body: bytes,
+    num_tensors: int,
+    large: Sequence[ReceiveBuffer],
+    on_tensors: Callable[[list[torch.Tensor]], object] | None = None,
+) -> object:
     """The value that `compact_value` was made of.
 
     Args:
         body: what arrived.
         num_tensors: entries of the table in it.
         large: the buffers that arrived beside it, complete.
+        on_tensors: called when the tensors are there, and the value is not yet; it may change them in place.
 
     Raises:
         SerializationError: the value is damaged, or cannot be rebuilt here.
     """
     if not num_tensors and not large:
         return read_plain(body, [], [], None)
+    tensors, at = read_compact_tensors(body, num_tensors, large)
+    if on_tensors is not None and tensors:
+        on_tensors(tensors)
+    return read_plain(body[at:], tensors, [], None)
+
+
+def read_compact_tensors(
+    body: bytes, num_tensors: int, large: Sequence[ReceiveBuffer]
+) -> tuple[list[torch.Tensor], int]:
+    """The tensors of the table at the beginning of `body`, and where it ends. See `read_compact`."""
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):
-                tensors, at = _read_tensors(body, num_tensors, large)
-        else:
-            tensors, at = _read_tensors(body, num_tensors, large)
+                return _read_tensors(body, num_tensors, large)
+        return _read_tensors(body, num_tensors, large)
     except (StructError, RuntimeError, ValueError, OverflowError, MemoryError) as exc:
         if isinstance(exc, SerializationError):
             raise
         raise SerializationError(f"a tensor that arrived cannot be rebuilt here: {exc}") from exc
-    return read_plain(body[at:], tensors, [], None)
 
 
 def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tuple[list[torch.Tensor], int]:
@@ -138,7 +160,7 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
         code, num_dims, flags, _ = _ENTRY.unpack_from(body, at)
         at += _ENTRY.size
         info = DTYPES.get(code)
-        if info is None or num_dims > MAX_DIMS or flags & ~_SEPARATE:
+        if info is None or num_dims > MAX_DIMS or flags & ~_FLAGS:
             raise SerializationError(
                 f"a tensor of dtype number {code}, {num_dims} dimensions and flags {flags} arrived, which torch "
                 f"{torch.__version__} or this version of rpcdist does not know"
@@ -147,20 +169,20 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
         at += _SHAPES[num_dims].size
         stride, num_elements = contiguous_strides(shape, info.itemsize)
         size = num_elements * info.itemsize
-        if flags:
+        if flags & _SEPARATE:
             if num_large == len(large) or large[num_large].size != size or not size:
                 raise SerializationError(f"a tensor of {size} bytes did not arrive as announced")
             memory = large[num_large].memory
             num_large += 1
-            tensors.append(over_storage(memory.untyped_storage(), 0, info, shape, stride))
-            continue
-        if at + size > len(body):
-            raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
-        tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
-        if size:
-            memmove(tensor.data_ptr(), body[at : at + size], size)
-            at += size
-        tensors.append(tensor)
+            tensor = over_storage(memory.untyped_storage(), 0, info, shape, stride)
+        else:
+            if at + size > len(body):
+                raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
+            tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
+            if size:
+                memmove(tensor.data_ptr(), body[at : at + size], size)
+                at += size
+        tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
     if num_large != len(large):
         raise SerializationError(f"{len(large)} large buffers arrived for a value that has {num_large}")
     return tensors, at

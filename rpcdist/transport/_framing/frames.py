@@ -18,7 +18,9 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
     NAMED     CALL      size (u16) and UTF-8 of the function's name, for which `function`, if not 0, stands from now on
     RESULT    CALL      two ids (`NamedReference`): `remote()`
     TARGET    CALL      two ids: a method of that reference; or its value, if no function is named
+    CONTEXT   CALL      an autograd context (i64)
     CREATED   REPLY     nothing: the callee keeps the result
+    HISTORY   both      message (i64) and stamp (u64) of the value in the graph of the context
 
 Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
 
@@ -36,7 +38,15 @@ from google.protobuf.message import DecodeError
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall, CompactReply, Loan, NamedReference, WireMessage
+from rpcdist.transport.wire_messages import (
+    MAX_NAME_BYTES,
+    CompactCall,
+    CompactReply,
+    History,
+    Loan,
+    NamedReference,
+    WireMessage,
+)
 
 __all__ = [
     "CHUNK_BYTES",
@@ -74,15 +84,17 @@ _HEAD_BYTES: Final = _HEAD.size
 CHUNK_HEAD_BYTES: Final = _HEAD_BYTES
 
 _MESSAGE, _CALL, _REPLY, _CHUNK = range(1, 5)
-_LARGE, _NAMED, _RESULT, _TARGET = 1, 2, 4, 8
+_LARGE, _NAMED, _RESULT, _TARGET, _CONTEXT, _HISTORY = 1, 2, 4, 8, 16, 32
 _CREATED: Final = 2
-_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET
-_REPLY_FLAGS: Final = _LARGE | _CREATED
+_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY
+_REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY
 
 _TRANSFER: Final = Struct("<QH")
 _BUFFER: Final = Struct("<QQ")
 _NAME_SIZE: Final = Struct("<H")
 _IDS: Final = Struct("<qqQqqQ")
+_CONTEXT_ID: Final = Struct("<q")
+_HISTORY_FORM: Final = Struct("<qQ")
 
 
 class Chunk(NamedTuple):
@@ -122,7 +134,7 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes:
     """
     body = call.body
     flags = 0
-    if call.large or name or call.result is not None or call.target is not None:
+    if call.large or name or call.context or call.result is not None or call.target is not None:
         parts = []
         if call.large:
             flags = _LARGE
@@ -136,6 +148,12 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes:
         if call.target is not None:
             flags |= _TARGET
             parts.append(_IDS.pack(*call.target))
+        if call.context:
+            flags |= _CONTEXT
+            parts.append(_CONTEXT_ID.pack(call.context))
+            if call.history is not None:
+                flags |= _HISTORY
+                parts.append(_HISTORY_FORM.pack(*call.history))
         body = b"".join((*parts, body))
     return _pack(len(body), _CALL, flags, call.num_tensors, number, call.id, call.timeout_us) + body
 
@@ -144,6 +162,9 @@ def reply_frame(reply: CompactReply) -> bytes:
     """A reply."""
     body = reply.body
     flags = _CREATED if reply.created else 0
+    if reply.history is not None:
+        flags |= _HISTORY
+        body = _HISTORY_FORM.pack(*reply.history) + body
     if reply.large:
         flags |= _LARGE
         body = _transfer_of(reply) + body
@@ -232,7 +253,9 @@ def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, 
     if flags & ~_REPLY_FLAGS:
         raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
     reply.created = bool(flags & _CREATED)
-    return _read_large(reply, data, at, end) if flags & _LARGE else at
+    if flags & _LARGE:
+        at = _read_large(reply, data, at, end)
+    return _read_history(reply, data, at, end) if flags & _HISTORY else at
 
 
 def _read_call_flags(
@@ -256,6 +279,13 @@ def _read_call_flags(
         call.result, at = _read_ids(data, at, end)
     if flags & _TARGET:
         call.target, at = _read_ids(data, at, end)
+    if flags & _CONTEXT:
+        (call.context,) = _CONTEXT_ID.unpack_from(data, at)
+        at += _CONTEXT_ID.size
+    if flags & _HISTORY:
+        at = _read_history(call, data, at, end)
+    if at > end:
+        raise ProtocolViolation("a call arrived whose autograd context is cut off")
     return at
 
 
@@ -270,6 +300,14 @@ def _read_ids(data: bytes | bytearray, at: int, end: int) -> tuple[NamedReferenc
         raise ProtocolViolation("a call arrived whose reference is cut off")
     ids: NamedReference = _IDS.unpack_from(data, at)
     return ids, at + _IDS.size
+
+
+def _read_history(message: CompactCall | CompactReply, data: bytes | bytearray, at: int, end: int) -> int:
+    after = at + _HISTORY_FORM.size
+    if after > end:
+        raise ProtocolViolation("a call or a reply arrived whose history is cut off")
+    message.history = History(*_HISTORY_FORM.unpack_from(data, at))
+    return after
 
 
 def _read_large(message: CompactCall | CompactReply, data: bytes | bytearray, at: int, end: int) -> int:
