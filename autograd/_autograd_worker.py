@@ -18,6 +18,8 @@ from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._backward_pass import BackwardPass
 from rpcdist.autograd._context import Context, ContextTable, make_id, worker_of
+from rpcdist.autograd._gradient_codec import decode_gradients
+from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.autograd._pass_events import PassOptions
 from rpcdist.autograd._pass_sender import PassSender
 from rpcdist.autograd._releases import Releases
@@ -28,7 +30,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values import ReceiveBuffer, decode
+from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.future import Future
 from rpcdist.time_limits import CONTEXT_DROP_DELAY_S
 
@@ -234,9 +236,9 @@ class AutogradWorker:
         if kind == "aborted":
             self.host.submit(current.abort, decode_error(message.aborted))
             return
-        read: Callable[[], object] | None = None
+        read: Callable[[], list[Gradients]] | None = None
         if message.HasField("gradients"):
-            read = partial(decode, message.gradients.value, buffers, None, plain_only=not self.host.allow_pickle)
+            read = partial(decode_gradients, message.gradients, buffers, plain_only=not self.host.allow_pickle)
         current.post(partial(current.take, sender.id, message, read, via), current.can_wait(sender.id, message))
 
     def _pass_of(

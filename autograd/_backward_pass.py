@@ -149,7 +149,7 @@ class BackwardPass(PassTurns):
         self,
         sender: int,
         message: autograd_pb2.AutogradMessage,
-        decode: Callable[[], object] | None,
+        decode: Callable[[], Sequence[Gradients]] | None,
         via: MessageSink | None = None,
     ) -> None:
         """Handles a neighbour's message; only on the thread that handles the events of the pass.
@@ -157,8 +157,7 @@ class BackwardPass(PassTurns):
         Args:
             sender: the neighbour.
             message: what it says.
-            decode: returns its gradients, a list of tensors and None for each message of the graph; None if it has
-                none.
+            decode: returns its gradients, for each message of the graph; None if it has none.
             via: the session by which it came, and by which what this worker says goes.
         """
         if via is not None:
@@ -309,14 +308,10 @@ class BackwardPass(PassTurns):
 
     # ------------------------------------------------------------ gradients
 
-    def _keep_gradients(self, messages: Sequence[int], arrived: object) -> list[PassEvent]:
-        assert isinstance(arrived, list)
+    def _keep_gradients(self, messages: Sequence[int], arrived: Sequence[Gradients]) -> list[PassEvent]:
         gradients = dict(zip(messages, arrived, strict=True))
         self._gradients.add(gradients)
-        return [
-            GradientArrived(message, sum(1 << index for index, one in enumerate(found) if one is not None))
-            for message, found in gradients.items()
-        ]
+        return [GradientArrived(message, _mask_of(found)) for message, found in gradients.items()]
 
     def gradient(self, message: int) -> Gradients:
         """The gradient of a send that has arrived."""
@@ -392,3 +387,12 @@ class BackwardPass(PassTurns):
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)
         return True
+
+
+def _mask_of(gradients: Gradients) -> int:
+    """Which of the tensors of a message have a gradient."""
+    mask = 0
+    for index, gradient in enumerate(gradients):
+        if gradient is not None:
+            mask |= 1 << index
+    return mask

@@ -7,11 +7,12 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._gradient_codec import encode_gradients
 from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.errors import RpcdistError, WorkerLost
 from rpcdist.rpc._autograd_hooks import AutogradHost
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._values import LargeBuffer, encode_into
+from rpcdist.rpc._values import LargeBuffer
 
 __all__ = ["MessageOwner", "PassSender"]
 
@@ -76,7 +77,7 @@ class PassSender:
         self, to: int, target: autograd_pb2.AutogradMessage, gradients: list[Gradients]
     ) -> Sequence[LargeBuffer]:
         """Writes the values of gradients into a message; returns their large buffers."""
-        return encode_into(target.gradients.value, gradients, None, map_device=self._host.device_map(to))
+        return encode_gradients(gradients, target.gradients, self._host.device_map(to))
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
         """Sends a message to several workers, except this one; ignores workers that are lost."""

@@ -66,12 +66,18 @@ class PartlyUsed(_message.Message):
     def __init__(self, message: _Optional[int] = ..., tensors: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Gradients(_message.Message):
-    __slots__ = ("messages", "value")
+    __slots__ = ("messages", "value", "table", "counts", "absent")
     MESSAGES_FIELD_NUMBER: _ClassVar[int]
     VALUE_FIELD_NUMBER: _ClassVar[int]
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    ABSENT_FIELD_NUMBER: _ClassVar[int]
     messages: _containers.RepeatedScalarFieldContainer[int]
     value: _value_pb2.Value
-    def __init__(self, messages: _Optional[_Iterable[int]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ...) -> None: ...
+    table: bytes
+    counts: _containers.RepeatedScalarFieldContainer[int]
+    absent: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, messages: _Optional[_Iterable[int]] = ..., value: _Optional[_Union[_value_pb2.Value, _Mapping]] = ..., table: _Optional[bytes] = ..., counts: _Optional[_Iterable[int]] = ..., absent: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class BackwardDone(_message.Message):
     __slots__ = ("is_heavy",)

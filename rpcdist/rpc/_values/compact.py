@@ -28,6 +28,7 @@ from rpcdist.transport.wire_messages import MAX_COMPACT_BODY_BYTES
 __all__ = ["CompactValue", "compact_tensors", "compact_value", "read_compact", "read_compact_tensors"]
 
 MAX_DIMS: Final = 8  # a tensor of more is not worth a compact form
+MAX_TENSORS: Final = 0xFFFF
 _SEPARATE, _REQUIRES_GRAD = 1, 2
 _FLAGS: Final = _SEPARATE | _REQUIRES_GRAD
 _ENTRY: Final = Struct("<BBBB")
@@ -63,8 +64,18 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     return compact_tensors(tensors, body)
 
 
-def compact_tensors(tensors: Sequence[torch.Tensor], body: bytes | bytearray = b"") -> CompactValue | None:
-    """The table of tensors, with a plain body behind it; None if one of them does not fit. See `compact_value`."""
+def compact_tensors(
+    tensors: Sequence[torch.Tensor], body: bytes | bytearray = b"", shares_memory: bool = True
+) -> CompactValue | None:
+    """The table of tensors, with a plain body behind it; None if one of them does not fit. See `compact_value`.
+
+    Args:
+        tensors: each has an entry.
+        body: follows the table.
+        shares_memory: whether tensors that share memory must do so at the receiver, too, which no table can say.
+    """
+    if len(tensors) > MAX_TENSORS:
+        return None
     parts: list[bytes | bytearray] = []
     large: list[LargeBuffer] = []
     spans: list[tuple[int, int]] = []
@@ -88,7 +99,9 @@ def compact_tensors(tensors: Sequence[torch.Tensor], body: bytes | bytearray = b
             else:
                 parts.append(string_at(start, size))
                 num_bytes += size
-    if num_bytes + INLINE_LIMIT > MAX_COMPACT_BODY_BYTES or (len(spans) > 1 and not _are_apart(spans)):
+    if num_bytes + INLINE_LIMIT > MAX_COMPACT_BODY_BYTES:
+        return None
+    if shares_memory and len(spans) > 1 and not _are_apart(spans):
         return None
     parts.append(body)
     return CompactValue(b"".join(parts), len(tensors), large)
@@ -141,6 +154,8 @@ def read_compact_tensors(
     body: bytes, num_tensors: int, large: Sequence[ReceiveBuffer]
 ) -> tuple[list[torch.Tensor], int]:
     """The tensors of the table at the beginning of `body`, and where it ends. See `read_compact`."""
+    if num_tensors > MAX_TENSORS:
+        raise SerializationError(f"a table of {num_tensors} tensors arrived; {MAX_TENSORS} are allowed")
     try:
         if torch.is_inference_mode_enabled():  # a received tensor must be usable by autograd later
             with torch.inference_mode(False):

@@ -1,0 +1,78 @@
+"""Gradients to and from the message that carries them: a table of tensors, or a `Value` for what does not fit into one.
+
+Most gradients are dense tensors on the CPU. A table of those costs a tenth of a value, which has to say what lists they
+are in, how they lie in memory, and which of them share it. Here nobody needs to know: whoever receives a gradient never
+changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate, pairwise
+
+from rpcdist._proto import autograd_pb2
+from rpcdist.autograd._message_nodes import Gradients
+from rpcdist.errors import SerializationError
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, MapDevice, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
+
+__all__ = ["decode_gradients", "encode_gradients"]
+
+
+def encode_gradients(
+    gradients: Sequence[Gradients], target: autograd_pb2.Gradients, map_device: MapDevice | None
+) -> Sequence[LargeBuffer]:
+    """Writes the gradients of messages into `target`, which has the numbers of the messages; returns what is large.
+
+    Args:
+        gradients: for each message, those of its tensors.
+        target: to be filled.
+        map_device: where tensors of other devices than the CPU go at the receiver.
+    """
+    flat = [gradient for of_message in gradients for gradient in of_message]
+    # What is small is copied in any case, and the views that torch returns (of an expanded sum) have no table.
+    present = [
+        one if one.is_contiguous() or one.nbytes > INLINE_LIMIT else one.contiguous()
+        for one in flat
+        if one is not None and not one.is_sparse
+    ]
+    table = compact_tensors(present, shares_memory=False)
+    if table is None or any(one is not None and one.is_sparse for one in flat):
+        return encode_into(target.value, [list(of_message) for of_message in gradients], None, map_device=map_device)
+    target.table = table.body
+    target.counts.extend(map(len, gradients))
+    if len(present) < len(flat):
+        target.absent.extend(index for index, one in enumerate(flat) if one is None)
+    return table.large
+
+
+def decode_gradients(
+    message: autograd_pb2.Gradients, buffers: Sequence[ReceiveBuffer], plain_only: bool
+) -> list[Gradients]:
+    """The gradients that `encode_gradients` wrote, for each of the messages.
+
+    Raises:
+        SerializationError: they are damaged, refused, or cannot be rebuilt here.
+    """
+    num_messages = len(message.messages)
+    if not message.counts:
+        value = decode(message.value, buffers, None, plain_only=plain_only)
+        if not isinstance(value, list) or len(value) != num_messages:
+            raise SerializationError(f"gradients of {num_messages} messages arrived that are no list of so many")
+        return value
+    counts, absent = message.counts[:], message.absent[:]
+    total = sum(counts)
+    missing = set(absent)
+    num_tensors = total - len(absent)
+    if len(counts) != num_messages or len(missing) != len(absent) or max(absent, default=-1) >= total:
+        raise SerializationError(
+            f"gradients arrived that do not fit: of {num_messages} messages, with {len(counts)} counts, for {total} "
+            f"tensors of which {len(absent)} have none"
+        )
+    tensors, end = read_compact_tensors(message.table, num_tensors, buffers)
+    if end != len(message.table):
+        raise SerializationError(f"gradients arrived with {len(message.table) - end} bytes that are left over")
+    following = iter(tensors)
+    flat = [None if missing and index in missing else next(following) for index in range(total)]
+    ends = list(accumulate(counts, initial=0))
+    return [flat[start:end] for start, end in pairwise(ends)]
