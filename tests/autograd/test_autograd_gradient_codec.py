@@ -17,13 +17,13 @@ from rpcdist.rpc._values import INLINE_LIMIT
 
 ONE = torch.rand(2, 3)
 LARGE = torch.rand(INLINE_LIMIT // 4 + 1)
-SPARSE = torch.sparse_coo_tensor([[0, 2]], [1.0, 2.0], (4,), check_invariants=True)
+SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]), (4,), check_invariants=True)
 
 
 def encoded(gradients: Sequence[Sequence[Tensor | None]]) -> tuple[autograd_pb2.Gradients, list[object]]:
     message = autograd_pb2.Gradients(messages=range(len(gradients)))
     large = encode_gradients(gradients, message, None)
-    return message, [buffer.copy() for buffer in large]  # type: ignore[attr-defined]
+    return message, [buffer.copy() for buffer in large]
 
 
 @pytest.mark.parametrize(
