@@ -60,7 +60,7 @@ def decode_gradients(
         if not isinstance(value, list) or len(value) != num_messages:
             raise SerializationError(f"gradients of {num_messages} messages arrived that are no list of so many")
         return value
-    counts, absent = message.counts[:], message.absent[:]
+    counts, absent, body = message.counts[:], message.absent[:], message.table
     total = sum(counts)
     missing = set(absent)
     num_tensors = total - len(absent)
@@ -69,9 +69,11 @@ def decode_gradients(
             f"gradients arrived that do not fit: of {num_messages} messages, with {len(counts)} counts, for {total} "
             f"tensors of which {len(absent)} have none"
         )
-    tensors, end = read_compact_tensors(message.table, num_tensors, buffers)
-    if end != len(message.table):
-        raise SerializationError(f"gradients arrived with {len(message.table) - end} bytes that are left over")
+    tensors, end = read_compact_tensors(body, num_tensors, buffers)
+    if end != len(body):
+        raise SerializationError(f"gradients arrived with {len(body) - end} bytes that are left over")
+    if not absent and total == num_messages and counts.count(1) == total:  # one tensor each, as usual
+        return [[tensor] for tensor in tensors]
     following = iter(tensors)
     flat = [None if missing and index in missing else next(following) for index in range(total)]
     ends = list(accumulate(counts, initial=0))

@@ -22,7 +22,15 @@ from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
 from rpcdist.rpc._executors.blocking import blocking
 
-__all__ = ["LocalOptimizer", "NewOptimizer", "OptimizerTable", "call_local_optimizer", "new_local_optimizer", "tables"]
+__all__ = [
+    "LocalOptimizer",
+    "NewOptimizer",
+    "OptimizerTable",
+    "call_local_optimizer",
+    "is_watched",
+    "new_local_optimizer",
+    "tables",
+]
 
 _torch_optimizer: Any = importlib.import_module("torch.optim.optimizer")  # torch's stubs lack what is used here
 
@@ -85,7 +93,7 @@ class LocalOptimizer:
             # Changes of the parameters do not invalidate the tensors that other backward passes have saved.
             with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
                 self.optim.step()
-        elif self._bare_step is not None and not _is_watched(self.optim):
+        elif self._bare_step is not None and not is_watched(self.optim):
             with torch.no_grad():
                 self._bare_step(self.optim)
         else:
@@ -176,7 +184,7 @@ def _bare_step_of(optim: Any) -> Callable[[Any], object] | None:
     return cast("Callable[[Any], object]", step)
 
 
-def _is_watched(optim: Any) -> bool:
+def is_watched(optim: Any) -> bool:
     """Whether somebody would notice that the wrappers of `step` are missing."""
     return bool(
         optim._optimizer_step_pre_hooks

@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.autograd._interface import _is_valid_context
 from rpcdist.errors import RpcdistError
-from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, new_local_optimizer
+from rpcdist.optim._local_optimizer import LocalOptimizer, call_local_optimizer, is_watched, new_local_optimizer
 from rpcdist.optim._owner_calls import OwnerCall, ask_owners, ask_owners_async
 from rpcdist.optim._param_groups import (
     Group,
@@ -111,6 +111,17 @@ class DistributedOptimizer(torch.optim.Optimizer):
             BlockingInLoop: called on an event loop; write `await optimizer.step_async(...)`.
             Exception: what a local optimizer raised; the notes of the error say where the step was made and where not.
         """
+        if (
+            is_watched(self) and type(self).step is DistributedOptimizer.step
+        ):  # else torch has wrapped that of the class
+            _watched_step(self, context_id, hogwild)
+        else:
+            self._step(context_id, hogwild)
+
+    # As torch marks what it has wrapped for hooks and profilers: the wrapper takes as long as sending the calls.
+    step.hooked = True  # type: ignore[attr-defined]
+
+    def _step(self, context_id: int, hogwild: bool) -> None:
         _is_valid_context(context_id)
         calls, sending = self._step_calls(context_id, hogwild)
         took_part = ask_owners(self._doing("step"), calls, "optimizer.step_async(...)")
@@ -250,6 +261,11 @@ class DistributedOptimizer(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         # A scheduler puts a wrapper of `step` into the object, which knows this one only.
         return {name: value for name, value in self.__dict__.items() if name != "step"}
+
+
+_watched_step: Callable[[DistributedOptimizer, int, bool], None] = torch.optim.Optimizer.profile_hook_step(
+    DistributedOptimizer._step
+)
 
 
 def _groups_at(shard: Shard, groups: list[Group]) -> list[Group]:

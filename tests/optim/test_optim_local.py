@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch.optim import optimizer as torch_optimizer
 
+import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
-from rpcdist.optim import _local_optimizer
+from rpcdist.optim import DistributedOptimizer, _local_optimizer
 from rpcdist.optim._local_optimizer import LocalOptimizer
 from rpcdist.testing import InProcessCluster
 
@@ -79,6 +80,24 @@ def test_hooks_of_all_optimizers_run(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         handle.remove()
     assert seen == ["after"] * 3
+
+
+@pytest.mark.usefixtures("agent")
+def test_hooks_of_a_distributed_optimizer_run_once_a_step() -> None:
+    parameter, seen = torch.nn.Parameter(torch.ones(4)), list[str]()
+    optimizer = DistributedOptimizer(torch.optim.SGD, [rpc.RRef(parameter)], lr=0.1)
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: seen.append("before")),
+        optimizer.register_step_post_hook(lambda *_: seen.append("after")),
+    ]
+    for _ in range(2):
+        with autograd.context() as context_id:
+            autograd.backward(context_id, [parameter.sum()])
+            optimizer.step(context_id)
+        for handle in handles:
+            handle.remove()
+    assert seen == ["before", "after"]
+    assert torch.allclose(parameter.detach(), torch.full((4,), 0.8))
 
 
 @pytest.mark.usefixtures("agent")
