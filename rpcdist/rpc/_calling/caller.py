@@ -28,7 +28,7 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import ReferenceShare
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -114,7 +114,10 @@ class Caller:
         to = self._directory.resolve(to)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
         self._wait_for_room(call, message, large)
-        return reply_sink.wait(call, self, partial(self._send, call, message, large), self._router.session_with(to))
+        # The session is named where this thread shall read before it sends: what takes long to send would keep others
+        # from reading, too.
+        session = None if large and takes_long(large) else self._router.session_with(to)
+        return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
 
     def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""

@@ -35,10 +35,12 @@ class LastAct(NamedTuple):
     Attributes:
         answers: what sends the job's answer, and others that were ready by it.
         source: where they go, and where the next job will probably come from.
+        is_long: sending takes a while, in which the thread runs no code of users.
     """
 
     answers: list[Hook]
     source: JobSource
+    is_long: bool = False
 
     def answer(self) -> None:
         """Sends all of them; called once, whatever happens."""

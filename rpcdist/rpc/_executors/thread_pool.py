@@ -3,7 +3,8 @@
 Rules:
  1. `submit` never waits. A job handed to an idle thread costs one lock release (each parks on a lock of its own); while
     a thread is running, a job is only appended to the queue, and that thread takes it when it gets there.
- 2. A thread that will wait and says so (`blocking()`: our own `Future.wait`) does not count as running from then on.
+ 2. A thread that will wait and says so (`blocking()`: our own `Future.wait`) does not count as running from then on,
+    nor does one that copies a large answer.
  3. What else blocks a job (`torch.futures.wait_all` waits in C++) cannot be seen from inside. A monitor samples while
     jobs are queued, and `threads_to_start` decides: up to one thread a core when the oldest job has waited for 1 ms;
     beyond that one more whenever no job has ended for 5 ms, in doubling bursts while the threads use no processor time.
@@ -71,6 +72,10 @@ def _log_error(error: BaseException, function: Function) -> None:
 
 def _describe(function: Function, arguments: tuple[object, ...]) -> str:
     return repr(function)  # not of the arguments, which may be large
+
+
+def _do_nothing() -> None:
+    """The answer has been sent."""
 
 
 class ThreadPool:
@@ -288,21 +293,38 @@ class ThreadPool:
                 cleanup()
             if (last_act := hooks.last_act) is not None:
                 hooks.last_act = None
+                answer: Function = last_act.answer
+                if last_act.is_long:
+                    self._answer_long(worker, last_act)
+                    answer = _do_nothing
                 if self._has_nothing_to_do():
-                    self._lead(last_act, sleep)
-                else:
-                    held.hold(last_act.source, last_act.answer)
-                del last_act
+                    self._lead(last_act.source, answer, sleep)
+                elif not last_act.is_long:
+                    held.hold(last_act.source, answer)
+                del last_act, answer
             function = worker.job = None  # type: ignore[assignment]
             self._progress = True  # after the cleanup: a job counts as ended when its thread takes the next one
 
-    def _lead(self, last_act: blocking.LastAct, sleep: tuple[Callable[[], object], Callable[[], object]]) -> None:
+    def _answer_long(self, worker: WorkerThread, last_act: blocking.LastAct) -> None:
+        """Sends an answer that takes long: others read meanwhile, and run the jobs that come (rules 2 and 4)."""
+        self._enter_blocking(worker)
+        try:
+            last_act.source.hold_back(last_act.answer)
+            last_act.source.flush()
+        except BaseException as error:
+            self._report(error, last_act.answer)
+        finally:
+            self._leave_blocking(worker)
+
+    def _lead(
+        self, source: blocking.JobSource, answer: Function, sleep: tuple[Callable[[], object], Callable[[], object]]
+    ) -> None:
         """Sends a job's answer, and reads the next job (rule 4)."""
         try:
             blocking.hooks.reads_jobs = True
-            last_act.source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, last_act.answer)
+            source.lead(self._has_nothing_to_do, POOL_LEAD_S, sleep, answer)
         except BaseException as error:
-            self._report(error, last_act.answer)
+            self._report(error, answer)
         finally:
             blocking.hooks.reads_jobs = False
 

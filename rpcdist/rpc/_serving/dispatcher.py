@@ -46,7 +46,7 @@ from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.functions import ASYNC_MARK
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
@@ -353,7 +353,7 @@ class Dispatcher:
             return
         answer = partial(self._answer, active, message, large, forks)
         if is_last:
-            hooks.last_act = LastAct([answer], active.session)
+            hooks.last_act = LastAct([answer], active.session, takes_long(large))
         elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
             last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
         else:

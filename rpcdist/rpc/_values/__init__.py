@@ -1,6 +1,6 @@
 """Python values on the wire; docs/values.md describes the format and its promises."""
 
-from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer
+from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc._values.codec import OnTensors, decode, encode_into
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.pickled import NOT_ON_CALLEE, Reducer, register_reducer
@@ -18,4 +18,5 @@ __all__ = [
     "decode",
     "encode_into",
     "register_reducer",
+    "takes_long",
 ]

@@ -25,10 +25,13 @@ __all__ = [
     "add_buffer",
     "memory_view",
     "received_buffers",
+    "takes_long",
 ]
 
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
+
+TAKES_LONG_FROM_BYTES: Final = 1 << 20
 
 MAX_BUFFER_SIZE: Final = 1 << 47
 """More bytes than a process can address: an announcement beyond it is damage, not data."""
@@ -106,6 +109,14 @@ class TensorBuffer(LargeBuffer):
                     "that a call carries alone until the call is done"
                 )
         return self._view
+
+
+def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
+    """Whether a thread that sends these is busy for a while: it copies them into shared memory, in turns with others.
+
+    Meanwhile it must not keep others from reading, nor count as a thread that will soon take the next job.
+    """
+    return sum(buffer.size for buffer in buffers) >= TAKES_LONG_FROM_BYTES
 
 
 class ReceiveBuffer:

@@ -1,0 +1,96 @@
+"""A thread that copies a large buffer into shared memory keeps nobody else from reading, and from calling."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from rpcdist import rpc
+from rpcdist.collectives import HashStore
+from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._current import forget_agent, use_agent
+from rpcdist.rpc._start import node_options, start_agent
+from rpcdist.transport import Node
+from rpcdist.transport.mapped_segments import MappedSegment
+from rpcdist.transport.shared_memory import unavailable
+
+pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
+
+LIMIT_S = 30.0
+MIB = 1 << 20
+NUM_SMALL_CALLS = 3
+
+
+def echo(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def number() -> int:
+    return 7
+
+
+def start(store: HashStore, rank: int) -> Agent:
+    options = rpc.RpcOptions(rpc_timeout=LIMIT_S)
+    network = Node(node_options(options)).start()
+    return start_agent(store=store.clone(), name="ab"[rank], rank=rank, world_size=2, options=options, network=network)
+
+
+def end(agent: Agent) -> None:
+    agent.close()
+    forget_agent(agent)
+    agent.release()
+
+
+@pytest.fixture
+def agent(job_token: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Agent]:
+    """That of "a"; "b" is in this process, too, and connected by a socket."""
+    monkeypatch.setenv("RPCDIST_CHANNELS", "auto")  # whatever the run says: memory is shared over Unix sockets only
+    store = HashStore(LIMIT_S)
+    with ThreadPoolExecutor(2) as starting:
+        agents = tuple(starting.map(lambda rank: start(store, rank), range(2)))
+    try:
+        yield agents[0]
+    finally:
+        for agent in reversed(agents):
+            end(agent)
+
+
+def call(agent: Agent, results: list[int]) -> None:
+    with use_agent(agent):
+        results.extend(rpc.rpc_sync("b", number, timeout=LIMIT_S) for _ in range(NUM_SMALL_CALLS))
+
+
+def in_thread(function: Callable[..., object], *arguments: object) -> None:
+    thread = threading.Thread(target=function, args=arguments)
+    thread.start()
+    thread.join(LIMIT_S)
+
+
+@pytest.mark.parametrize("copied", ["the arguments", "the result"])
+def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
+    agent: Agent, copied: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tensor = torch.arange(MIB // 4, dtype=torch.float32)
+    results: list[int] = []
+    begun: list[str] = []
+    copy_from = MappedSegment.copy_from
+
+    def copy_while_others_call(segment: MappedSegment, view: memoryview) -> None:
+        is_callee = threading.current_thread().name.startswith("rpcdist-worker")
+        if is_callee == (copied == "the result") and not begun:
+            begun.append(copied)
+            in_thread(call, agent, results)
+        copy_from(segment, view)
+
+    monkeypatch.setattr(MappedSegment, "copy_from", copy_while_others_call)
+    with use_agent(agent):
+        for _ in range(100):  # the first ones travel in the socket, and bring segments along
+            assert torch.equal(rpc.rpc_sync("b", echo, (tensor,)), tensor)
+            if begun:
+                break
+    assert begun == [copied]
+    assert results == [7] * NUM_SMALL_CALLS
