@@ -2,7 +2,10 @@
 
 `import rpcdist` alone is cheap: a submodule, and with it torch or gRPC, is imported when it is first used.
 
-    rpcdist.launch(train, workers=4)  # calls train(rank) in four new processes
+    with rpcdist.LocalCluster(4):  # this process and three new ones are the workers of a job
+        rpcdist.rpc.rpc_sync("worker1", pow, (2, 10))
+
+    rpcdist.launch(train, workers=4)  # or: calls train(rank) in four new processes
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ if TYPE_CHECKING:
     from rpcdist import optim as optim
     from rpcdist import parallel as parallel
     from rpcdist import rpc as rpc
+    from rpcdist._cluster import LocalCluster as LocalCluster
     from rpcdist._launch import Placement as Placement
     from rpcdist._launch import launch as launch
     from rpcdist._launch import placement_from_environment as placement_from_environment
@@ -30,6 +34,7 @@ if TYPE_CHECKING:
     __version__: str
 
 __all__ = [
+    "LocalCluster",
     "Placement",
     "__version__",
     "autograd",
@@ -47,6 +52,7 @@ __all__ = [
 ]
 
 _MODULE_OF: Final = {
+    "LocalCluster": "rpcdist._cluster",
     "Placement": "rpcdist._launch",
     "launch": "rpcdist._launch",
     "placement_from_environment": "rpcdist._launch",

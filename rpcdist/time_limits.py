@@ -23,6 +23,7 @@ __all__ = [
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
     "CHECK_INTERVAL_S",
+    "CLUSTER_START_LIMIT_S",
     "CONNECT_FIRST_PAUSE_S",
     "CONNECT_LONGEST_PAUSE_S",
     "CONTEXT_DROP_DELAY_S",
@@ -116,6 +117,7 @@ __all__ = [
     "RETURN_LONGEST_PAUSE_S",
     "ROLE_LIMIT_S",
     "RPC_CLOSE_LIMIT_S",
+    "RPC_INIT_TIMEOUT_S",
     "RPC_TIMEOUT_S",
     "RREF_DELETION_LIMIT_S",
     "SEGMENTS_RETURN_S",
@@ -177,6 +179,8 @@ LONGEST_TIMEOUT_S: Final = 1e9
 ones are refused with the advice how to write none; one that arrives with a call counts as none."""
 RPC_TIMEOUT_S: Final = 60.0
 """A call that names no timeout, measured by the caller and the callee; then it fails with `DeadlineExceeded`."""
+RPC_INIT_TIMEOUT_S: Final = 60.0
+"""The workers of a job find each other in `init_rpc`, measured by each; then it fails and names who is missing."""
 HANDSHAKE_LIMIT_S: Final = 10.0
 """Mutual proof of the job token on a new connection, measured by the side that accepts; then it is turned away."""
 LOCAL_HANDSHAKE_LIMIT_S: Final = 5.0
@@ -321,6 +325,8 @@ PROFILE_LIMIT_S: Final = 300.0
 """One run of the two processes of `profile-call`, measured by their parent; then they are ended: take fewer calls."""
 LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
 """Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
+CLUSTER_START_LIMIT_S: Final = 300.0
+"""The processes of a `LocalCluster` import the program, measured by their parent; then the cluster is ended."""
 LAUNCH_KILL_LIMIT_S: Final = 5.0
 """A process of `launch` that was killed, measured by its parent, which then leaves it alone."""
 

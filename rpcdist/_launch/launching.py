@@ -3,27 +3,24 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
-import socket
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from typing import Any, Final, TypeVar, TypeVarTuple
+from collections.abc import Callable, Mapping
+from typing import Final, TypeVar, TypeVarTuple
 
+from rpcdist._launch.outcome_errors import error_of, interrupted
 from rpcdist._launch.placement import placement_from_environment
-from rpcdist._launch.progress import Died, Failed, Late, Stuck, Succeeded
-from rpcdist._launch.rank_main import is_importing_main
-from rpcdist._launch.reports import Exited, Raised
+from rpcdist._launch.progress import Succeeded
+from rpcdist._launch.rank_call import load_result, pickle_call
+from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.rendezvous_port import held_port, job_variables
 from rpcdist._launch.stop_signals import StopSignals
 from rpcdist._launch.supervisor import run_job
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, ProcessFailed, SerializationError
-from rpcdist.time_limits import LAUNCH_EXIT_LIMIT_S
+from rpcdist.errors import ConfigError
 
 __all__ = ["launch"]
 
-_HOST: Final = "127.0.0.1"
 _OWN_VARIABLES: Final = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 T = TypeVar("T")
@@ -53,7 +50,8 @@ def launch(
     the ranks get as SIGTERM, end all ranks. No rank outlives this process, even if that is killed (on Linux).
 
     Args:
-        function: called with the rank and `args`. It goes by reference: define it at the top of a module.
+        function: called with the rank and `args`. It goes by reference, so define it at the top of a module; in a
+            notebook, and under `python -c` and `python -`, functions and classes of the main module go by value.
         args: the other arguments of the function, pickled.
         workers: number of processes, and the world size.
         join_timeout_s: limit for the whole job in seconds; None for no limit.
@@ -69,7 +67,8 @@ def launch(
         ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
         SerializationError: the function or its arguments, or a result here, cannot be pickled.
         OSError: a process cannot be started.
-        SystemExit: a rank called `sys.exit` with this code (not 0); or 130 after Ctrl-C, and 143 after SIGTERM.
+        SystemExit: a rank called `sys.exit` with this code (not 0); or 130 after Ctrl-C, and 143 after SIGTERM. That of
+            Ctrl-C is a `KeyboardInterrupt` as well, and at a prompt or in a notebook nothing but that.
     """
     _check(workers, join_timeout_s, env or {})
     placement = placement_from_environment()
@@ -77,96 +76,25 @@ def launch(
         if placement.world_size != workers:
             raise ConfigError(f"workers={workers}, but the launcher started WORLD_SIZE={placement.world_size}")
         return [function(placement.rank, *args)]
-    call = _pickle_call(function, args)
-    with StopSignals() as stop, _held_port(master_port) as port:
-        variables = {**os.environ, **(env or {}), **_job_variables(workers, port)}
+    call = pickle_call(function, args)
+    with StopSignals() as stop, held_port(master_port) as port:
+        variables = {**os.environ, **(env or {}), **job_variables(workers, port)}
         outcome = run_job(call, workers, variables, Deadline.after(join_timeout_s), stop)
     if isinstance(outcome, Succeeded):
-        return [_unpickle_result(rank, result) for rank, result in enumerate(outcome.results)]
+        return [load_result(rank, result) for rank, result in enumerate(outcome.results)]
+    if outcome == signal.SIGINT:
+        raise interrupted()
     if isinstance(outcome, signal.Signals):
-        print("\ninterrupted" if outcome == signal.SIGINT else "terminated", file=sys.stderr)
-    raise _error_of(outcome, workers, join_timeout_s)
+        print("terminated", file=sys.stderr)
+        raise SystemExit(128 + outcome)
+    raise error_of(outcome, workers, join_timeout_s)
 
 
 def _check(workers: int, join_timeout_s: float | None, env: Mapping[str, str]) -> None:
-    if is_importing_main():
-        raise ConfigError(
-            "`launch` was called while a new process imported the main module: put the call under "
-            '`if __name__ == "__main__":`'
-        )
+    check_not_importing_main("launch")
     if workers < 1:
         raise ConfigError(f"workers must be at least 1, not {workers}")
     if join_timeout_s is not None and not join_timeout_s > 0:
         raise ConfigError(f"join_timeout_s must be above 0, not {join_timeout_s:g}; None means no limit")
     if clash := sorted(set(env).intersection(_OWN_VARIABLES)):
         raise ConfigError(f"env must not have {', '.join(clash)}: `launch` sets it for each process")
-
-
-def _pickle_call(function: object, args: tuple[object, ...]) -> bytes:
-    try:
-        return pickle.dumps((function, args))
-    except Exception as exc:  # pickle raises many types, and objects may raise any
-        raise SerializationError(
-            f"{function!r} with {len(args)} arguments cannot be sent to a new process: {exc}. Define the function at "
-            "the top of a module, and pass arguments that can be pickled."
-        ) from exc
-
-
-def _unpickle_result(rank: int, result: bytes) -> Any:
-    try:
-        return pickle.loads(result)
-    except Exception as exc:
-        raise SerializationError(f"the result of rank {rank} cannot be rebuilt here: {exc}") from exc
-
-
-@contextmanager
-def _held_port(port: int) -> Iterator[int]:
-    """A port on which rank 0 can listen, and no other program meanwhile.
-
-    Our socket is bound but does not listen. With SO_REUSEADDR on both sides, the kernel lets a second socket bind and
-    listen there, which all servers for rendezvous do, torch's too. But it gives the port to no program that asks for
-    any free port, and none that connects somewhere gets it as its own.
-    """
-    if not 0 <= port < 1 << 16:
-        raise ConfigError(f"master_port {port}: must be between 0 and 65535")
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            holder.bind((_HOST, port))
-        except OSError as exc:
-            raise ConfigError(f"master_port {port}: {exc.strerror}") from exc
-        yield holder.getsockname()[1]
-
-
-def _job_variables(world_size: int, port: int) -> dict[str, str]:
-    return {"WORLD_SIZE": str(world_size), "MASTER_ADDR": _HOST, "MASTER_PORT": str(port)}
-
-
-def _error_of(
-    outcome: Failed | Late | Stuck | signal.Signals, workers: int, join_timeout_s: float | None
-) -> BaseException:
-    if isinstance(outcome, signal.Signals):
-        return SystemExit(128 + outcome)
-    if isinstance(outcome, Late):
-        ranks = ", ".join(map(str, outcome.ranks))
-        return DeadlineExceeded(f"after {join_timeout_s:g} s these of {workers} ranks had not ended: {ranks}")
-    if isinstance(outcome, Stuck):
-        what = f"returned, but its process did not end within {LAUNCH_EXIT_LIMIT_S:g} s: is a thread still running?"
-        return ProcessFailed(outcome.rank, what)
-    cause = outcome.cause
-    if isinstance(cause, Exited):
-        return SystemExit(cause.code)
-    if isinstance(cause, Raised):
-        return ProcessFailed(outcome.rank, f"raised {cause.type_name}", traceback=cause.traceback)
-    return ProcessFailed(outcome.rank, _describe(cause), exit_code=cause.returncode)
-
-
-def _describe(death: Died) -> str:
-    when = "after" if death.has_returned else "before"
-    if death.returncode is None:
-        return "closed the pipe to the process that started it, and went on"
-    if death.returncode >= 0:
-        return f"ended with exit code {death.returncode} {when} its function returned"
-    number = -death.returncode
-    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
-    return f"was killed by {name} {when} its function returned"

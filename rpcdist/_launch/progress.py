@@ -10,9 +10,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rpcdist._launch.reports import Exited, Raised, Report, Returned
+from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned
 
 __all__ = ["Died", "Failed", "Late", "Outcome", "Progress", "Stuck", "Succeeded"]
 
@@ -66,26 +67,29 @@ class Progress:
     """What the ranks of a job have done so far.
 
     Args:
-        world_size: number of ranks.
+        ranks: those that run.
         deadline: when the job must have ended; infinity for never. All times are those of one clock, in seconds.
         cause_limit_s: how long a failure that may be a consequence waits for its cause.
         exit_limit_s: how long a process may take to end after its report.
     """
 
-    def __init__(self, world_size: int, deadline: float, cause_limit_s: float, exit_limit_s: float) -> None:
-        self._ranks = range(world_size)
+    def __init__(self, ranks: Sequence[int], deadline: float, cause_limit_s: float, exit_limit_s: float) -> None:
+        self._ranks = ranks
         self._deadline = deadline
         self._cause_limit_s = cause_limit_s
         self._exit_limit_s = exit_limit_s
         self._results: dict[int, bytes] = {}
         self._failures: dict[int, Died | Exited | Raised] = {}
+        self._ready: set[int] = set()
         self._ended: set[int] = set()
         self._exit_deadlines: dict[int, float] = {}
         self._cause_deadline = math.inf
 
-    def reported(self, rank: int, report: Report, now: float) -> None:
-        """The function of `rank` has ended."""
-        if isinstance(report, Returned):
+    def reported(self, rank: int, report: Ready | Report, now: float) -> None:
+        """The function of `rank` begins, or has ended."""
+        if isinstance(report, Ready):
+            self._ready.add(rank)
+        elif isinstance(report, Returned):
             self._results[rank] = report.result
             self._exit_deadlines[rank] = now + self._exit_limit_s
         else:
@@ -102,13 +106,21 @@ class Progress:
     def has_reported(self, rank: int) -> bool:
         return rank in self._results or rank in self._failures
 
+    def all_are_ready(self) -> bool:
+        """Whether every rank has come to its function."""
+        return len(self._ready) == len(self._ranks)
+
+    def all_have_ended(self) -> bool:
+        """Whether no process is left."""
+        return len(self._ended) == len(self._ranks)
+
     def outcome(self, now: float) -> Outcome | None:
         """How the job has ended; None while it runs."""
         if self._failures:
             rank, cause = min(self._failures.items(), key=_order)
             if not _may_be_consequence(cause) or now >= self._cause_deadline or self._all_have_reported():
                 return Failed(rank, cause)
-        elif len(self._ended) == len(self._ranks):
+        elif self.all_have_ended():
             return Succeeded(tuple(self._results[rank] for rank in self._ranks))
         late = [rank for rank, limit in self._exit_deadlines.items() if now >= limit]
         if late:

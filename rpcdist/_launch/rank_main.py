@@ -17,9 +17,11 @@ from dataclasses import dataclass
 from multiprocessing import spawn
 from typing import Any, Final, NoReturn
 
-from rpcdist._launch.reports import Exited, Raised, Report, Returned, frame, report_of_exception
+from rpcdist._launch.rank_call import RankCall
+from rpcdist._launch.reports import Exited, Raised, Ready, Report, Returned, frame, report_of_exception
+from rpcdist.errors import ConfigError
 
-__all__ = ["BOOTSTRAP", "Task", "is_importing_main", "main"]
+__all__ = ["BOOTSTRAP", "Task", "check_not_importing_main", "main"]
 
 # The path comes first: this package may be importable only because the parent's program extended `sys.path`.
 BOOTSTRAP: Final = (
@@ -38,7 +40,7 @@ class Task:
     parent_pid: int
     report_fd: int
     preparation: dict[str, Any]  # of `multiprocessing.spawn`: the main module, the path, the working directory
-    call: bytes  # the pickled function and its arguments after the rank
+    call: RankCall  # the function and its arguments after the rank
 
 
 def main() -> None:
@@ -59,9 +61,13 @@ def main() -> None:
         sys.exit(1)
 
 
-def is_importing_main() -> bool:
-    """Whether this process is only importing the main module of its parent, to find the function."""
-    return getattr(multiprocessing.current_process(), "_inheriting", False)
+def check_not_importing_main(what: str) -> None:
+    """Raises `ConfigError` while this process is only importing the main module of its parent, to find a function."""
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        raise ConfigError(
+            f"`{what}` was called while a new process imported the main module: put the call under "
+            '`if __name__ == "__main__":`'
+        )
 
 
 def _run(task: Task) -> Report:
@@ -78,8 +84,9 @@ def _call(task: Task) -> bytes:
         spawn.prepare(task.preparation)
     finally:
         del process._inheriting  # type: ignore[attr-defined]
-    function, args = pickle.loads(task.call)
-    return pickle.dumps(function(task.rank, *args))
+    function, args = task.call.load()
+    _write(task.report_fd, frame(Ready()))
+    return task.call.dump_result(function(task.rank, *args))
 
 
 def _end_with_parent(parent_pid: int) -> None:

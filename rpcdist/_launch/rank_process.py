@@ -12,8 +12,9 @@ from contextlib import suppress
 from multiprocessing import spawn
 from typing import Any
 
+from rpcdist._launch.rank_call import RankCall
 from rpcdist._launch.rank_main import BOOTSTRAP, Task
-from rpcdist._launch.reports import Inbox, Report
+from rpcdist._launch.reports import Inbox, Ready, Report
 
 __all__ = ["RankProcess", "start_rank"]
 
@@ -40,16 +41,26 @@ class RankProcess:
         """Readable when the rank has written, or ended."""
         return self._reports
 
-    def read(self) -> Report | None:
-        """What has arrived, called when it is readable: the report if that is complete; sets `has_ended` at the end."""
+    def read(self) -> list[Ready | Report]:
+        """What has arrived and is complete, called when it is readable; sets `has_ended` at the end."""
         data = os.read(self._reports, _READ_BYTES)
         self.has_ended = not data
-        return self._inbox.feed(data) if data else None
+        return self._inbox.feed(data) if data else []
 
     def terminate(self) -> None:
         """Asks it to end: SIGTERM, which ends a process that installed no handler."""
         with suppress(ProcessLookupError):
             os.kill(self._popen.pid, signal.SIGTERM)
+
+    def pause(self) -> None:
+        """Stops it where it is, until `resume`: it notices nothing of what happens meanwhile."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Ends `pause`; signals that came meanwhile are delivered before anything else runs."""
+        with suppress(ProcessLookupError):
+            os.kill(self._popen.pid, signal.SIGCONT)
 
     def kill_group(self) -> None:
         """Ends it and its children. The process must not have been reaped, or the id could be another's."""
@@ -68,17 +79,17 @@ class RankProcess:
         os.close(self._reports)
 
 
-def start_rank(rank: int, call: bytes, environment: Mapping[str, str]) -> RankProcess:
+def start_rank(rank: int, call: RankCall, environment: Mapping[str, str]) -> RankProcess:
     """Starts a process that calls a function.
 
     Args:
         rank: the first argument of the function.
-        call: the pickled function and its other arguments.
+        call: the function and its other arguments.
         environment: all of the process's environment variables.
     """
     reports, report_fd = os.pipe()
     try:
-        task = Task(rank, os.getpid(), report_fd, _preparation(rank), call)
+        task = Task(rank, os.getpid(), report_fd, _preparation(rank, call), call)
         # A file rather than a pipe: writing to a pipe would wait for the process to read.
         with tempfile.TemporaryFile() as file:
             file.write(pickle.dumps(task.preparation["sys_path"]) + pickle.dumps(task))
@@ -104,8 +115,11 @@ def _command() -> list[str]:
     return [*python, BOOTSTRAP]
 
 
-def _preparation(rank: int) -> dict[str, Any]:
+def _preparation(rank: int, call: RankCall) -> dict[str, Any]:
     """What `multiprocessing` gives a process that it spawns: above all how to import the main module."""
     preparation: dict[str, Any] = spawn.get_preparation_data(f"rank{rank}")
     preparation["authkey"] = bytes(preparation["authkey"])  # its own type refuses to be pickled
+    if call.by_value:  # of a notebook, or of `python -`: there is no file to import
+        preparation.pop("init_main_from_path", None)
+        preparation.pop("init_main_from_name", None)
     return preparation

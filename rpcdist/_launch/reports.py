@@ -1,7 +1,7 @@
 """What a rank reports to the process that started it, and how a report travels through a pipe.
 
-A rank writes one report, when its function has ended: a length of 8 bytes and a pickled `Report`. Then its process
-ends, which the other side sees as the end of the pipe. Pure: no pipe is touched here.
+A rank writes `Ready` when everything is imported, and one report when its function has ended: each a length of 8 bytes
+and a pickle. Then its process ends, which the other side sees as the end of the pipe. Pure: no pipe is touched here.
 """
 
 from __future__ import annotations
@@ -11,16 +11,24 @@ import struct
 import time
 import traceback
 from dataclasses import dataclass
+from types import FrameType
 from typing import Final
 
 from rpcdist.errors import GroupAborted
 
-__all__ = ["Exited", "Inbox", "Raised", "Report", "Returned", "frame", "report_of_exception"]
+__all__ = ["Exited", "Inbox", "Raised", "Ready", "Report", "Returned", "frame", "report_of_exception"]
 
 _LENGTH: Final = struct.Struct("<Q")
 
+_IMPORTERS: Final = ("multiprocessing.spawn", "runpy")
+
 # What the loss of another rank looks like. A rank that fails with one of these is rarely the one that failed first.
 _CONSEQUENCES: Final = (ConnectionError, TimeoutError, GroupAborted)
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """The main module and the function are imported; the function is called now."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,31 +67,38 @@ def report_of_exception(error: BaseException) -> Report:
             return Returned(pickle.dumps(None))
         return Exited(error.code if isinstance(error.code, int) else str(error.code), now)
     frames = error.__traceback__
-    while frames is not None and frames.tb_frame.f_globals.get("__package__") == __package__:
-        frames = frames.tb_next  # the user's function comes after our own frames
+    while frames is not None and _is_on_the_way(frames.tb_frame):
+        frames = frames.tb_next
     text = "".join(traceback.format_exception(type(error), error, frames))
     return Raised(type(error).__qualname__, text, isinstance(error, _CONSEQUENCES), now)
 
 
-def frame(report: Report) -> bytes:
+def _is_on_the_way(frame: FrameType) -> bool:
+    """Whether a frame comes before the user's: our own, and those that import the main module."""
+    return frame.f_globals.get("__package__") == __package__ or frame.f_globals.get("__name__") in _IMPORTERS
+
+
+def frame(report: Ready | Report) -> bytes:
     """The bytes of a report on a pipe."""
     content = pickle.dumps(report)
     return _LENGTH.pack(len(content)) + content
 
 
 class Inbox:
-    """Collects the bytes of one rank until its report is complete."""
+    """Collects the bytes of one rank until its reports are complete."""
 
     def __init__(self) -> None:
         self._received = bytearray()
 
-    def feed(self, data: bytes) -> Report | None:
-        """The report, if `data` completes it."""
+    def feed(self, data: bytes) -> list[Ready | Report]:
+        """What `data` completes."""
         self._received += data
-        if len(self._received) < _LENGTH.size:
-            return None
-        (length,) = _LENGTH.unpack_from(self._received)
-        if len(self._received) < _LENGTH.size + length:
-            return None
-        report: Report = pickle.loads(memoryview(self._received)[_LENGTH.size :])
-        return report
+        complete: list[Ready | Report] = []
+        while len(self._received) >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._received)
+            end = _LENGTH.size + length
+            if len(self._received) < end:
+                break
+            complete.append(pickle.loads(self._received[_LENGTH.size : end]))
+            del self._received[:end]
+        return complete

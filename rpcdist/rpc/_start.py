@@ -62,7 +62,7 @@ def start_agent(
         name: this worker's name.
         rank: its rank; rank 0 coordinates.
         world_size: None where workers come and go.
-        options: how long to wait (`rpc_timeout`), where to listen, and the rest.
+        options: how long to wait (`init_timeout`), where to listen, and the rest.
         network: this worker's own place on the network, where several workers live in one process; the agent takes
             over the caller's share of it. By default the node of the process.
 
@@ -91,7 +91,7 @@ def _check_rank(rank: int, world_size: int | None) -> None:
 
 
 def _join(network: Network, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
-    timeout_s = options.rpc_timeout or float("inf")
+    timeout_s = options.startup_limit_s or float("inf")
     address = network.address or network.serve(_bind_host(options), options.port)
     _warn_if_exposed(address)
     network.identity = me

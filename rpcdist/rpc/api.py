@@ -172,7 +172,7 @@ def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -
         BlockingInLoop: called on an event loop; nothing is closed.
     """
     if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc.shutdown", "await asyncio.to_thread(rpc.shutdown)")
+        raise BlockingInLoop("rpc.shutdown", "await rpc.shutdown_async()")
     agent = current_agent()
     if not isinstance(agent, Agent):  # a registered backend's own
         agent.join(shutdown=True)

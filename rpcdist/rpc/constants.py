@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from rpcdist.time_limits import PEER_TIMEOUT_S, RPC_TIMEOUT_S
+from rpcdist.time_limits import PEER_TIMEOUT_S, RPC_INIT_TIMEOUT_S, RPC_TIMEOUT_S
 
 __all__ = [
     "DEFAULT_INIT_METHOD",
+    "DEFAULT_INIT_TIMEOUT_SEC",
     "DEFAULT_MAX_IN_FLIGHT_BYTES",
     "DEFAULT_MAX_WORKER_THREADS",
     "DEFAULT_NUM_WORKER_THREADS",
@@ -20,6 +21,7 @@ __all__ = [
 
 DEFAULT_RPC_TIMEOUT_SEC: float = RPC_TIMEOUT_S
 DEFAULT_INIT_METHOD: str = "env://"
+DEFAULT_INIT_TIMEOUT_SEC: float = RPC_INIT_TIMEOUT_S
 
 # The `timeout` of `shutdown` when none is given. As in torch, 0 means "none was given"; the bound that then applies is
 # `RpcOptions.shutdown_timeout`.

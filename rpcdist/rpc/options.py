@@ -21,6 +21,7 @@ from rpcdist.deadline import checked_timeout
 from rpcdist.errors import ConfigError
 from rpcdist.rpc.constants import (
     DEFAULT_INIT_METHOD,
+    DEFAULT_INIT_TIMEOUT_SEC,
     DEFAULT_MAX_IN_FLIGHT_BYTES,
     DEFAULT_MAX_WORKER_THREADS,
     DEFAULT_NUM_WORKER_THREADS,
@@ -75,6 +76,11 @@ class RpcBackendOptions:
         self._rpc_timeout = self._checked_timeout(seconds, "function")
 
     @property
+    def startup_limit_s(self) -> float | None:
+        """How long `init_rpc` waits for the other workers, in seconds; None for no limit."""
+        return self._rpc_timeout or None
+
+    @property
     def init_method(self) -> str:
         """The URL at which the workers find each other."""
         return self._init_method
@@ -127,6 +133,8 @@ class RpcOptions(RpcBackendOptions):
         init_method: `env://`, `tcp://host:port` or `file:///path`.
         device_maps: per callee, which of its devices receives the tensors of which of ours.
         devices: the local CUDA devices that calls may use; by default those of the device maps.
+        init_timeout: seconds that `init_rpc` waits for the other workers; by default 60, or `rpc_timeout` where that is
+            longer (or 0, no limit).
         peer_timeout: seconds without a sign of life after which a peer is declared lost.
         shutdown_timeout: seconds that `shutdown` waits for the others when it is given no timeout; None waits as long
             as they live, since a server calls it at once and its trainers hours later.
@@ -169,6 +177,7 @@ class RpcOptions(RpcBackendOptions):
         init_method: str = DEFAULT_INIT_METHOD,
         device_maps: Mapping[str, Mapping[DeviceType, DeviceType]] | None = None,
         devices: Iterable[DeviceType] | None = None,
+        init_timeout: float | None = None,
         peer_timeout: float = DEFAULT_PEER_TIMEOUT_SEC,
         shutdown_timeout: float | None = None,
         host: str | None = None,
@@ -192,6 +201,7 @@ class RpcOptions(RpcBackendOptions):
         self.max_worker_threads = _at_least_one("max_worker_threads", max_worker_threads)
         self._device_maps = {name: _to_device_map(map_) for name, map_ in (device_maps or {}).items()}
         self._devices = _to_device_list(devices or ())
+        self.init_timeout = None if init_timeout is None else _more_than_zero("init_timeout", init_timeout)
         self.peer_timeout = _more_than_zero("peer_timeout", peer_timeout)
         self.shutdown_timeout = (
             None if shutdown_timeout is None else _more_than_zero("shutdown_timeout", shutdown_timeout)
@@ -215,6 +225,12 @@ class RpcOptions(RpcBackendOptions):
         self.max_in_flight_bytes = _at_least_one("max_in_flight_bytes", max_in_flight_bytes)
         _known("transport", _transports, _TRANSPORTS)
         _known("channel", _channels, _CHANNELS)
+
+    @property
+    def startup_limit_s(self) -> float | None:
+        if self.init_timeout is not None:
+            return self.init_timeout
+        return max(self.rpc_timeout, DEFAULT_INIT_TIMEOUT_SEC) if self.rpc_timeout else None
 
     @property
     def num_worker_threads(self) -> int:
@@ -315,6 +331,10 @@ class TensorPipeRpcBackendOptions(RpcOptions):
             _transports=_transports,
             _channels=_channels,
         )
+
+    @property
+    def startup_limit_s(self) -> float | None:
+        return self.rpc_timeout or None  # as in torch
 
 
 def _more_than_zero(name: str, seconds: float) -> float:

@@ -14,10 +14,17 @@ OUTPUTS = [text for _, text in blocks(page("docs/launch.md"), "text")]
 
 
 @pytest.mark.multiproc
-def test_the_first_program_runs_by_itself_and_under_torchrun(tmp_path: Path) -> None:
-    (tmp_path / "average.py").write_text(PROGRAMS[0])
+def test_the_cluster_runs(tmp_path: Path) -> None:
+    (tmp_path / "cluster.py").write_text(PROGRAMS[0])
+    [printed] = run([([sys.executable, "cluster.py"], environment())], tmp_path)
+    assert f"$ python cluster.py\n{printed}" == OUTPUTS[0]
+
+
+@pytest.mark.multiproc
+def test_the_launched_program_runs_by_itself_and_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "average.py").write_text(PROGRAMS[1])
     [printed] = run([([sys.executable, "average.py"], environment())], tmp_path)
-    assert f"$ python average.py\n{printed}" == OUTPUTS[0]
+    assert f"$ python average.py\n{printed}" == OUTPUTS[1]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "3", "--master-port"]
     [printed] = run([([*torchrun, str(free_port()), "average.py"], environment())], tmp_path)
     assert printed == "[10.0]\n" * 3
@@ -25,7 +32,7 @@ def test_the_first_program_runs_by_itself_and_under_torchrun(tmp_path: Path) -> 
 
 @pytest.mark.multiproc
 def test_the_rank_that_failed_first_is_shown(tmp_path: Path) -> None:
-    (tmp_path / "fails.py").write_text(PROGRAMS[1])
+    (tmp_path / "fails.py").write_text(PROGRAMS[2])
     result = subprocess.run(
         [sys.executable, "fails.py"],
         cwd=tmp_path,
@@ -36,4 +43,4 @@ def test_the_rank_that_failed_first_is_shown(tmp_path: Path) -> None:
         check=False,
     )
     assert result.returncode == 1
-    assert result.stderr.replace(f"{tmp_path}/", "").endswith(OUTPUTS[1])
+    assert result.stderr.replace(f"{tmp_path}/", "").endswith(OUTPUTS[2])

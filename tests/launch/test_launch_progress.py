@@ -6,7 +6,7 @@ import pytest
 
 from rpcdist import Placement, placement_from_environment
 from rpcdist._launch.progress import Died, Failed, Late, Outcome, Progress, Stuck, Succeeded
-from rpcdist._launch.reports import Exited, Inbox, Raised, Report, Returned, frame, report_of_exception
+from rpcdist._launch.reports import Exited, Inbox, Raised, Ready, Report, Returned, frame, report_of_exception
 from rpcdist.errors import ConfigError, RankLost
 
 CAUSE_LIMIT_S, EXIT_LIMIT_S = 1.0, 60.0
@@ -14,7 +14,7 @@ Event = tuple[float, int, Report | int | None]  # when, which rank, and its repo
 
 
 def outcome_of(events: list[Event], now: float, world_size: int = 2, deadline: float = 100.0) -> Outcome | None:
-    progress = Progress(world_size, deadline, CAUSE_LIMIT_S, EXIT_LIMIT_S)
+    progress = Progress(range(world_size), deadline, CAUSE_LIMIT_S, EXIT_LIMIT_S)
     for moment, rank, what in events:
         alive_at = max((earlier for earlier, *_ in events if earlier < moment), default=0.0)
         if isinstance(what, (int, type(None))):
@@ -68,7 +68,7 @@ def test_outcomes(events: list[Event], now: float, expected: Outcome | None) -> 
 
 
 def test_the_next_deadline_is_the_earliest() -> None:
-    progress = Progress(3, 100.0, CAUSE_LIMIT_S, EXIT_LIMIT_S)
+    progress = Progress(range(3), 100.0, CAUSE_LIMIT_S, EXIT_LIMIT_S)
     assert progress.next_deadline() == 100.0
     progress.reported(0, DONE, 2.0)
     assert progress.next_deadline() == 62.0
@@ -80,10 +80,12 @@ def test_the_next_deadline_is_the_earliest() -> None:
 
 @pytest.mark.parametrize("cut", [1, 3, 8, 9, 1000])
 def test_a_report_arrives_in_parts_of_any_size(cut: int) -> None:
-    report = Returned(bytes(100))
-    inbox, data = Inbox(), frame(report)
+    reports: list[Ready | Report] = [Ready(), Returned(bytes(100))]
+    inbox, data = Inbox(), b"".join(map(frame, reports))
     parts = [data[start : start + cut] for start in range(0, len(data), cut)]
-    assert [inbox.feed(part) for part in parts] == [None] * (len(parts) - 1) + [report]
+    arrived = [inbox.feed(part) for part in parts]
+    assert [report for complete in arrived for report in complete] == reports
+    assert arrived[-1][-1] == reports[-1]
 
 
 def test_reports_of_exceptions() -> None:

@@ -86,14 +86,14 @@ def test_a_hostile_hook_ends_the_backward_pass_everywhere(world: RpcWorld, kind:
 
 @pytest.mark.multiproc
 def test_shutdown_on_a_loop_is_refused_before_anything_is_closed(world: RpcWorld) -> None:
-    assert "asyncio.to_thread" in world["a"].run(functions.shut_down_on_a_loop)
+    assert "await rpc.shutdown_async()" in world["a"].run(functions.shut_down_on_a_loop)
     assert world["a"].run(rpc.rpc_sync, "b", rpc_victim_functions.add, (1, 2)) == 3
 
 
 @pytest.mark.multiproc
 def test_a_program_that_lives_on_a_loop(module_pool: WorkerPool) -> None:
     said, result = module_pool.start("alone").run(functions.live_on_a_loop, module_pool.new_url())
-    assert "asyncio.to_thread(rpc.init_rpc" in said and result == "3"
+    assert "await rpc.init_rpc_async(...)" in said and result == "3"
 
 
 @pytest.mark.multiproc

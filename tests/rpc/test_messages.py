@@ -26,7 +26,7 @@ def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def start(init_method: str) -> None:
-    options = rpc.RpcOptions(init_method=init_method, rpc_timeout=0.2)
+    options = rpc.RpcOptions(init_method=init_method, init_timeout=0.2)
     rpc.init_rpc("worker1", rank=1, world_size=2, rpc_backend_options=options)
 
 

@@ -108,7 +108,7 @@ def test_who_does_not_come_is_named(worker_pool: WorkerPool) -> None:
     url = worker_pool.new_url()
     processes = {rank: worker_pool.start(f"w{rank}") for rank in (0, 2)}
     started = time.monotonic()
-    joining = [process.begin(join, process.name, rank, 4, url, rpc_timeout=1.5) for rank, process in processes.items()]
+    joining = [process.begin(join, process.name, rank, 4, url, init_timeout=1.5) for rank, process in processes.items()]
     for pending in joining:
         error = pending.error(RendezvousError)
         assert "these ranks have not come: 1, 3" in str(error) and "MASTER_ADDR" in str(error)
@@ -122,13 +122,13 @@ def test_a_coordinator_that_is_not_there_is_named_after_the_timeout(worker_pool:
     environment: dict[str, str | None] = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     process = worker_pool.start("b", environment)
     started = time.monotonic()
-    error = process.begin(join, "b", 1, 2, url, rpc_timeout=1.0).error(RpcdistError)
+    error = process.begin(join, "b", 1, 2, url, init_timeout=1.0).error(RpcdistError)
     assert 0.9 < time.monotonic() - started < 5.0
     assert isinstance(error, ConnectFailed | RendezvousError) and f"127.0.0.1:{port}" in str(error)
 
 
 def test_a_coordinator_that_never_publishes_itself(worker_pool: WorkerPool) -> None:
-    error = worker_pool.start("b").begin(join, "b", 1, 2, worker_pool.new_url(), rpc_timeout=1.0).error(RpcdistError)
+    error = worker_pool.start("b").begin(join, "b", 1, 2, worker_pool.new_url(), init_timeout=1.0).error(RpcdistError)
     assert "the coordinator (rank 0) did not come within 1.0 s" in str(error)
 
 

@@ -241,9 +241,9 @@ def test_a_different_token_fails_and_says_what_to_set(module_pool: WorkerPool) -
     url = module_pool.new_url()
     coordinator = module_pool.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
     stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
-    waiting = coordinator.begin(join, "a", 0, 2, url, rpc_timeout=4.0)
+    waiting = coordinator.begin(join, "a", 0, 2, url, init_timeout=4.0)
     started = time.monotonic()
-    error = stranger.begin(join, "b", 1, 2, url, rpc_timeout=4.0).error(AuthenticationFailed)
+    error = stranger.begin(join, "b", 1, 2, url, init_timeout=4.0).error(AuthenticationFailed)
     assert time.monotonic() - started < 3.0
     # With file:// the record of the coordinator's address is the first thing that its token signed.
     assert "the record" in str(error) and "RPCDIST_TOKEN" in str(error)
@@ -267,8 +267,8 @@ def test_a_store_with_another_token(module_pool: WorkerPool, tmp_path: Path) -> 
     url = f"tcp://127.0.0.1:{free_port()}"
     coordinator = module_pool.start("a", {"RPCDIST_TOKEN": "one-token-for-some-of-them"})
     stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
-    waiting = coordinator.begin(join, "a", 0, 2, url, rpc_timeout=4.0)
-    error = stranger.begin(join, "b", 1, 2, url, rpc_timeout=4.0).error(RpcdistError)
+    waiting = coordinator.begin(join, "a", 0, 2, url, init_timeout=4.0)
+    error = stranger.begin(join, "b", 1, 2, url, init_timeout=4.0).error(RpcdistError)
     assert isinstance(error, AuthenticationFailed) and "RPCDIST_TOKEN" in str(error), repr(error)
     assert "these ranks have not come: 1" in str(waiting.error(RpcdistError))
 

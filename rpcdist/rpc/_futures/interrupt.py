@@ -81,9 +81,11 @@ class InterruptWatch:
         self._io.call_soon(self._io.loop.add_reader, ours.fileno(), self._read)
 
     def _read(self) -> None:
-        assert self._sockets is not None
+        sockets = self._sockets
+        if sockets is None:  # the main thread has called `stop`, and `close` comes next
+            return
         try:
-            numbers = self._sockets[0].recv(4096)
+            numbers = sockets[0].recv(4096)
         except BlockingIOError:
             return
         if signal.SIGINT not in numbers or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

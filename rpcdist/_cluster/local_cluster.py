@@ -1,0 +1,214 @@
+"""`LocalCluster`: this process and new ones are the workers of a job, while a `with` block lasts."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from rpcdist._cluster.joining import join_cluster
+from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.outcome_errors import error_of, interrupted
+from rpcdist._launch.placement import Placement, placement_from_environment
+from rpcdist._launch.rank_call import pickle_call
+from rpcdist._launch.rank_main import check_not_importing_main
+from rpcdist._launch.rendezvous_port import HOST, held_port, job_variables
+from rpcdist._launch.reports import Raised
+from rpcdist._launch.stop_signals import StopSignals
+from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.off_loop import run_in_thread
+from rpcdist.time_limits import CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
+
+if TYPE_CHECKING:
+    from rpcdist.rpc import RpcOptions
+
+__all__ = ["LocalCluster"]
+
+
+class LocalCluster:
+    """A job on this machine: this process is its worker of rank 0, and the others are processes started for it.
+
+        if __name__ == "__main__":
+            with rpcdist.LocalCluster(4):
+                print(rpc.rpc_sync("worker3", pow, (2, 10)))
+
+    Inside of the block, everything of `rpcdist.rpc` works; its end is a graceful `shutdown`, after which the processes
+    end. When the block is left by an exception they are ended at once. Use `async with` in a coroutine, or `start` and
+    `close` in a notebook.
+
+    Each process imports the main module, as with `multiprocessing`, so a script needs the guard above, and handlers
+    stand at the top of a module. In a notebook, and under `python -c` and `python -`, functions and classes of the main
+    module travel by value. No process outlives this one (on Linux).
+
+    Under torchrun, or another launcher that sets RANK and WORLD_SIZE, nothing is started. The processes are the
+    launcher's: that of rank 0 runs the block, and the others serve in `with` until its end, and then exit.
+
+    Args:
+        workers: how many there are, this process included, called `worker0`, `worker1` and so on; or their names.
+        options: for all workers; `init_method` is chosen here.
+        env: environment variables of the new processes, beside those of this one.
+
+    Attributes:
+        names: of the workers, by rank.
+
+    Raises:
+        ConfigError: an argument is wrong, there is no guard, or the launcher's WORLD_SIZE is not the number of workers.
+        AlreadyInitialized: this process is a worker already.
+        ProcessFailed: a new process failed before the job was complete; the text has its traceback.
+        DeadlineExceeded, RendezvousError: the workers did not come in time.
+    """
+
+    def __init__(
+        self, workers: int | Sequence[str], *, options: RpcOptions | None = None, env: Mapping[str, str] | None = None
+    ) -> None:
+        names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
+        if not names or isinstance(workers, str):
+            raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
+        self.names = tuple(names)
+        self._options = options
+        self._env = dict(env or {})
+        self._held = ExitStack()  # the port
+        self._processes: BackgroundRanks | None = None
+        self._is_worker = False
+        self._cancelled = False
+
+    def __repr__(self) -> str:
+        return f"<LocalCluster of {', '.join(self.names)}{'' if self._is_worker else ' [closed]'}>"
+
+    def start(self) -> Self:
+        """Starts the processes and joins the job; blocks until it is complete. Errors: see the class."""
+        check_not_importing_main("LocalCluster")
+        rpc = sys.modules.get("rpcdist.rpc")  # not imported yet: the new processes import it at the same time
+        if rpc is not None and rpc.api._is_current_rpc_agent_set():
+            raise AlreadyInitialized("this process is a worker already: call rpc.shutdown() before LocalCluster")
+        placement = placement_from_environment()
+        try:
+            if placement is not None:
+                self._join_launched(placement)
+            else:
+                self._start_here()
+        except BaseException as error:
+            self._abandon()
+            if type(error) is KeyboardInterrupt:
+                raise interrupted() from None
+            if isinstance(error, RpcdistError):  # it says what to do; the way here would hide that
+                raise error.with_traceback(None) from error.__cause__
+            raise
+        return self
+
+    def close(self) -> None:
+        """Shuts the job down in order: waits until nobody has work outstanding, and then for the ends of the processes.
+
+        Raises:
+            ProcessFailed: the shutdown of another worker failed.
+            DeadlineExceeded: a process did not end.
+        """
+        if not self._is_worker:
+            return
+        from rpcdist import rpc
+
+        try:
+            if rpc.api._is_current_rpc_agent_set():  # or the block has called `shutdown` itself
+                rpc.shutdown()
+            self._is_worker = False
+            if self._processes is not None:
+                self._processes.wait_until_ended()
+                failure = self._processes.failure()
+                if failure is not None and isinstance(failure.cause, Raised):
+                    raise error_of(failure, len(self.names))
+        except KeyboardInterrupt:
+            self._abandon()
+            raise interrupted() from None
+        finally:
+            self._abandon()
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        if isinstance(error, WorkerLost):
+            self._note_failure(error)
+        self._abandon()
+        if kind is KeyboardInterrupt:
+            raise interrupted() from None
+
+    async def __aenter__(self) -> Self:
+        await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        # Cancelled once more while it waits for the others, the job ends at once.
+        await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
+
+    def _start_here(self) -> None:
+        port = self._held.enter_context(held_port(0))
+        size, address = len(self.names), f"tcp://{HOST}:{port}"
+        variables = {**os.environ, **self._env, **job_variables(size, port)}
+        # They import torch while this process does.
+        call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
+        processes = self._processes = BackgroundRanks(call, range(1, size), variables)
+        processes.start()
+        importlib.import_module("rpcdist.rpc")
+        if self._cancelled:
+            processes.cancel()
+        processes.wait_until_ready(CLUSTER_START_LIMIT_S)
+        try:
+            join_cluster(0, self.names, address, self._options)
+        except RpcdistError as error:
+            failure = processes.failure()
+            if failure is None:
+                raise
+            raise error_of(failure, size) from error
+        self._is_worker = True
+        if self._cancelled:
+            raise DeadlineExceeded("the start of the cluster was cancelled")
+
+    def _cancel(self) -> None:
+        """Ends the processes, and `start` as soon as its thread looks."""
+        self._cancelled = True
+        if self._processes is not None:
+            self._processes.cancel()
+        self._abandon()
+
+    def _join_launched(self, placement: Placement) -> None:
+        """Under a launcher: rank 0 goes on to the block, the others never return."""
+        if placement.world_size != len(self.names):
+            raise ConfigError(f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size}")
+        join_cluster(placement.rank, self.names, "env://", self._options, serve=placement.rank != 0)
+        if placement.rank != 0:
+            raise SystemExit(0)
+        self._is_worker = True
+
+    def _abandon(self) -> None:
+        """Ends what is left of the job at once. The processes are paused first: none is to see, and report, an end."""
+        with StopSignals():  # a second Ctrl-C does not interrupt this, which takes seconds at most
+            processes, self._processes = self._processes, None
+            try:
+                if processes is not None:
+                    processes.pause()
+                if self._is_worker:
+                    self._is_worker = False
+                    with suppress(NotInitialized):  # the block, or another thread, has done it
+                        sys.modules["rpcdist.rpc"].shutdown(graceful=False)
+            finally:
+                if processes is not None:
+                    processes.end()
+                self._held.close()
+
+    def _note_failure(self, error: BaseException) -> None:
+        """Adds what is known of the process that was lost."""
+        failure = self._processes.failure(LAUNCH_CAUSE_LIMIT_S) if self._processes is not None else None
+        if failure is not None:
+            error.add_note(str(error_of(failure, len(self.names))))

@@ -1,0 +1,159 @@
+"""Processes of ranks beside the work of this process: a thread of their own starts, watches and ends them."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rpcdist._launch.outcome_errors import error_of
+from rpcdist._launch.progress import Failed, Progress
+from rpcdist._launch.rank_call import RankCall
+from rpcdist._launch.rank_process import RankProcess, start_rank
+from rpcdist._launch.supervisor import end_processes, rank_variables, take_in
+from rpcdist.deadline import Deadline
+from rpcdist.errors import DeadlineExceeded
+from rpcdist.time_limits import LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S, SELECT_LIMIT_S
+
+__all__ = ["BackgroundRanks"]
+
+
+class BackgroundRanks:
+    """Processes that run beside this one, until they end by themselves or `end` ends them. Methods: on any thread.
+
+    Their thread lives as long as they do: when the thread that started a process ends, Linux kills the process. The
+    death of one ends no other.
+
+    Args:
+        call: what each rank runs.
+        ranks: those to start.
+        variables: environment variables of all.
+    """
+
+    def __init__(self, call: RankCall, ranks: Sequence[int], variables: Mapping[str, str]) -> None:
+        self._call = call
+        self._ranks = ranks
+        self._variables = variables
+        self._progress = Progress(ranks, float("inf"), LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S)
+        self._processes: list[RankProcess] = []
+        self._error: BaseException | None = None  # of the thread: a process could not be started
+        self._cancelled = False
+        self._changed = threading.Condition()  # guards all of these
+        self._stop, self._stop_writer = os.pipe()
+        self._thread = threading.Thread(target=self._run, name="rpcdist-ranks", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread, which starts the processes."""
+        self._thread.start()
+
+    def wait_until_ready(self, limit_s: float) -> None:
+        """Waits until every process has imported what it needs, and calls its function.
+
+        Raises:
+            ProcessFailed, SystemExit: one failed before that.
+            DeadlineExceeded: not all came so far in time, or `cancel` was called.
+            OSError: a process cannot be started.
+        """
+        deadline = Deadline.after(limit_s)
+
+        def is_ready() -> bool:
+            if self._error is not None:
+                raise self._error
+            if self._cancelled:
+                raise DeadlineExceeded("the start of the cluster was cancelled")
+            self._raise_failure()
+            return self._progress.all_are_ready()
+
+        if not self._wait_for(is_ready, deadline):
+            raise DeadlineExceeded(
+                f"after {limit_s:g} s not all of the {len(self._ranks)} processes had imported the program; "
+                "is the machine overloaded, or does an import wait for something?"
+            )
+
+    def wait_until_ended(self) -> None:
+        """Waits until all have ended. Raises `DeadlineExceeded` after the limit for functions that have returned."""
+        if not self._wait_for(self._progress.all_have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
+            with self._changed:
+                running = ", ".join(str(process.rank) for process in self._processes if not process.has_ended)
+            raise DeadlineExceeded(
+                f"{LAUNCH_EXIT_LIMIT_S:g} s after `shutdown` these ranks have not ended: {running}; is a thread still "
+                "running there?"
+            )
+
+    def failure(self, limit_s: float = 0.0) -> Failed | None:
+        """The failure that came first; waits `limit_s` for one."""
+        self._wait_for(lambda: isinstance(self._progress.outcome(time.monotonic()), Failed), Deadline.after(limit_s))
+        with self._changed:
+            outcome = self._progress.outcome(time.monotonic())
+        return outcome if isinstance(outcome, Failed) else None
+
+    def cancel(self) -> None:
+        """Ends `wait_until_ready`, also if it is called only later."""
+        with self._changed:
+            self._cancelled = True
+            self._changed.notify_all()
+
+    def pause(self) -> None:
+        """Stops all where they are until `end`, so that none of them notices what this process closes meanwhile."""
+        with self._changed:  # nobody is reaped meanwhile, whose id could be another's
+            for process in self._processes:
+                if not process.has_ended:
+                    process.pause()
+
+    def end(self) -> None:
+        """Ends all that still run, and the thread; takes seconds only where a process resists SIGTERM."""
+        os.write(self._stop_writer, b"\0")
+        self._thread.join()
+        os.close(self._stop)
+        os.close(self._stop_writer)
+
+    def _run(self) -> None:
+        try:
+            self._start_all()
+            self._watch()
+        except BaseException as error:
+            with self._changed:
+                self._error = error
+                self._changed.notify_all()
+        finally:
+            end_processes(self._processes)
+
+    def _start_all(self) -> None:
+        for rank in self._ranks:
+            process = start_rank(rank, self._call, rank_variables(self._variables, rank))
+            with self._changed:
+                self._processes.append(process)
+
+    def _watch(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._stop, selectors.EVENT_READ)
+            for process in self._processes:
+                selector.register(process, selectors.EVENT_READ, process)
+            looked_at = time.monotonic()
+            while True:
+                ready = selector.select(SELECT_LIMIT_S)
+                alive_at, looked_at = looked_at, time.monotonic()
+                for key, _ in ready:
+                    if key.fileobj == self._stop:
+                        return
+                    with self._changed:
+                        if not take_in(key.data, self._progress, alive_at, looked_at):
+                            selector.unregister(key.fileobj)
+                        self._changed.notify_all()
+
+    def _wait_for(self, condition: Callable[[], bool], deadline: Deadline) -> bool:
+        """Waits for a condition, which may also become true, or raise, because time passes."""
+        with self._changed:
+            while not condition():
+                if deadline.expired():
+                    return False
+                next_change_s = self._progress.next_deadline() - time.monotonic()
+                self._changed.wait(max(0.0, min(deadline.remaining_s(), next_change_s, SELECT_LIMIT_S)))
+        return True
+
+    def _raise_failure(self) -> None:
+        outcome = self._progress.outcome(time.monotonic())
+        if isinstance(outcome, Failed):
+            raise error_of(outcome, len(self._ranks))

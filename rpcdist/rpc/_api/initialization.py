@@ -1,0 +1,118 @@
+"""`init_rpc`: checks what it is given, finds the other processes, and starts the agent."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from datetime import timedelta
+
+from rpcdist.collectives import HashStore, PrefixStore, Store
+from rpcdist.collectives.rendezvous import job_attempt, open_rendezvous
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, RpcdistError
+from rpcdist.ids import check_worker_name
+from rpcdist.rpc import backend_registry, constants
+from rpcdist.rpc._current import agent_or_none, starts
+from rpcdist.rpc._start import node_options
+from rpcdist.rpc.api import _init_rpc_backend
+from rpcdist.rpc.options import RpcBackendOptions, RpcOptions
+from rpcdist.transport import acquire_node
+from rpcdist.transport.fork import check_not_forked
+
+__all__ = ["init_rpc"]
+
+logger = logging.getLogger(__name__)
+
+
+def __dir__() -> list[str]:
+    """The public names: what completion in an editor or a notebook shows. The private ones of torch work as well."""
+    return __all__
+
+
+def init_rpc(
+    name: str,
+    backend: object = None,
+    rank: int = -1,
+    world_size: int | None = None,
+    rpc_backend_options: RpcBackendOptions | None = None,
+) -> None:
+    """Makes this process a worker of the job: ready to call and to be called when this returns.
+
+    Args:
+        name: unique in the job; letters, digits, '-', '_' and ':', shorter than 128 characters.
+        backend: a member of `BackendType`; found from the options if it is left out.
+        rank: unique, 0 to world_size - 1; -1 takes RANK from the environment. Rank 0 coordinates.
+        world_size: how many workers there are; None for a world in which workers come and go.
+        rpc_backend_options: `RpcOptions`, or torch's `TensorPipeRpcBackendOptions`. `init_method` says where the
+            workers find each other, and `init_timeout` limits the wait for all of them. A world of one (`rank=0,
+            world_size=1`) needs no address.
+
+    Raises:
+        AlreadyInitialized: without `shutdown` before.
+        ConfigError: the name, the rank or an option is wrong.
+        DuplicateName, WorldMismatch, RendezvousError: the workers do not fit together, or somebody did not come; the
+            text says who.
+        AuthenticationFailed: the job token of the coordinator is another one.
+        ForkedProcess: this process was forked from a worker.
+        BlockingInLoop: called on an event loop; nothing has begun.
+    """
+    if asyncio._get_running_loop() is not None:
+        raise BlockingInLoop("rpc.init_rpc", "await rpc.init_rpc_async(...)")
+    if backend is not None and not isinstance(backend, backend_registry.BackendType):
+        raise TypeError("Argument backend must be a member of BackendType")
+    if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
+        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+    if backend is None and rpc_backend_options is not None:
+        backend = backend_registry.infer_backend(rpc_backend_options)
+    if backend is None:
+        backend = backend_registry.BackendType["TENSORPIPE"]
+    if rpc_backend_options is None:
+        rpc_backend_options = backend_registry.construct_rpc_backend_options(backend)
+    check_not_forked()
+    if agent_or_none() is not None:
+        raise AlreadyInitialized("RPC is already initialized; call shutdown() first")
+    if not rpc_backend_options.init_method:
+        rpc_backend_options.init_method = constants.DEFAULT_INIT_METHOD
+
+    check_worker_name(name)
+    try:
+        _start_with_node(backend, name, rank, world_size, rpc_backend_options)
+    except RpcdistError as exc:
+        # The error says what to do; the way there, through sockets and stores, would hide it behind 80 lines.
+        logger.debug("init_rpc of %s failed", name, exc_info=True)
+        raise exc.with_traceback(None) from None
+
+
+def _start_with_node(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    if not isinstance(options, RpcOptions):
+        _start(backend, name, rank, world_size, options)
+        return
+    # The store of the rendezvous uses this process's one node, so the node needs the token of the options before it.
+    node = acquire_node(node_options(options))
+    try:
+        _start(backend, name, rank, world_size, options)
+    finally:
+        node.release()
+
+
+def _start(backend: object, name: str, rank: int, world_size: int | None, options: RpcBackendOptions) -> None:
+    url = options.init_method
+    store, rank, found_size = _find_store(url, rank, world_size, options.startup_limit_s)
+    prefix = f"attempt_{job_attempt()}/rpc_prefix_{starts.count(url)}"
+    try:
+        # With env://, a WORLD_SIZE that the launcher set says that the world is static.
+        size = found_size if found_size > 0 else None
+        _init_rpc_backend(backend, PrefixStore(prefix, store), name, rank, size, options)
+    except BaseException:
+        store.close()
+        raise
+
+
+def _find_store(url: str, rank: int, world_size: int | None, limit_s: float | None) -> tuple[Store, int, int]:
+    """The store where the workers of the job find each other, this worker's rank, and the size of the world or -1."""
+    if url == constants.DEFAULT_INIT_METHOD and world_size == 1 and rank in (0, -1):
+        if "MASTER_ADDR" not in os.environ:  # nobody else is to be found
+            return HashStore(), 0, 1
+    timeout = None if limit_s is None else timedelta(seconds=limit_s)
+    # The list of members waits for the others: it can say who is missing, which the store cannot.
+    return next(open_rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False))

@@ -1,0 +1,181 @@
+"""`rpcdist.LocalCluster`: what runs where, how its start fails, and what Ctrl-C leaves behind, which is nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from cluster_functions import be_killed, environment_of, pid
+from docs_programs import free_port
+from program_sessions import (
+    LIMIT_S,
+    STOP_LIMIT_S,
+    assert_no_process_left,
+    environment,
+    read_until,
+    run,
+    session_members,
+    start,
+)
+
+from rpcdist import LocalCluster, rpc
+from rpcdist.errors import AlreadyInitialized, ConfigError, WorkerLost
+from rpcdist.testing import eventually, eventually_async
+
+PROGRAM = """
+import rpcdist
+from rpcdist import rpc
+
+
+class Counter:
+    def __init__(self):
+        self.count = 0
+
+    def add(self, number):
+        self.count += number
+        return self
+
+
+def make(rank):
+    return Counter().add(rank)
+
+
+if __name__ == "__main__":
+    with rpcdist.LocalCluster(2):
+        counter = rpc.remote("worker1", Counter)
+        assert type(counter.rpc_sync().add(5)) is Counter
+        print(rpc.rpc_sync("worker1", make, (7,)).count, counter.to_here().count)
+    print([counter.count for counter in rpcdist.launch(make, workers=2)])
+"""
+
+WAITING = """
+import time
+import rpcdist
+
+if __name__ == "__main__":
+    print("begin", flush=True)
+    with rpcdist.LocalCluster(2):
+        print("inside", flush=True)
+        rpcdist.rpc.rpc_sync("worker1", time.sleep, (1000,), timeout=0)
+"""
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.multiproc
+def test_functions_and_classes_of_standard_input_travel_by_value() -> None:
+    result = subprocess.run(
+        [sys.executable, "-"],
+        input=PROGRAM,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    assert (result.stdout, result.stderr, result.returncode) == ("7 5\n[0, 1]\n", "", 0)
+
+
+@pytest.mark.multiproc
+def test_names_environment_and_the_death_of_a_worker() -> None:
+    with pytest.raises(WorkerLost, match="'server'") as caught:
+        with LocalCluster(["trainer", "server"], env={"EXTRA": "more"}) as cluster:
+            assert repr(cluster) == "<LocalCluster of trainer, server>"
+            assert [worker.name for worker in rpc.workers()] == ["trainer", "server"]
+            assert rpc.rpc_sync("server", environment_of, ("EXTRA",)) == "more"
+            assert rpc.rpc_sync("server", pid) != os.getpid()
+            rpc.rpc_sync("server", be_killed)
+    assert caught.value.__notes__ == ["rank 1 was killed by SIGKILL before its function returned"]
+    assert repr(cluster) == "<LocalCluster of trainer, server [closed]>"
+    assert not psutil.Process().children()
+
+
+@pytest.mark.multiproc
+async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    cluster = LocalCluster(2)
+    starting = asyncio.create_task(cluster.__aenter__())
+    await eventually_async(lambda: bool(psutil.Process().children()), "the processes run", LIMIT_S)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    assert not psutil.Process().children()
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize("when", ["start", "inside"])
+def test_ctrl_c_ends_everything_quietly(when: str, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(WAITING)
+    with start(sys.executable, tmp_path / "program.py") as process:
+        assert process.stdout is not None
+        if when == "inside":
+            read_until(process.stdout, "inside")
+        else:  # no output tells
+            eventually(lambda: len(session_members(process.pid)) >= 2, "the processes run", LIMIT_S)
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=LIMIT_S)
+        assert_no_process_left(process.pid, STOP_LIMIT_S)
+    assert (process.returncode, errors) == (130, "\ninterrupted\n")
+
+
+@pytest.mark.multiproc
+def test_a_failing_import_is_shown_first(tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text('if __name__ != "__main__": raise ValueError("no data")\n' + WAITING)
+    result = run(sys.executable, tmp_path / "program.py")
+    assert (result.stdout, result.returncode) == ("begin\n", 1)
+    assert result.stderr.count("Traceback") == 2  # this process's, which is short, then the worker's
+    assert len(result.stderr.splitlines()) < 20
+    assert result.stderr.endswith("ValueError: no data\n")
+
+
+# ---------------------------------------------------------------- without processes
+
+
+def test_a_cluster_of_one() -> None:
+    with LocalCluster(1) as cluster:
+        assert rpc.rpc_sync("worker0", pow, (2, 10)) == 1024
+        with pytest.raises(AlreadyInitialized, match=r"call rpc\.shutdown\(\) before LocalCluster"):
+            LocalCluster(1).start()
+        assert rpc.get_worker_info().name == "worker0"  # the refused one took nothing away
+    assert "closed" in repr(cluster)
+    cluster.close()  # once more is nothing
+
+
+async def test_a_cluster_of_one_in_a_coroutine() -> None:
+    async with LocalCluster(["me"]):
+        assert await rpc.rpc_async("me", pow, (2, 10)) == 1024
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+def test_a_block_may_shut_down_itself() -> None:
+    with LocalCluster(1):
+        rpc.shutdown()
+    with pytest.raises(KeyError), LocalCluster(1):
+        rpc.shutdown()
+        raise KeyError("of the block")
+
+
+@pytest.mark.parametrize("workers", [0, -1, [], "worker"])
+def test_wrong_numbers_of_workers_are_explained(workers: Any) -> None:
+    with pytest.raises(ConfigError, match="give the number of workers, at least 1, or a list of their names"):
+        LocalCluster(workers)
+
+
+def test_under_a_launcher_the_processes_are_its(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    for name, value in launched.items():
+        monkeypatch.setenv(name, value)
+    with LocalCluster(1):
+        assert rpc.rpc_sync("worker0", pow, (2, 10)) == 1024
+    with pytest.raises(ConfigError, match="workers=3, but the launcher started WORLD_SIZE=1"):
+        LocalCluster(3).start()
