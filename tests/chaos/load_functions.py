@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 import threading
@@ -63,6 +64,7 @@ class NoOps:
         longest_without_lateness_s: the slowest, less the time for which this machine had no processor for the thread.
         flood_s: the flood as a whole.
         grown_bytes: how much more memory the caller had than before, at most.
+        kept_bytes: how much more it has after the flood, without what the allocator keeps of freed memory.
     """
 
     num: int
@@ -70,6 +72,7 @@ class NoOps:
     longest_without_lateness_s: float
     flood_s: float
     grown_bytes: int
+    kept_bytes: int
 
 
 def flood(to: str, num_calls: int, size_bytes: int, work_s: float) -> NoOps:
@@ -107,7 +110,9 @@ def flood(to: str, num_calls: int, size_bytes: int, work_s: float) -> NoOps:
         raise AssertionError(f"answers of {set(answers)} bytes")
     longest, longest_of_work = (max(column) for column in zip(*took_s, strict=True))
     flood_s = time.monotonic() - began_s
-    return NoOps(len(took_s), longest, longest_of_work, flood_s, most_bytes - before_bytes)
+    ctypes.CDLL(None).malloc_trim(0)
+    kept_bytes = memory.memory_info().rss - before_bytes
+    return NoOps(len(took_s), longest, longest_of_work, flood_s, most_bytes - before_bytes, kept_bytes)
 
 
 # ---------------------------------------------------------------- soak

@@ -43,7 +43,9 @@ def test_a_flood_stays_under_its_bound_and_small_calls_pass_it(
     no_ops = flooding.result(RUN_LIMIT_S)
     print(f"{channels}, {num_calls} calls of {size_bytes >> 10} KiB: {no_ops}")
     assert 0 < world["b"].run(job.max_held_bytes) <= bound_bytes
-    assert no_ops.grown_bytes < 4 * bound_bytes, f"{no_ops.grown_bytes >> 20} MiB"
+    assert no_ops.kept_bytes < bound_bytes + 64 * MIB, f"{no_ops.kept_bytes >> 20} MiB"
+    if channels != "grpc":  # 3000 calls of 1 MiB leave 2.6 GiB of freed memory with the allocator: gRPC's buffers
+        assert no_ops.grown_bytes < 4 * bound_bytes + 64 * MIB, f"{no_ops.grown_bytes >> 20} MiB"
     assert no_ops.num > 3 and no_ops.longest_without_lateness_s < NO_OP_LIMIT_S, no_ops
     world.shutdown()
 
