@@ -65,7 +65,9 @@ class Home:
         result: Future[Any] = Future()
         result.is_quiet = True
         owner = self.host.cluster.hosts[self.host.manager.owner_of(state)]
-        value = owner.manager.get_value_future(ReferenceShare(state.rref, state.id), self.host.me.id)
+        value: Future[Any] = Future()
+        share = ReferenceShare(state.rref, state.id)
+        owner.manager.when_there(share, lambda done: copy_outcome(done, value), self.host.me.id)
         value.add_done_callback(lambda done: copy_outcome(done, result))
         return result
 

@@ -44,12 +44,12 @@ class LastAct(NamedTuple):
 
     def answer(self) -> None:
         """Sends all of them; called once, whatever happens."""
-        if len(self.answers) == 1:
-            self.answers[0]()
-        elif self.answers:
-            with contextlib.ExitStack() as all_of_them:  # also those after one that raises
-                for answer in reversed(self.answers):
-                    all_of_them.callback(answer)
+        try:
+            if self.answers:
+                self.answers.pop(0)()
+        finally:
+            if self.answers:  # also those after one that raises
+                self.answer()
 
 
 class _ThreadHooks(threading.local):

@@ -18,7 +18,7 @@ from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, copy_outcome, fresh_copy
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
@@ -31,6 +31,8 @@ from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
 __all__ = ["RRefManager"]
+
+WhenThere = Callable[[Future[Any]], object]
 
 
 class RRefManager:
@@ -56,7 +58,8 @@ class RRefManager:
         self._numbers = itertools.count()
         self._states: dict[UniqueId, HandleState] = {}
         self._values: dict[RRefId, OwnerValue] = {}
-        self._fetches: dict[ReferenceShare, list[Future[Any]]] = {}
+        self._fetches: dict[ReferenceShare, list[WhenThere]] = {}
+        self._num_waiting = 0  # threads, for `_changed`; the lock is around it
         self._losses = Losses()
         self._dropped: deque[tuple[RRefId, UniqueId]] = deque()
         self.closed = False
@@ -137,16 +140,19 @@ class RRefManager:
         entry.fail(exc)
         self._feed(events.CreationFinished(entry.rref))
 
-    def get_value_future(self, share: ReferenceShare, requester: int, incarnation: int | None = None) -> Future[Any]:
-        """The value for a user's fetch: also before its `remote()` has arrived. Fails if the value is gone."""
-        future: Future[Any] = Future()
-        future.is_quiet = True  # the error goes to the requester
+    def when_there(
+        self, share: ReferenceShare, then: WhenThere, requester: int, incarnation: int | None = None
+    ) -> None:
+        """Has `then` called once for a user's fetch, which may come before its `remote()`.
+
+        It is called at once, or on the thread that makes the value, with a future that is done: of the value, or of why
+        there will be none. Others use the same future: raise only a `fresh_copy` of its error.
+        """
         if self.closed:
-            future.set_exception(RRefError(GONE))
-            return future
+            then(_failed(RRefError(GONE)))
+            return
         event = events.FetchArrived(*share, self._node(requester, incarnation))
-        self._feed(event, lambda: self._fetches.setdefault(share, []).append(future))
-        return future
+        self._feed(event, lambda: self._fetches.setdefault(share, []).append(then))
 
     # ------------------------------------------------------------ references in messages
 
@@ -297,7 +303,11 @@ class RRefManager:
         self._feed(events.DropAll())
         deadline = Deadline.after(timeout_s)
         with self._changed:
-            return self._changed.wait_for(lambda: self._is_idle(others), deadline.wait_s())
+            self._num_waiting += 1
+            try:
+                return self._changed.wait_for(lambda: self._is_idle(others), deadline.wait_s())
+            finally:
+                self._num_waiting -= 1
 
     def _is_idle(self, others: bool) -> bool:
         tables = self._protocol
@@ -309,13 +319,13 @@ class RRefManager:
             self.closed = True
             for state in self._states.values():
                 state.deleted = state.value is None
-            fetches = [future for waiting in self._fetches.values() for future in waiting]
+            fetches = [then for waiting in self._fetches.values() for then in waiting]
             values = list(self._values.values())
             self._fetches.clear()
             self._values.clear()
         gone = RRefError(GONE)
-        for future in fetches:
-            future._fail(gone)
+        for then in fetches:
+            then(_failed(gone))
         for value in values:
             value.fail(gone)
 
@@ -412,7 +422,8 @@ class RRefManager:
                 _ACTIONS[type(action)](self, action, effects)
             if owned is not None and owned not in self._protocol.owners.entries:
                 self._release_value(actions.ReleaseValue(owned), effects)
-            self._changed.notify_all()
+            if self._num_waiting:
+                self._changed.notify_all()
         for effect in effects:
             effect()
         return todo
@@ -451,13 +462,13 @@ class RRefManager:
 
     def _serve(self, action: actions.Serve, effects: list[Callable[[], object]]) -> None:
         value = self._values[action.rref]
-        for future in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
-            effects.append(lambda f=future: value.future.add_done_callback(lambda done: copy_outcome(done, f)))  # type: ignore[misc]
+        for then in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
+            effects.append(partial(value.future.add_done_callback, then))
 
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self._error(action.reason, str(action.rref), self.me)
-        for future in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
-            effects.append(lambda f=future: f._fail(error))  # type: ignore[misc]
+        for then in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
+            effects.append(partial(then, _failed(error)))
 
     def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:
         """`accept_creation` looks for it."""
@@ -469,6 +480,13 @@ class RRefManager:
 
     def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         return self._losses.error(reason, what, owner, self._name(owner))
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future.is_quiet = True  # the error goes to the requester
+    future._fail(error)
+    return future
 
 
 _ACTIONS: dict[type[actions.RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {

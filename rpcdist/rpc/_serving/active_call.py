@@ -9,7 +9,7 @@ from rpcdist.deadline import NEVER, Deadline
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.handles import OwnerValue
+from rpcdist.rpc._rref.handles import OwnerValue, fresh_copy
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
@@ -116,6 +116,14 @@ class ActiveCall:
                 value = getattr(call, named)
                 active.value = ReferenceShare(id_from_pb(value.rref), id_from_pb(value.fork))
         return active
+
+    def target_value(self) -> Any:
+        """The value of `target`, which is done; raises a copy of its error, which others raise, too."""
+        assert self.target is not None
+        error = self.target.exception()
+        if error is not None:
+            raise fresh_copy(error)
+        return self.target.value()
 
     @property
     def is_fetch(self) -> bool:

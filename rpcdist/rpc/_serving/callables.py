@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from rpcdist.errors import CallRefused
 from rpcdist.rpc._values.function_names import decode_function, function_name
 from rpcdist.rpc.options import RpcOptions
 
 __all__ = ["Callables"]
+
+MAX_KNOWN: Final = 4096  # names; a peer may send any
 
 
 class Callables:
@@ -26,6 +29,7 @@ class Callables:
         self._options = options
         self._always = always
         self._worker_name = worker_name
+        self._known: dict[str, tuple[str, str]] = {}  # module and function, by the name on the wire
 
     def find(self, name: str, pickle: bytes | None = None) -> Callable[..., Any]:
         """Imports or unpickles what is to be called; raises `CallRefused` for what may not be.
@@ -39,8 +43,21 @@ class Callables:
         if name in self._always:
             return self._always[name]
         if self._options.allow_functions is None:
-            return decode_function(name)
+            return self._found(name)
         return self._allowed(name, self._options.allow_functions)
+
+    def _found(self, name: str) -> Callable[..., Any]:
+        """What the module holds now: only the parts of the name are kept."""
+        parts = self._known.get(name)
+        if parts is not None and (module := sys.modules.get(parts[0])) is not None:
+            function = getattr(module, parts[1], None)
+            if callable(function):
+                return function  # type: ignore[no-any-return]
+        function = decode_function(name)
+        module_name, _, path = name.partition(":")
+        if "." not in path and len(self._known) < MAX_KNOWN:
+            self._known[name] = module_name, path
+        return function
 
     def _unpickled(self, pickle: bytes) -> Callable[..., Any]:
         if self._options.allow_functions is not None or not self._options.allow_pickle:

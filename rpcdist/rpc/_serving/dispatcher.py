@@ -14,6 +14,7 @@ from __future__ import annotations
 import inspect
 import logging
 import threading
+from _thread import get_ident
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
 from contextvars import Context, copy_context
 from functools import partial
@@ -48,6 +49,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.functions import ASYNC_MARK
+from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
 __all__ = ["Dispatcher", "describe_job"]
@@ -174,21 +176,23 @@ class Dispatcher:
             Whether it is there. If not, the call goes on when it is: a method in the pool, a fetch on the thread that
             has made the value.
         """
-        peer = active.session.peer
-        active.target = target = self._rrefs.get_value_future(value, peer.id, peer.incarnation)
-        if target.done():
-            return True
-        if active.is_fetch:
-            self._chain(active, target)
-            return False
-        active.is_chained = True
+        peer, reader, is_there = active.session.peer, get_ident(), False
 
-        def there(_: object) -> None:
+        def there(target: Future[Any]) -> None:
+            nonlocal is_there
+            active.target = target
             active.is_chained = False
-            self._pool.submit(self.run, active)
+            if reader == get_ident():  # at once
+                is_there = True
+            elif active.is_fetch:
+                self._finish_fetch(active)
+            else:
+                self._pool.submit(self.run, active)
 
-        target.add_done_callback(there)
-        return False
+        active.is_chained = True
+        self._rrefs.when_there(value, there, peer.id, peer.incarnation)
+        reader = 0
+        return is_there
 
     def on_cancel(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
@@ -233,8 +237,7 @@ class Dispatcher:
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if active.is_fetch:
-                assert active.target is not None  # and it is done
-                self._finish(active, active.target.value(), is_last=hooks.enter is not None)
+                self._finish_fetch(active, is_last=hooks.enter is not None)
             else:
                 self._invoke(active)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
@@ -251,6 +254,15 @@ class Dispatcher:
             self.fail(active, DeadlineExceeded("the deadline was over before the call ran"))
             return False
         return True
+
+    def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> None:
+        """Answers with the value, which is there; `is_last` as in `_finish`."""
+        try:
+            value = active.target_value()
+        except BaseException as exc:
+            self.fail(active, exc)
+        else:
+            self._finish(active, value, is_last)
 
     def _invoke(self, active: ActiveCall) -> None:
         function = self._callables.find(active.function, active.function_pickle)
@@ -498,5 +510,5 @@ def _arguments(active: ActiveCall, actors: ActorTable) -> tuple[tuple[Any, ...],
             raise RpcdistError("the arguments of the call are not a pair of a tuple and a dict")
         args, kwargs = tuple(pair[0]), pair[1]
     if active.target is not None:
-        args = (ValueAtOwner(active.target.value(), active, actors), *args)
+        args = (ValueAtOwner(active.target_value(), active, actors), *args)
     return args, kwargs
