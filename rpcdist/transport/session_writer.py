@@ -132,6 +132,8 @@ class SessionWriter:
                 if parts is None:
                     break  # nothing is left, or the socket is full: then the task waits for it, not this thread
                 channel.put(*parts)
+            # And after it: where a write takes longer than the gap, each message of a burst would be written alone.
+            self.last_sent = time.monotonic()
         except TransportError as exc:
             self._io.call_soon(self._failed, exc)  # the session ends on the loop; its owner hears `on_closed`
         finally:

@@ -7,6 +7,7 @@ import os
 import socket
 import threading
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -109,6 +110,28 @@ async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, mon
         session.send(call(number))
     assert session._writer._awake and len(session._outgoing._frames) == 5
     assert [(await pair.handlers[1].next())[0] for _ in range(5)] == [1, 2, 3, 4, 5]
+
+
+async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
+    pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a busy machine: were the gap counted from the beginning of a write, each message would be written alone."""
+    session, now_s = pair.sessions[0], [100.0]
+    put = session._channel.put
+
+    def slow_put(*parts: Any) -> None:
+        now_s[0] += 2.0
+        put(*parts)
+
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", 1.0)
+    monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
+    monkeypatch.setattr(session._channel, "put", slow_put)
+    session._writer.last_sent = 0.0
+    session.send(call(1))
+    assert session._outgoing.is_empty
+    session.send(call(2))
+    assert session._outgoing.num_frames == 1
+    assert [(await pair.handlers[1].next())[0] for _ in range(2)] == [1, 2]
 
 
 def creation(id: int) -> rpc_pb2.Message:

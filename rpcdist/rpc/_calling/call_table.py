@@ -10,7 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import Deadline, current_deadline
@@ -39,6 +39,7 @@ class CallFlags(NamedTuple):
     counts_as_work: bool = True
 
 
+INFINITE: Final = float("inf")
 USER_CALL = CallFlags()
 REPEATABLE = CallFlags(is_repeatable=True)
 GATHERING = CallFlags(is_repeatable=True, counts_as_work=False)
@@ -127,7 +128,7 @@ class PendingCall:
         self.what = what
         self.deadline = deadline
         self.timeout_s = timeout_s
-        inherits = deadline.is_finite and deadline is current_deadline.get()
+        inherits = deadline.at != INFINITE and deadline is current_deadline.get()
         self.inherited_s = deadline.remaining_s() if inherits else None
         self.reply_sink = reply_sink
         self.transfer = 0

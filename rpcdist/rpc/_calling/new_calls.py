@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.deadline import Deadline, checked_timeout, current_deadline
+from rpcdist.deadline import NEVER, Deadline, checked_timeout, current_deadline
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.arguments import by_keyword, name_value, positional
 from rpcdist.rpc._calling.call_table import (
@@ -180,7 +181,9 @@ class NewCalls:
     def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
         """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""
         timeout_s = self.timeout_of(timeout_s)
-        return timeout_s, Deadline.after(timeout_s).earlier(current_deadline.get())
+        inherited = current_deadline.get()
+        at = time.monotonic() + timeout_s
+        return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at)
 
     def _pending(
         self,
