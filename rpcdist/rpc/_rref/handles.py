@@ -15,7 +15,7 @@ from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
-__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "fresh_copy"]
+__all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future", "fresh_copy"]
 
 E = TypeVar("E", bound=BaseException)
 Dropped = deque[tuple[RRefId, UniqueId]]
@@ -74,6 +74,14 @@ def copy_outcome(source: Future[Any], target: Future[Any]) -> None:
         target._fail(fresh_copy(error))
     else:
         target._complete(source.value())
+
+
+def failed_future(error: Exception) -> Future[Any]:
+    """A future of an error that is told to somebody else."""
+    future: Future[Any] = Future()
+    future.is_quiet = True
+    future._fail(error)
+    return future
 
 
 def fresh_copy(error: E) -> E:

@@ -18,7 +18,7 @@ from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import NotInitialized, RRefError, WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, fresh_copy
+from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason
@@ -149,7 +149,7 @@ class RRefManager:
         there will be none. Others use the same future: raise only a `fresh_copy` of its error.
         """
         if self.closed:
-            then(_failed(RRefError(GONE)))
+            then(failed_future(RRefError(GONE)))
             return
         event = events.FetchArrived(*share, self._node(requester, incarnation))
         self._feed(event, lambda: self._fetches.setdefault(share, []).append(then))
@@ -325,7 +325,7 @@ class RRefManager:
             self._values.clear()
         gone = RRefError(GONE)
         for then in fetches:
-            then(_failed(gone))
+            then(failed_future(gone))
         for value in values:
             value.fail(gone)
 
@@ -468,7 +468,7 @@ class RRefManager:
     def _refuse_fetch(self, action: actions.RefuseFetch, effects: list[Callable[[], object]]) -> None:
         error = self._error(action.reason, str(action.rref), self.me)
         for then in self._fetches.pop(ReferenceShare(action.rref, action.fork), ()):
-            effects.append(partial(then, _failed(error)))
+            effects.append(partial(then, failed_future(error)))
 
     def _refuse_creation(self, action: actions.RefuseCreation, effects: list[Callable[[], object]]) -> None:
         """`accept_creation` looks for it."""
@@ -480,13 +480,6 @@ class RRefManager:
 
     def _error(self, reason: Reason, what: str, owner: Incarnation) -> Exception:
         return self._losses.error(reason, what, owner, self._name(owner))
-
-
-def _failed(error: Exception) -> Future[Any]:
-    future: Future[Any] = Future()
-    future.is_quiet = True  # the error goes to the requester
-    future._fail(error)
-    return future
 
 
 _ACTIONS: dict[type[actions.RRefAction], Callable[[RRefManager, Any, list[Callable[[], object]]], None]] = {

@@ -43,9 +43,9 @@ from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._rref.proxied import ValueAtOwner
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.callables import Callables
+from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
 from rpcdist.rpc.functions import ASYNC_MARK
@@ -266,7 +266,7 @@ class Dispatcher:
 
     def _invoke(self, active: ActiveCall) -> None:
         function = self._callables.find(active.function, active.function_pickle)
-        args, kwargs = _arguments(active, self._actors)
+        args, kwargs = decoded_arguments(active, self._actors)
         result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
@@ -311,7 +311,7 @@ class Dispatcher:
             if coroutine is not None:
                 return await coroutine
             function = self._callables.find(active.function, active.function_pickle)
-            args, kwargs = _arguments(active, self._actors)
+            args, kwargs = decoded_arguments(active, self._actors)
             result = function(*args, **kwargs)
             return await result if inspect.isawaitable(result) else result
 
@@ -499,16 +499,3 @@ def describe_job(function: Callable[..., object], arguments: tuple[object, ...])
     """For messages: the call that a job of the pool serves, or else the job's function."""
     active = next((argument for argument in arguments if isinstance(argument, ActiveCall)), None)
     return repr(function) if active is None else repr(active)
-
-
-def _arguments(active: ActiveCall, actors: ActorTable) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    args: tuple[Any, ...] = ()
-    kwargs: dict[str, Any] = {}
-    if active.arguments is not None:
-        pair = active.arguments.decode()
-        if not (isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[1], dict)):
-            raise RpcdistError("the arguments of the call are not a pair of a tuple and a dict")
-        args, kwargs = tuple(pair[0]), pair[1]
-    if active.target is not None:
-        args = (ValueAtOwner(active.target_value(), active, actors), *args)
-    return args, kwargs
