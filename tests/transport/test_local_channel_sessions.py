@@ -117,7 +117,8 @@ async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
 ) -> None:
     """As on a busy machine: were the gap counted from the beginning of a write, each message would be written alone."""
     session, now_s = pair.sessions[0], [100.0]
-    put = session._channel.put
+    channel: Any = session._channel
+    put = channel.put
 
     def slow_put(*parts: Any) -> None:
         now_s[0] += 2.0
@@ -125,7 +126,7 @@ async def test_a_burst_stays_one_where_a_write_takes_longer_than_the_gap(
 
     monkeypatch.setattr(writer_module, "BURST_GAP_S", 1.0)
     monkeypatch.setattr(writer_module, "time", SimpleNamespace(monotonic=lambda: now_s[0]))
-    monkeypatch.setattr(session._channel, "put", slow_put)
+    monkeypatch.setattr(channel, "put", slow_put)
     session._writer.last_sent = 0.0
     session.send(call(1))
     assert session._outgoing.is_empty
