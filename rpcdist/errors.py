@@ -223,6 +223,24 @@ class UnknownWorker(RpcdistError):
         return f"{self.me} could not find destination {self.wanted}.{meant}{known}"
 
 
+class ActorNameTaken(RpcdistError):
+    """Another actor of this job has the name already; it is that of an actor until the worker of the actor ends."""
+
+
+class UnknownActor(RpcdistError):
+    """No actor of that name is known."""
+
+    def __init__(self, wanted: str, known: Sequence[str] = ()) -> None:
+        super().__init__(wanted, tuple(known))
+        self.wanted = wanted
+        self.known = tuple(known)
+
+    def __str__(self) -> str:
+        near = difflib.get_close_matches(self.wanted, self.known, 1)
+        meant = f" Did you mean {near[0]!r}?" if near else ""
+        return f"no actor has the name {self.wanted!r}; rpc.remote(..., name={self.wanted!r}) makes one.{meant}"
+
+
 class DeadlineExceeded(RpcdistError, TimeoutError):
     """The time given to an operation is over."""
 

@@ -18,7 +18,7 @@
 
 In coroutines, `async with rpc.session("worker0", ...)` is both ends; `rpcdist.LocalCluster` starts the processes, too.
 
-Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`,
+Names and arguments are those of `torch.distributed.rpc`. It does not have `session`, `call`, `call_async`, `get_actor`,
 `rpc_stream`, `Stream`, `wait_any`, `as_completed`, `idempotent`, nor the functions about who is in the job: `workers`,
 `wait_for_worker`, `on_membership_change`, `serve`. The guide is `docs/rpc.md`; the errors are in `rpcdist.errors`.
 """
@@ -50,6 +50,7 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     debug_info,
     debug_rrefs,
     enable_gil_profiling,
+    get_actor,
     get_rpc_timeout,
     get_worker_info,
     is_available,
@@ -107,6 +108,7 @@ __all__ = [
     "debug_rrefs",
     "enable_gil_profiling",
     "functions",
+    "get_actor",
     "get_rpc_timeout",
     "get_worker_info",
     "idempotent",

@@ -26,6 +26,7 @@ from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.collectives import Store
 from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.rpc._actors.actor_names import ActorNames
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import MakeAutograd
@@ -202,6 +203,7 @@ class Agent:
             lifetime,
             self.router.flush,
         )
+        self.actor_names = ActorNames(me, self.directory, self.caller)
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
         self._return = CoordinatorReturn(
@@ -225,7 +227,12 @@ class Agent:
         )
         self.watch = MembershipWatch(self.pool.submit)
         self.serving = StopRequests()
-        always = {**self.leader.callables, **self._departures.callables, **self.serving.callables}
+        always = {
+            **self.actor_names.callables,
+            **self.leader.callables,
+            **self._departures.callables,
+            **self.serving.callables,
+        }
         if not options.allows(*STOP.split(":")):  # where peers are restricted, not each of them may end the service
             del always[STOP]
         self.dispatcher = Dispatcher(

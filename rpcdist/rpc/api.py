@@ -14,6 +14,7 @@ from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._api.actor_functions import get_actor
 from rpcdist.rpc._api.call_functions import call, call_async, remote, rpc_async, rpc_stream, rpc_sync
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
@@ -29,6 +30,7 @@ __all__ = [
     "debug_info",
     "debug_rrefs",
     "enable_gil_profiling",
+    "get_actor",
     "get_rpc_timeout",
     "get_worker_info",
     "is_available",

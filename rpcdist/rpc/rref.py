@@ -59,7 +59,7 @@ class PyRRef(Generic[T]):
         NotInitialized: before `init_rpc`, or after `shutdown`.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_order", "_type_future")
+    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_kind", "_order", "_type_future")
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:
@@ -79,6 +79,7 @@ class PyRRef(Generic[T]):
         self._home = home
         self._handle = handle
         self._creation: CreationOutcome | None = None  # None if it was not made by `remote` here
+        self._kind = ""  # the name of the value's class, if it was known from the start
         self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
         self._invoker_names: dict[str, Future[str]] = {}  # by method
@@ -158,7 +159,7 @@ class PyRRef(Generic[T]):
             state = self._handle.state
             me = WorkerInfo(self._home.my_name, self._home.me.worker)
             raise RRefError(
-                f"For {self!r}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
+                f"For {self._identifiers()}, can't call localValue() on user {me}. Call it on owner {self.owner()} "
                 f"(or copy the value with to_here(); {state.owner_name!r} is where it lives)"
             )
         return self._wait_for_value(UNSET_RPC_TIMEOUT)
@@ -244,6 +245,17 @@ class PyRRef(Generic[T]):
             self._invoker_names[method] = future
         return future
 
+    def cancel(self) -> bool:
+        """Ends the creation of the value, where `rpc.remote` or `rref.remote()` on this worker began it.
+
+        The reference fails with an `RRefError` that says so. A coroutine is cancelled at the owner; a plain function
+        goes on there, and its result is dropped. An actor that exists ends with its last reference.
+
+        Returns:
+            False if the value existed already, or another worker created it: then nothing has changed.
+        """
+        return self._creation is not None and self._creation.cancel()
+
     def _get_future(self) -> Future[Any]:
         """The future of the call of `remote` that made this reference; a finished one if none did."""
         if self._creation is not None:
@@ -285,6 +297,27 @@ class PyRRef(Generic[T]):
         return str(self._handle.state)
 
     def __repr__(self) -> str:
+        state = self._handle.state
+        kind, known = self._kind, self._type_future
+        error: BaseException | None = state.error
+        is_ready = state.confirmed
+        if known is not None and known.done() and known.exception() is None:
+            kind = known.value().__name__
+        if state.value is not None:
+            value = state.value.future
+            is_ready = value.done()
+            error = error or (value.exception() if is_ready else None)
+            if is_ready and error is None:
+                kind = type(value.value()).__name__
+        status = "ready" if is_ready else "not there yet"
+        if error is not None:
+            status = f"failed: {type(error).__name__}"
+        elif state.deleted:
+            status = "deleted"
+        return f"<RRef of {kind or 'a value'} on {state.owner_name!r}, {status}>"
+
+    def _identifiers(self) -> str:
+        """The reference in torch's words."""
         state = self._handle.state
         if state.value is not None:
             return f"OwnerRRef({state.rref})"

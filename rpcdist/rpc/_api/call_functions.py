@@ -11,6 +11,7 @@ from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, overload
 
 from rpcdist.errors import BlockingInLoop
+from rpcdist.rpc._api.actor_functions import named_remote
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import current_agent
@@ -191,6 +192,7 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     serial: bool = False,
+    name: str | None = None,
 ) -> RRef[T]: ...
 @overload
 def remote(
@@ -201,6 +203,7 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     serial: bool = False,
+    name: str | None = None,
 ) -> RRef[T]: ...
 def remote(
     to: Destination,
@@ -210,6 +213,7 @@ def remote(
     timeout: float = UNSET_RPC_TIMEOUT,
     *,
     serial: bool = False,
+    name: str | None = None,
 ) -> RRef[Any]:
     """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
 
@@ -225,7 +229,14 @@ def remote(
     Args:
         serial: calls through this reference, and through all that are made from it, run one at a time, those of each
             process in the order in which it made them; `docs/actors.md` has the details.
+        name: by which every worker finds the object (`rpc.get_actor`). It lives as long as its worker then, and
+            `remote` waits until it exists: it raises what the creation raised, and `ActorNameTaken` where another has
+            the name.
     """
+    if name is not None:
+        return named_remote(to, func, args, kwargs, timeout, serial, name)
     home = current_agent().rref_home
     rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial)
+    if isinstance(func, type):
+        rref._kind = func.__name__
     return rref

@@ -156,7 +156,8 @@ class Caller:
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
         creation = Creation(share, listener, self._submit, self.allow_pickle)
-        self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
+        call = self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
+        creation.began(partial(self.cancel, call, None))
         return creation
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.errors import Cancelled
 from rpcdist.rpc._calling.reply_sinks import Submit
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._rref.identifiers import ReferenceShare
@@ -38,14 +40,15 @@ class Creation:
         may_unpickle: whether an exception may be unpickled.
     """
 
-    __slots__ = ("_error", "_future", "_has_ended", "_listener", "_lock", "_may_unpickle", "_share", "_submit")
+    __slots__ = ("_call", "_error", "_future", "_has_ended", "_listener", "_lock", "_may_unpickle", "_share", "_submit")
 
     def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit, may_unpickle: bool) -> None:
         self._share = share
         self._listener = listener
         self._submit = submit
         self._may_unpickle = may_unpickle
-        self._lock = threading.Lock()  # around the three below
+        self._lock = threading.Lock()  # around the four below
+        self._call: Callable[[], bool] | None = None  # ends it; None when it has ended
         self._future: Future[Any] | None = None
         self._has_ended = False
         self._error: BaseException | None = None
@@ -75,8 +78,24 @@ class Creation:
     def _end(self, error: BaseException | None) -> Future[Any] | None:
         with self._lock:
             self._has_ended = True
+            self._call = None
             self._error = error
             return self._future
+
+    def began(self, cancel: Callable[[], bool]) -> None:
+        """The call was made; `cancel` ends it, and says whether that was before its outcome came."""
+        with self._lock:
+            if not self._has_ended:
+                self._call = cancel
+
+    def cancel(self) -> bool:
+        """Ends the call, so that the reference fails; False if it has ended. Runs callbacks on this thread."""
+        with self._lock:
+            call = self._call
+        if call is None or not call():
+            return False
+        self.fail(Cancelled("it was cancelled before its value existed"))
+        return True
 
     def future(self) -> Future[Any]:
         """The same one each time; done when the owner holds the result."""

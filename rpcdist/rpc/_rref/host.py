@@ -44,6 +44,9 @@ class CreationOutcome(Protocol):
     def future(self) -> Future[Any]:
         """Done when the owner holds the result."""
 
+    def cancel(self) -> bool:
+        """Ends it; False if it has ended."""
+
 
 class RRefHome(Protocol):
     """What a reference object needs: the agent that it came from, which may not be the current one."""

@@ -1,0 +1,144 @@
+"""Names of actors: the coordinator knows which worker has which, and that worker holds a reference under it.
+
+So a name is unique in the job, an actor that has one lives as long as its worker, and a name is free again when the
+worker of its actor has ended. While the actor is created, the name is reserved, until its creator ends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Coroutine
+from typing import Any, Final, Protocol
+
+from rpcdist.errors import ActorNameTaken, UnknownActor
+from rpcdist.ids import Identity
+from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._peers.directory import Directory
+
+__all__ = ["MAX_NAME_CHARS", "ActorNames"]
+
+COORDINATOR: Final = 0
+RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"
+CONFIRM: Final = "rpcdist.rpc._actors.actor_names:confirm"
+RELEASE: Final = "rpcdist.rpc._actors.actor_names:release"
+FIND: Final = "rpcdist.rpc._actors.actor_names:find"
+GIVE: Final = "rpcdist.rpc._actors.actor_names:give"
+
+MAX_NAME_CHARS: Final = 1000
+
+
+class NamedValue(Protocol):
+    """A reference to an actor, at its owner."""
+
+    def __await__(self) -> Any: ...
+
+
+class _Claim:
+    """Who has a name, at the coordinator."""
+
+    __slots__ = ("creator", "is_confirmed", "owner")
+
+    def __init__(self, owner: Identity, creator: Identity) -> None:
+        self.owner = owner
+        self.creator = creator
+        self.is_confirmed = False
+
+
+class ActorNames:
+    """One per agent. What others call lives on the user loop; the other methods block, on any thread.
+
+    Args:
+        me: this worker.
+        directory: who is in the job.
+        caller: asks the coordinator and the owners.
+    """
+
+    def __init__(self, me: Identity, directory: Directory, caller: Caller) -> None:
+        self._me = me
+        self._directory = directory
+        self._caller = caller
+        self._claims: dict[str, _Claim] = {}  # at the coordinator
+        self._kept: dict[str, NamedValue] = {}  # at owners
+
+    def __repr__(self) -> str:
+        return f"<ActorNames of {self._me.name} [{len(self._kept)} here, {len(self._claims)} known]>"
+
+    # ------------------------------------------------------------ what this worker asks
+
+    def reserve(self, name: str, owner: int, timeout_s: float) -> None:
+        """Takes a name for an actor that is about to be created. Raises `ActorNameTaken`."""
+        self._ask(RESERVE, (name, owner, self._me.id), timeout_s)
+
+    def confirm(self, name: str, timeout_s: float) -> None:
+        """The actor exists under the name."""
+        self._ask(CONFIRM, (name, self._me.id), timeout_s)
+
+    def release(self, name: str, timeout_s: float) -> None:
+        """The actor was not created."""
+        self._ask(RELEASE, (name, self._me.id), timeout_s)
+
+    def find(self, name: str, timeout_s: float) -> Any:
+        """A reference to the actor. Raises `UnknownActor`."""
+        return self._caller.gather(self._ask(FIND, (name,), timeout_s), GIVE, (name,), timeout_s)
+
+    def _ask(self, what: str, arguments: tuple[Any, ...], timeout_s: float) -> Any:
+        return self._caller.gather(COORDINATOR, what, arguments, timeout_s)
+
+    # ------------------------------------------------------------ what others ask (user loop)
+
+    @property
+    def callables(self) -> dict[str, Callable[..., Coroutine[Any, Any, object]]]:
+        """What every peer may call, by the name on the wire."""
+        return {
+            RESERVE: self._on_reserve,
+            CONFIRM: self._on_confirm,
+            RELEASE: self._on_release,
+            FIND: self._on_find,
+            GIVE: self._on_give,
+        }
+
+    async def _on_reserve(self, name: str, owner: int, creator: int) -> None:
+        claim = self._claim(name)
+        if claim is not None:
+            raise ActorNameTaken(
+                f"the name {name!r} is that of an actor on worker {claim.owner.name!r}; rpc.get_actor({name!r}) gives "
+                "a reference to it, and another name makes another actor"
+            )
+        member = self._directory.member
+        self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
+
+    async def _on_confirm(self, name: str, creator: int) -> None:
+        claim = self._claim(name)
+        if claim is None or claim.creator.id != creator:
+            raise UnknownActor(name)
+        claim.is_confirmed = True
+
+    async def _on_release(self, name: str, creator: int) -> None:
+        claim = self._claims.get(name)
+        if claim is not None and not claim.is_confirmed and claim.creator.id == creator:
+            del self._claims[name]
+
+    async def _on_find(self, name: str) -> int:
+        claim = self._claim(name)
+        if claim is None or not claim.is_confirmed:
+            raise UnknownActor(name, [known for known in list(self._claims) if self._claim(known) is not None])
+        return claim.owner.id
+
+    def _claim(self, name: str) -> _Claim | None:
+        """Who has the name; those that are gone lose it."""
+        claim = self._claims.get(name)
+        if claim is not None:
+            living = {member.identity for member in self._directory.living()}
+            if claim.owner not in living or not (claim.is_confirmed or claim.creator in living):
+                del self._claims[name]
+                return None
+        return claim
+
+    async def keep(self, name: str, rref: NamedValue) -> None:
+        """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised."""
+        await rref
+        self._kept[name] = rref
+
+    async def _on_give(self, name: str) -> NamedValue:
+        if name not in self._kept:
+            raise UnknownActor(name, list(self._kept))
+        return self._kept[name]
