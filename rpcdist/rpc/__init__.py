@@ -134,3 +134,8 @@ __all__ = [
     "wait_for_worker",
     "workers",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: what completion in an editor or a notebook shows. The private ones of torch work as well."""
+    return __all__
