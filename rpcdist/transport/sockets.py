@@ -86,7 +86,7 @@ class SocketHub:
         self._name = secrets.token_hex(8)
         self._address: HubAddress | None = None
         self._room = WaitingRoom(node.io, MAX_WAITING, UNEXPECTED_SOCKET_LIMIT_S)
-        self._connector = HubConnector(node.credentials)
+        self._connector = HubConnector(node.credentials, node.io)
         self._closed = False
         self._lock = threading.Lock()  # for `open` and `close`
 

@@ -8,12 +8,12 @@ import ssl
 import struct
 from typing import Final
 
-from rpcdist.errors import ProtocolViolation, TransportError
+from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
 from rpcdist.transport._channels.socket_pipe import SocketPipe
 from rpcdist.transport._channels.stream_sockets import connected_ends
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, TOKEN_ADVICE
 from rpcdist.waiters import wake
 
 __all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
@@ -47,7 +47,7 @@ async def connected_pipe(
     if raw.family == socket.AF_UNIX or not credentials.tls_policy.encrypts_raw(str(raw.getpeername()[0])):
         return raw, SocketPipe(raw, address), ends
     tls = wrapped(raw, credentials, server_side=False)
-    pipe = TlsPipe(tls, address)
+    pipe = TlsPipe(tls, address, credentials.token_source)
     await pipe.shake_hands()
     return tls, pipe, f"{tls.ends()}, {ends}"
 
@@ -58,17 +58,19 @@ class TlsPipe:
     Args:
         connection: before or after its TLS handshake; it stays its owner's.
         address: of the peer, for messages.
+        token_source: where the token comes from, for messages.
     """
 
-    def __init__(self, connection: TlsSocket, address: str) -> None:
+    def __init__(self, connection: TlsSocket, address: str, token_source: str | None = None) -> None:
         self._connection = connection
+        self._token_source = token_source
         self._address = address
 
     async def shake_hands(self) -> None:
         """The TLS handshake; the caller limits the time.
 
         Raises:
-            ProtocolViolation: it failed.
+            AuthenticationFailed: it failed.
             TransportError: the connection broke.
         """
         try:
@@ -116,7 +118,11 @@ class TlsPipe:
 
     def _broken(self, exc: OSError) -> TransportError:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-            return ProtocolViolation(f"TLS with {self._address} failed: {exc.reason or exc}; do the job tokens differ?")
+            source = f" This process uses {self._token_source}." if self._token_source else ""
+            return AuthenticationFailed(
+                f"TLS with {self._address} failed ({exc.reason or exc}): it did not prove the job token. "
+                f"{TOKEN_ADVICE}{source}"
+            )
         return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
 
 
@@ -146,7 +152,7 @@ class AcceptedPipe:
         if self._pipe is None:
             if await self._speaks_tls():
                 self.tls = wrapped(self._raw, self._credentials, server_side=True)
-                pipe = self._pipe = TlsPipe(self.tls, self._address)
+                pipe = self._pipe = TlsPipe(self.tls, self._address, self._credentials.token_source)
                 await pipe.shake_hands()
             else:
                 self._pipe = self._plain

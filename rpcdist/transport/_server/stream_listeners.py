@@ -27,8 +27,10 @@ from rpcdist.transport._channels.stream_sockets import (
     local_name,
     tune,
 )
+from rpcdist.transport._channels.tls_bridge import bridged
 from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake, refusal
 from rpcdist.transport.io_loop import IoLoop
@@ -174,8 +176,7 @@ class StreamListeners:
         if not await self._admission.admit(pipe, origin, handshake, turn_away):
             return
         if handshake.role == SOCKET_ROLE:
-            if self._roles.hand_over(handshake.purpose, connection):
-                self._ours.remove(connection)
+            self._hand_over(handshake.purpose, connection, None if tcp is None else tcp.tls)
             return
         self._ours.remove(connection)
         channel = SocketChannel((tcp and tcp.tls) or connection, handshake.peer.name)
@@ -183,6 +184,17 @@ class StreamListeners:
             await self._serve_session(channel, handshake)
         finally:
             channel.abort("the connection was closed")
+
+    def _hand_over(self, purpose: str, connection: socket.socket, tls: TlsSocket | None) -> None:
+        """Gives a raw socket to its taker, who speaks no TLS."""
+        given = connection
+        if tls is not None:
+            given = bridged(tls, self._io)
+            self._ours.remove(connection)
+        if self._roles.hand_over(purpose, given):
+            self._ours.discard(connection)
+        elif tls is not None:
+            given.close()
 
 
 def _origin(connection: socket.socket) -> Origin | None:

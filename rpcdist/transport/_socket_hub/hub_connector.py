@@ -12,10 +12,13 @@ from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S
 from rpcdist.transport._channels.proving import prove_client
-from rpcdist.transport._channels.socket_pipe import SocketPipe
-from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, connected_ends
+from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix
+from rpcdist.transport._channels.tls_bridge import bridged
+from rpcdist.transport._channels.tls_pipe import connected_pipe
 from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
+from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.unix_sockets import has_abstract_sockets
 
@@ -33,9 +36,11 @@ class HubConnector:
 
     Args:
         credentials: what this process proves itself with.
+        io: the I/O loop.
     """
 
-    def __init__(self, credentials: Credentials) -> None:
+    def __init__(self, credentials: Credentials, io: IoLoop) -> None:
+        self._io = io
         self._credentials = credentials
 
     async def connect(self, address: HubAddress, purpose: str, unix: bool | None) -> socket.socket:
@@ -58,31 +63,36 @@ class HubConnector:
         while True:
             connection = await (connect_unix(address.unix_name) if unix else connect_tcp(address.host, address.port))
             try:
-                if await self._prove(connection, address, purpose):
-                    widen(connection)
-                    return connection
+                used = await self._prove(connection, address, purpose)
+                if used is not None:
+                    plain = used if isinstance(used, socket.socket) else bridged(used, self._io)
+                    widen(plain)
+                    return plain
             except BaseException:
                 connection.close()
                 raise
             connection.close()
             await asyncio.sleep(next(pauses))
 
-    async def _prove(self, connection: socket.socket, address: HubAddress, purpose: str) -> bool:
-        """Whether the peer is proven; False if it has too many handshakes under way."""
+    async def _prove(
+        self, connection: socket.socket, address: HubAddress, purpose: str
+    ) -> socket.socket | TlsSocket | None:
+        """The connection, when the peer is proven; None if that has too many handshakes under way."""
+        used, pipe, ends = await connected_pipe(connection, str(address), self._credentials)
         handshake = self._credentials.client_handshake(
-            SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=connected_ends(connection)
+            SOCKET_ROLE, purpose=socket_purpose(address.taker, purpose), channel=ends
         )
         try:
-            await prove_client(SocketPipe(connection, str(address)), handshake)
+            await prove_client(pipe, handshake)
         except AuthenticationFailed as exc:
             if handshake.refusal_code == Code.BUSY:
-                return False
+                return None
             if handshake.refusal_code == Code.POLICY:
                 raise ProtocolViolation(f"no connection for {purpose!r}: {exc}") from exc
             if handshake.refusal_code == Code.CHANNEL:
                 raise ConnectFailed(str(address), str(exc)) from exc
             raise
-        return True
+        return used
 
 
 def widen(connection: socket.socket) -> None:
