@@ -55,7 +55,8 @@ def main() -> int:
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
     arguments = parser.parse_args(namespace=argparse.Namespace(pin=False, unsuspecting=False, ours="rpcdist.rpc"))
     arguments.only = arguments.only or names
-    os.environ.update(OMP_NUM_THREADS="1", RPCDIST_CHANNELS=arguments.channels)  # the pairs inherit it
+    rpc.inherit(arguments)
+    os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it
     try:
         return compare(arguments)
     except PairFailed as error:

@@ -29,7 +29,7 @@ from _pairs import Pair, PairFailed, open_rpc_pair
 from _report import RESULTS, Line, about_machine, layout, write_results
 from _rpc_cases import CASES
 
-__all__ = ["add_channels", "describe_machine", "with_channels"]
+__all__ = ["add_channels", "describe_machine", "inherit", "with_channels"]
 
 MODULE = "_rpc_cases"
 TORCH = "torch.distributed.rpc"
@@ -129,7 +129,8 @@ def describe_machine(arguments: argparse.Namespace) -> list[str]:
 def with_channels(name: str) -> str:
     """The command that measures as now, for the heading of its table."""
     channel = channel_in_use()
-    return name if channel == "local" else f"{name} --channels {channel}"
+    tls = os.environ.get("RPCDIST_TLS", "off")
+    return (name if channel == "local" else f"{name} --channels {channel}") + (f" --tls {tls}" if tls != "off" else "")
 
 
 def name_of_table(arguments: argparse.Namespace) -> str:
@@ -192,6 +193,13 @@ def profile(arguments: argparse.Namespace) -> int:
 def add_channels(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--channels", choices=CHANNELS, default=os.environ.get("RPCDIST_CHANNELS", "auto"),
                         help="what our processes may use (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--tls", choices=("auto", "always", "off"), help="what our processes encrypt: gRPC, raw TCP "
+                        "connections of one host as well, or nothing (default: nothing)")  # fmt: skip
+
+
+def inherit(arguments: argparse.Namespace) -> None:
+    """Has the pairs use these channels. torch encrypts nothing, and so do we unless asked to."""
+    os.environ.update(RPCDIST_CHANNELS=arguments.channels, RPCDIST_TLS=arguments.tls or "off")
 
 
 def parse(names: list[str]) -> argparse.Namespace:
@@ -227,7 +235,7 @@ def parse(names: list[str]) -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse([*(case.name for case in CASES), MEMORY])
-    os.environ["RPCDIST_CHANNELS"] = arguments.channels  # the pairs inherit it
+    inherit(arguments)
     if not arguments.unsuspecting:
         os.environ["OMP_NUM_THREADS"] = "1"
     try:

@@ -10,7 +10,7 @@ import threading
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import ConfigError
 from rpcdist.transport import Node, acquire_node
-from rpcdist.transport.addresses import pick_bind_host, split_address, warn_if_plaintext
+from rpcdist.transport.addresses import pick_bind_host, split_address
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SharedSockets", "bind_host"]
@@ -83,9 +83,7 @@ def bind_host(store: Store) -> str:
         coordinator, _ = split_address(store.address)
     except ConfigError:
         coordinator = "127.0.0.1"  # a file, or memory: the processes share a machine
-    host = pick_bind_host(coordinator, explicit)
-    warn_if_plaintext(host)
-    return host
+    return pick_bind_host(coordinator, explicit)
 
 
 def _interface_address(variable: str, name: str) -> str:

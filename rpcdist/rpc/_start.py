@@ -29,7 +29,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, LATE_JOINERS_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
-from rpcdist.transport.addresses import is_loopback, pick_bind_host, split_address, warn_if_plaintext
+from rpcdist.transport.addresses import pick_bind_host, split_address
 
 __all__ = ["node_options", "start_agent"]
 
@@ -93,7 +93,6 @@ def _check_rank(rank: int, world_size: int | None) -> None:
 def _join(network: Network, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
     timeout_s = options.startup_limit_s or float("inf")
     address = network.address or network.serve(_bind_host(options), options.port)
-    _warn_if_exposed(address)
     network.identity = me
     records = SignedRecords(store, network.records)
     service: MembershipService | None = None
@@ -134,12 +133,6 @@ def _bind_host(options: RpcOptions) -> str:
     if url.scheme == "env":
         coordinator = os.environ.get("MASTER_ADDR")
     return pick_bind_host(coordinator or "127.0.0.1", options.host)
-
-
-def _warn_if_exposed(address: str) -> None:
-    host, _ = split_address(address)
-    if not is_loopback(host):
-        warn_if_plaintext(host)
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:

@@ -9,26 +9,19 @@ from __future__ import annotations
 import ipaddress
 import logging
 import socket
-import warnings
 
 from rpcdist.errors import ConfigError
 
 __all__ = [
-    "PlaintextWarning",
     "is_loopback",
     "join_address",
     "pick_bind_host",
     "split_address",
-    "warn_if_plaintext",
 ]
 
 logger = logging.getLogger(__name__)
 
 _DISCARD_PORT = 9  # nothing is sent there; connecting a datagram socket only looks up the route
-
-
-class PlaintextWarning(UserWarning):
-    """Data leaves this machine without encryption."""
 
 
 def split_address(address: str) -> tuple[str, int]:
@@ -86,18 +79,6 @@ def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:
         f"no network interface of this machine leads to the coordinator {coordinator_host!r} ({'; '.join(reasons)}). "
         "Check MASTER_ADDR, or name the address to listen on (RpcOptions(host=...))."
     )
-
-
-def warn_if_plaintext(host: str) -> None:
-    """Warns that data travels unencrypted, if `host` is beyond loopback; Python shows it once in a process."""
-    if not is_loopback(host):
-        # The text is the same for every host, and so is the place: the warnings module shows such a pair once.
-        warnings.warn(
-            "rpcdist talks to other machines without TLS: peers are authenticated, but data is not encrypted and "
-            "could be changed on its way. Use it on networks that you trust.",
-            PlaintextWarning,
-            stacklevel=1,
-        )
 
 
 def _literal(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

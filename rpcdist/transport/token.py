@@ -23,6 +23,7 @@ MIN_TOKEN_LENGTH: Final = 16
 """A recorded handshake can be used to try tokens offline, so short ones are refused; 16 random characters are safe."""
 
 _MAX_TOKEN_LENGTH: Final = 4096
+_MIN_DIFFERENT: Final = 6  # characters; of 16 random hexadecimal digits fewer are different once in 2000 times
 _ADVICE: Final = "Make a good one with: python -c 'import secrets; print(secrets.token_urlsafe(32))'"
 # What a file system answers that has no hard links (vfat, some network and container mounts).
 _NO_LINKS: Final = frozenset({errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK, errno.EXDEV})
@@ -38,8 +39,8 @@ def job_token(explicit: str | None = None) -> bytes:
         The token as UTF-8, without white space around it; the same from every source.
 
     Raises:
-        ConfigError: the token is empty or short, or the file is not safe, not readable or cannot be created; the text
-            says how to mend it. It never contains the token.
+        ConfigError: the token is empty, short or regular, or the file is not safe, or cannot be read or made; the
+            text says how to mend it. It never contains the token.
     """
     if explicit is not None:
         return _checked(explicit, "the token option")
@@ -93,7 +94,18 @@ def _checked(text: str, source: str) -> bytes:
         )
     if len(token) > _MAX_TOKEN_LENGTH:
         raise ConfigError(f"the token in {source} is longer than {_MAX_TOKEN_LENGTH} characters. {_ADVICE}")
+    if len(set(token)) < _MIN_DIFFERENT or _is_repetition(token):
+        raise ConfigError(
+            f"the token in {source} repeats a few characters, and could be guessed: the keys of the job's TLS are made "
+            f"from it. {_ADVICE}"
+        )
     return token.encode("utf-8", "surrogateescape")  # environment bytes that are not UTF-8 come back as they were
+
+
+def _is_repetition(token: str) -> bool:
+    """Whether a part shorter than a token may be makes up all of it, twice or more often."""
+    longest = min(MIN_TOKEN_LENGTH - 1, len(token) // 2)
+    return any(token[length:] == token[:-length] for length in range(1, longest + 1))
 
 
 def _token_of_file(path: Path) -> bytes:

@@ -254,7 +254,7 @@ def test_a_different_token_fails_and_says_what_to_set(module_pool: WorkerPool) -
 
 
 def test_the_token_of_the_options_counts(module_pool: WorkerPool) -> None:
-    world = module_pool.new_world(2, token="x" * 32)
+    world = module_pool.new_world(2, token="a token of the options alone")
     joining = [world.begin_join(name, rank) for rank, name in enumerate("ab")]
     for pending in joining:
         pending.result()
@@ -277,7 +277,9 @@ def test_the_token_of_the_options_counts_for_the_store(module_pool: WorkerPool) 
     """With tcp:// a store is served and called before the options of RPC would be looked at."""
     url = f"tcp://127.0.0.1:{free_port()}"
     workers = [module_pool.start(name) for name in "ab"]
-    joining = [worker.begin(join, worker.name, rank, 2, url, token="y" * 32) for rank, worker in enumerate(workers)]
+    joining = [
+        worker.begin(join, worker.name, rank, 2, url, token="one of the options") for rank, worker in enumerate(workers)
+    ]
     for pending in joining:
         pending.result()
     assert workers[0].run(rpc.rpc_sync, "b", functions.pid) == workers[1].pid

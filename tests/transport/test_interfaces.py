@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import warnings
 
 import pytest
 from hypothesis import given
@@ -11,12 +10,10 @@ from hypothesis import strategies as st
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport.addresses import (
-    PlaintextWarning,
     is_loopback,
     join_address,
     pick_bind_host,
     split_address,
-    warn_if_plaintext,
 )
 
 
@@ -152,13 +149,3 @@ def test_no_way_to_the_coordinator_is_an_error_never_all_interfaces(
 def test_an_unknown_name_is_an_error(name: str) -> None:
     with pytest.raises(ConfigError, match=r"unknown on this machine.*MASTER_ADDR"):
         pick_bind_host(name)
-
-
-def test_the_warning_comes_once_and_only_beyond_loopback() -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
-        warn_if_plaintext("127.0.0.1")
-        assert caught == []
-        warn_if_plaintext("10.0.0.1")
-        warn_if_plaintext("10.0.0.2")
-    assert [entry.category for entry in caught] == [PlaintextWarning]

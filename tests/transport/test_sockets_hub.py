@@ -298,7 +298,7 @@ def test_strangers_are_turned_away_with_a_log_line(
 
 @pytest.mark.parametrize("unix", UNIX)
 def test_another_token_is_refused_with_advice_on_both_sides(unix: bool, caplog: pytest.LogCaptureFixture) -> None:
-    with open_hub(token="another token " * 2) as a, open_hub() as b:
+    with open_hub(token="another token, of another job") as a, open_hub() as b:
         with pytest.raises(AuthenticationFailed, match="RPCDIST_TOKEN"):
             a.connect(b.address, "x", LIMIT_S, unix=unix)
         eventually(lambda: "refused a connection" in caplog.text)

@@ -73,3 +73,12 @@ def test_without_tls_only_trusted_addresses_are_used(monkeypatch: pytest.MonkeyP
         with pytest.raises(ConfigError, match=f"{host} is neither on loopback nor in a trusted network"):
             asyncio.run(off.check_plain(host))
     asyncio.run(policy(monkeypatch).check_plain("192.0.2.1"))  # it is encrypted
+
+
+def test_what_is_plain_beyond_loopback_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    trusting = policy(monkeypatch, trusted="10.0.0.0/8")
+    assert "raw connections are not encrypted between 10.1.2.3 and" in str(trusting.plain_beyond_loopback("10.1.2.3"))
+    assert trusting.plain_beyond_loopback("127.0.0.1") is trusting.plain_beyond_loopback("11.0.0.1") is None
+    off = policy(monkeypatch, "off", "10.0.0.0/8")
+    assert "nothing is encrypted" in str(off.plain_beyond_loopback("10.1.2.3"))
+    assert policy(monkeypatch, "always", "10.0.0.0/8").plain_beyond_loopback("10.1.2.3") is None

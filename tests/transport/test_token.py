@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 import subprocess
 import sys
@@ -219,3 +220,18 @@ def test_processes_that_race_get_one_token(home: Path) -> None:
     tokens = {process.communicate(timeout=60)[0].strip() for process in running}
     assert [process.returncode for process in running] == [0] * 4
     assert len(tokens) == 1 and tokens == {(home / ".config/rpcdist/token").read_text().strip()}
+
+
+@pytest.mark.parametrize(
+    "regular", ["x" * 32, "ab" * 20, "secret-" * 5 + "sec", "changeme changeme changeme", "112211221122112211"]
+)
+def test_tokens_that_repeat_a_few_characters_are_refused(regular: str) -> None:
+    with pytest.raises(ConfigError, match=r"repeats a few characters.*token_urlsafe") as caught:
+        job_token(regular)
+    assert regular not in str(caught.value)
+
+
+def test_random_tokens_are_not_taken_for_regular_ones() -> None:
+    for _ in range(200):
+        for token in (secrets.token_urlsafe(32), secrets.token_hex(16), secrets.token_urlsafe(12)):
+            assert job_token(token) == token.encode()

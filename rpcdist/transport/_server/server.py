@@ -60,6 +60,7 @@ class Server(grpc.GenericRpcHandler):
         self._roles = roles
         self._silence_limit_s = silence_limit_s
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
+        self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve)
         self._proven = ProvenSessions()
@@ -84,6 +85,7 @@ class Server(grpc.GenericRpcHandler):
             ConfigError: `RPCDIST_CHANNELS` has a value that there is not, or TLS is off where it is needed.
         """
         await self._credentials.tls_policy.check_plain(host)
+        self._note_plain(host)
         channels = allowed_channels()  # raises, if so, before anything is open
         server = grpc.aio.server(options=SERVER_OPTIONS)
         server.add_generic_rpc_handlers((self,))
@@ -110,8 +112,16 @@ class Server(grpc.GenericRpcHandler):
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
         """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""
+        self._note_plain(host)
         address, port = self._streams.open_tcp(host)
         return address, port, self._streams.unix_name()
+
+    def _note_plain(self, host: str) -> None:
+        """Says once for each address that others can read what goes there."""
+        plain = self._credentials.tls_policy.plain_beyond_loopback(host)
+        if plain is not None and host not in self._plain_hosts:
+            self._plain_hosts.add(host)
+            logger.warning("%s", plain)
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""

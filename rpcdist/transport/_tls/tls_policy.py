@@ -97,6 +97,14 @@ class TlsPolicy:
         mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
         return any((mapped or address) in network for network in self.trusted_networks)
 
+    def plain_beyond_loopback(self, host: str) -> str | None:
+        """What is not encrypted of a process that serves `host`; None if everything is, or stays on the machine."""
+        if is_loopback(host) or self.encrypts_raw(host):
+            return None
+        what = "nothing is" if self.mode is TlsMode.OFF else "raw connections are not"
+        networks = ", ".join(map(str, self.trusted_networks))
+        return f"{what} encrypted between {host} and the networks that are declared trusted: {networks}"
+
     async def check_plain(self, host: str) -> None:
         """Raises `ConfigError` if TLS is off, and `host` is or stands for an address that is not trusted."""
         if self.mode is not TlsMode.OFF or self.trusts(host):
