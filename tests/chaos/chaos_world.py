@@ -121,7 +121,8 @@ class ChaosWorld:
     def wait_until_nothing_is_held(self) -> None:
         """No reference, context, call or stream anywhere; or says what is left."""
         for name in self.names:
-            assert self[name].run(wait_until_nothing_is_held) == "", name
+            left = self[name].run(wait_until_nothing_is_held)
+            assert left == "", f"{name} still holds {left}"
 
     def leave(self) -> None:
         """All shut down, within a limit, and leave nothing behind in their processes."""
@@ -183,7 +184,7 @@ def held() -> str:
     for what, sessions in (("opened", agent.router.sessions()), ("taken", agent._inbound.sessions)):
         if len(sessions) > num_others:
             found[f"sessions {what}"] = f"{len(sessions)} with {num_others} others: {sessions}"
-    return str(found or "")
+    return f"{found} {rpc.debug_rrefs()}" if found else ""
 
 
 def what_is_open() -> dict[str, int]:
