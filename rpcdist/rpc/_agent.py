@@ -256,7 +256,7 @@ class Agent:
             is_static=is_static,
             caller=self.caller,
             retries=self.retries,
-            dispatcher=self.dispatcher,
+            active_calls=self.dispatcher.calls,
             rrefs=self.rrefs,
             streams=self.streams,
             leader=self.leader,
@@ -271,7 +271,7 @@ class Agent:
         self._wire_events()
 
     def __repr__(self) -> str:
-        calls = f"{len(self.caller.calls)} calls out, {len(self.dispatcher)} in"
+        calls = f"{len(self.caller.calls)} calls out, {len(self.dispatcher.calls)} in"
         return f"<Agent {self.worker_name} ({self.worker_id}) [{calls}]>"
 
     def _wire_messages(self) -> None:
@@ -374,7 +374,7 @@ class Agent:
         self.retries.fail_all(RpcdistError(stopped))
         self.streams.fail_all(stopped)
         self.serving.stop("RPC was shut down in this process")
-        self.dispatcher.cancel_all()
+        self.dispatcher.calls.cancel_all()
         self.autograd.close()
         self.rrefs.close()
         self.leaving.say_goodbye()
@@ -415,8 +415,8 @@ class Agent:
             **self.autograd.counts(),
             "agent.thread_pool_size": str(self.options.num_worker_threads),
             "agent.num_idle_threads": str(self.pool.stats().idle),
-            "agent.server_active_calls": str(len(self.dispatcher)),
-            "agent.server_active_async_calls": str(len(self.dispatcher)),
+            "agent.server_active_calls": str(len(self.dispatcher.calls)),
+            "agent.server_active_async_calls": str(len(self.dispatcher.calls)),
             "agent.client_active_calls": str(len(self.caller.calls)),
             **({"agent.gil_average_wait_time_us": f"{gil_wait.average_us():.3f}"} if gil_wait is not None else {}),
         }

@@ -21,7 +21,7 @@ def nothing() -> None:
 
 def num_handled_calls() -> int:
     """The calls of others that this worker is handling."""
-    return len(current_agent().dispatcher)
+    return len(current_agent().dispatcher.calls)
 
 
 def behind_the_gate(number: int) -> int:

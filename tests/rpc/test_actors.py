@@ -163,7 +163,7 @@ def test_the_deadline_of_a_call_that_waits_passes_by_name(cluster: InProcessClus
         with pytest.raises(DeadlineExceeded, match="'b'"):
             late.wait()
         with cluster.use("b"):  # where the deadline is later by the time of the way
-            eventually(lambda: any(call.deadline.expired() for call in current_agent().dispatcher._calls()))
+            eventually(lambda: any(call.deadline.expired() for call in current_agent().dispatcher.calls))
         gate.set()
         assert holding.wait() == "deadline" and behind.wait() == 1
         assert notes(actor) == ["behind"]
@@ -176,7 +176,7 @@ def test_a_cancelled_call_that_waits_never_runs(cluster: InProcessCluster) -> No
         holding = actor.rpc_async().hold("cancel")
         assert there.entered["cancel"].wait(LIMIT_S)
         calls = [actor.rpc_async().note(i) for i in range(10)]
-        at_owner = cluster.run("b", current_agent).dispatcher
+        at_owner = cluster.run("b", current_agent).dispatcher.calls
         eventually(lambda: len(at_owner) == 11)
         assert all(call.cancel() for call in calls[::2])
         eventually(lambda: len(at_owner) == 6)
@@ -266,13 +266,13 @@ def test_the_death_of_a_caller_frees_the_actor_for_others(cluster: InProcessClus
         assert there.entered["caller"].wait(LIMIT_S)
         through = rpc.rpc_async("c", there.note_through, (actor, 0, 20))
         with cluster.use("b"):
-            eventually(lambda: len(current_agent().dispatcher) >= 21)
+            eventually(lambda: len(current_agent().dispatcher.calls) >= 21)
         behind = actor.rpc_async().note("behind")
         cluster.kill("c")
         with pytest.raises(WorkerLost):
             through.wait(LIMIT_S)
         with cluster.use("b"):  # its calls are cancelled there
-            eventually(lambda: len(current_agent().dispatcher) <= 2)
+            eventually(lambda: len(current_agent().dispatcher.calls) <= 2)
         gate.set()
         assert holding.wait() == "caller" and behind.wait() == 1
         assert notes(actor) == ["behind"]

@@ -447,6 +447,6 @@ def num_threads() -> int:
 def outstanding() -> list[str]:
     """What this worker still does for others or waits for, this very call aside."""
     agent = rpc.api._get_current_rpc_agent()
-    calls = [*agent.dispatcher.describe(), *map(repr, agent.caller.calls)]
+    calls = [*agent.dispatcher.calls.describe(), *map(repr, agent.caller.calls)]
     streams = [f"{len(agent.streams)} streams"] if len(agent.streams) else []
     return [text for text in calls if "rpc_functions:outstanding" not in text] + streams

@@ -26,7 +26,7 @@ from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._rref.manager import RRefManager
-from rpcdist.rpc._serving.dispatcher import Dispatcher
+from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import (
     LAST_REPLIES_LIMIT_S,
     RREF_DELETION_LIMIT_S,
@@ -52,7 +52,7 @@ class Leaving:
         is_static: whether the members are the same from beginning to end.
         caller: has calls outstanding.
         retries: has calls that are to be made again.
-        dispatcher: handles calls of others.
+        active_calls: of others, that are being handled.
         rrefs: holds references to values elsewhere.
         streams: may be open here, with nobody who reads them.
         leader: leads gatherings that may still be open.
@@ -71,7 +71,7 @@ class Leaving:
         is_static: bool,
         caller: Caller,
         retries: Retries,
-        dispatcher: Dispatcher,
+        active_calls: ActiveCalls,
         rrefs: RRefManager,
         streams: StreamTable,
         leader: Leader,
@@ -86,7 +86,7 @@ class Leaving:
         self._is_static = is_static
         self._caller = caller
         self._retries = retries
-        self._dispatcher = dispatcher
+        self._active_calls = active_calls
         self._rrefs = rrefs
         self._streams = streams
         self._leader = leader
@@ -152,17 +152,17 @@ class Leaving:
 
     def _wait_idle(self, deadline: Deadline, all_are_leaving: bool = False) -> None:
         """Waits for calls and handlers of this worker. While all are leaving, also for the streams that it reads."""
-        calls, dispatcher = self._caller.calls, self._dispatcher
+        calls, active_calls = self._caller.calls, self._active_calls
         reported = time.monotonic()
         while True:
             step_s = min(SHUTDOWN_POLL_S, deadline.remaining_s())
-            waits = (self._retries.wait_empty, calls.wait_empty, dispatcher.wait_idle)
+            waits = (self._retries.wait_empty, calls.wait_empty, active_calls.wait_idle)
             if all(wait(step_s) for wait in waits) and not len(calls):
                 if not all_are_leaving or self._streams.wait_empty(step_s):
                     return
-            if all_are_leaving and not len(calls) and dispatcher.only_streams:
+            if all_are_leaving and not len(calls) and active_calls.only_streams:
                 self._streams.close_unread(UNREAD_STREAM_LIMIT_S)
-            left = [repr(call) for call in calls][:5] + dispatcher.describe()[:5] + self._streams.describe()[:5]
+            left = [repr(call) for call in calls][:5] + active_calls.describe()[:5] + self._streams.describe()[:5]
             if deadline.expired():
                 raise DeadlineExceeded(f"shutdown timed out while calls are outstanding on {self._me.name!r}: {left}")
             if time.monotonic() - reported >= SHUTDOWN_REPORT_INTERVAL_S:
@@ -177,7 +177,7 @@ class Leaving:
         """
         self._leader.give_up()
         self._departures.give_up()
-        self._dispatcher.wait_gathered(LAST_REPLIES_LIMIT_S)
+        self._active_calls.wait_gathered(LAST_REPLIES_LIMIT_S)
         # The leader of the last round has replies on their way, and a stream that ends drops them: it leaves last.
         is_last = together and self._led_last
         flush = self._connections.flush(LAST_REPLIES_LIMIT_S, wait_for_others=is_last)

@@ -44,6 +44,7 @@ from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
+from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
@@ -76,6 +77,11 @@ class Dispatcher:
         admit_context: the autograd context of a call, by its id; None if it is over.
         me: this worker.
         lifetime: when it is over, failures are not answered: the end of the process says more than they do.
+
+    Attributes:
+        calls: that have come and are not over.
+        accepting: calls that come; others are refused.
+        gil_wait: measures, while it is there.
     """
 
     def __init__(
@@ -102,20 +108,15 @@ class Dispatcher:
         self._admit_context = admit_context
         self._me = me
         self._lifetime = lifetime
-        self._active: dict[tuple[MessageSink, int], ActiveCall] = {}
+        self.calls = ActiveCalls()
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
-        self._idle = threading.Condition()
-        self._idle_waiters = 0
         self.accepting = True
-        self.gil_wait: GilWait | None = None  # measures, while it is there
-
-    def __len__(self) -> int:
-        return len(self._active)
+        self.gil_wait: GilWait | None = None
 
     def __repr__(self) -> str:
-        return f"<Dispatcher of {self._me.name} [{len(self._active)} calls]>"
+        return f"<Dispatcher of {self._me.name} [{len(self.calls)} calls]>"
 
     # ------------------------------------------------------------ I/O loop; `on_call` on the thread that read it
 
@@ -148,7 +149,7 @@ class Dispatcher:
             active.autograd = self._admit_context(context_id, session.peer)
             if arguments is not None:
                 arguments.autograd = active.autograd
-        self._active[session, active.id] = active
+        self.calls.add(active)
         if not self.accepting:
             self.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
@@ -198,7 +199,7 @@ class Dispatcher:
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
     ) -> None:
         """The caller does not want the result any more."""
-        active = self._active.get((session, message.cancel.id))
+        active = self.calls.find(session, message.cancel.id)
         if active is not None:
             active.cancel()
 
@@ -207,14 +208,14 @@ class Dispatcher:
     ) -> None:
         """The consumer of a stream can take more items."""
         credit = message.stream_credit
-        active = self._active.get((session, credit.id))
+        active = self.calls.find(session, credit.id)
         if active is not None and active.producer is not None:
             active.producer.credit(credit.items)
 
     def on_broken(self, session: MessageSink, reason: str) -> None:
         """A connection has ended: nobody waits for the replies to its calls. What `remote()` creates stays wanted."""
-        for key, active in list(self._active.items()):
-            if key[0] is session and active.result is None:
+        for active in self.calls:
+            if active.session is session and active.result is None:
                 active.cancel()
 
     def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
@@ -394,7 +395,7 @@ class Dispatcher:
     ) -> None:
         try:
             self._marshal.send(active.session, message, large, forks)
-            self._forget(active)
+            self.calls.remove(active)
         except BaseException as exc:
             self.fail(active, exc)
 
@@ -419,7 +420,7 @@ class Dispatcher:
         try:
             self._send_failure(active, exc)
         finally:
-            self._forget(active)  # not before: a shutdown that waits for this may close the connections then
+            self.calls.remove(active)  # not before: a shutdown that waits for this may close the connections then
 
     def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
         if active.arguments is not None:
@@ -439,7 +440,9 @@ class Dispatcher:
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, stream=True)))
-        sender = StreamSender(self._marshal, active.session, active.id, active.autograd, lambda: self._forget(active))
+        sender = StreamSender(
+            self._marshal, active.session, active.id, active.autograd, partial(self.calls.remove, active)
+        )
         producer: SyncProducer | AsyncProducer
         if isinstance(generator, Generator):
             producer = SyncProducer(self._pool, sender, generator, self._new_context())
@@ -449,50 +452,6 @@ class Dispatcher:
         producer.credit(DEFAULT_WINDOW)
         if active.cancelled:
             producer.cancel()
-
-    def _forget(self, active: ActiveCall) -> None:
-        self._active.pop((active.session, active.id), None)
-        if self._idle_waiters:
-            with self._idle:
-                self._idle.notify_all()
-
-    # ------------------------------------------------------------ shutdown
-
-    def wait_idle(self, timeout_s: float | None) -> bool:
-        """Waits until no call is being handled; False when the time is over."""
-        return self._wait(lambda: not self._working(), timeout_s)
-
-    def wait_gathered(self, timeout_s: float) -> bool:
-        """Waits until the workers that wait here for others have been answered; False when the time is over."""
-        return self._wait(lambda: not any(active.counts_as_idle for active in self._calls()), timeout_s)
-
-    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
-        with self._idle:
-            self._idle_waiters += 1
-            try:
-                return self._idle.wait_for(condition, timeout_s)
-            finally:
-                self._idle_waiters -= 1
-
-    def _calls(self) -> list[ActiveCall]:
-        return list(self._active.values())
-
-    def _working(self) -> list[ActiveCall]:
-        return [active for active in self._calls() if active.counts_as_work]
-
-    @property
-    def only_streams(self) -> bool:
-        """Whether all that is left to do here is to produce items of streams."""
-        return all(active.producer is not None for active in self._working())
-
-    def describe(self) -> list[str]:
-        """The calls that are being handled, for messages."""
-        return [repr(active) for active in self._working()]
-
-    def cancel_all(self) -> None:
-        """Cancels what is left."""
-        for active in self._calls():
-            active.cancel()
 
 
 def describe_job(function: Callable[..., object], arguments: tuple[object, ...]) -> str:

@@ -1,0 +1,77 @@
+"""The calls that a worker is handling: to find one again, to wait for their end, to cancel them."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc._serving.active_call import ActiveCall
+
+__all__ = ["ActiveCalls"]
+
+
+class ActiveCalls:
+    """By session and number. Any thread may use it."""
+
+    def __init__(self) -> None:
+        self._calls: dict[tuple[MessageSink, int], ActiveCall] = {}
+        self._ended = threading.Condition()
+        self._num_waiting = 0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def __iter__(self) -> Iterator[ActiveCall]:
+        return iter(list(self._calls.values()))
+
+    def __repr__(self) -> str:
+        return f"<ActiveCalls [{len(self._calls)}]>"
+
+    def add(self, active: ActiveCall) -> None:
+        """A call has come."""
+        self._calls[active.session, active.id] = active
+
+    def find(self, session: MessageSink, number: int) -> ActiveCall | None:
+        """The call with a number on a session; None if it is over."""
+        return self._calls.get((session, number))
+
+    def remove(self, active: ActiveCall) -> None:
+        """A call is over; once more does no harm."""
+        self._calls.pop((active.session, active.id), None)
+        if self._num_waiting:
+            with self._ended:
+                self._ended.notify_all()
+
+    def wait_idle(self, timeout_s: float | None) -> bool:
+        """Waits until no call is being handled; False when the time is over."""
+        return self._wait(lambda: not self._working(), timeout_s)
+
+    def wait_gathered(self, timeout_s: float) -> bool:
+        """Waits until the workers that wait here for others have been answered; False when the time is over."""
+        return self._wait(lambda: not any(active.counts_as_idle for active in self), timeout_s)
+
+    def _wait(self, condition: Callable[[], bool], timeout_s: float | None) -> bool:
+        with self._ended:
+            self._num_waiting += 1
+            try:
+                return self._ended.wait_for(condition, timeout_s)
+            finally:
+                self._num_waiting -= 1
+
+    def _working(self) -> list[ActiveCall]:
+        return [active for active in self if active.counts_as_work]
+
+    @property
+    def only_streams(self) -> bool:
+        """Whether all that is left to do here is to produce items of streams."""
+        return all(active.producer is not None for active in self._working())
+
+    def describe(self) -> list[str]:
+        """The calls that are being handled, for messages."""
+        return [repr(active) for active in self._working()]
+
+    def cancel_all(self) -> None:
+        """Cancels what is left."""
+        for active in self:
+            active.cancel()
