@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import TracebackType
@@ -21,6 +21,7 @@ from rpcdist._launch.rendezvous_port import HOST, held_port, job_variables
 from rpcdist._launch.reports import Raised
 from rpcdist._launch.stop_signals import StopSignals
 from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread
 from rpcdist.time_limits import CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
 
@@ -66,10 +67,13 @@ class LocalCluster:
     def __init__(
         self, workers: int | Sequence[str], *, options: RpcOptions | None = None, env: Mapping[str, str] | None = None
     ) -> None:
-        names = [f"worker{rank}" for rank in range(workers)] if isinstance(workers, int) else list(workers)
-        if not names or isinstance(workers, str):
-            raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
-        self.names = tuple(names)
+        self.names = _names(workers)
+        # Told here, and not by the processes that are started for it, in a traceback for each.
+        if options is not None and not hasattr(options, "init_method"):
+            raise ConfigError(f"options={options!r}: give an rpc.RpcOptions, or nothing")
+        for name, value in dict(env or {}).items():
+            if not isinstance(name, str) or not isinstance(value, str):
+                raise ConfigError(f"env[{name!r}]={value!r}: names and values of environment variables are texts")
         self._options = options
         self._env = dict(env or {})
         self._held = ExitStack()  # the port
@@ -212,3 +216,18 @@ class LocalCluster:
         failure = self._processes.failure(LAUNCH_CAUSE_LIMIT_S) if self._processes is not None else None
         if failure is not None:
             error.add_note(str(error_of(failure, len(self.names))))
+
+
+def _names(workers: int | Sequence[str]) -> tuple[str, ...]:
+    """The names of the workers, by rank; raises `ConfigError`."""
+    if isinstance(workers, int):
+        names = [f"worker{rank}" for rank in range(workers)]
+    else:
+        names = [] if isinstance(workers, str) or not isinstance(workers, Iterable) else list(workers)
+    if not names:
+        raise ConfigError(f"workers={workers!r}: give the number of workers, at least 1, or a list of their names")
+    for name in names:
+        check_worker_name(name)
+        if names.count(name) > 1:
+            raise ConfigError(f"workers={workers!r}: the name {name!r} is there twice; give every worker its own")
+    return tuple(names)

@@ -6,7 +6,9 @@ import pytest
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
-from rpcdist.errors import CallRefused
+from rpcdist.errors import CallRefused, Overloaded, UnknownActor
+from rpcdist.rpc._actors import actor_names
+from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
 from rpcdist.rpc._membership.departures import DEPART
 from rpcdist.rpc._membership.leader import CONTRIBUTE
 from rpcdist.rpc._membership.serving import STOP
@@ -17,6 +19,9 @@ CLAIMS = {
     "a gathering": (CONTRIBUTE, (["a", "b", "c"], "c", "forged")),
     "the shutdown": (DEPART, ("c", False)),
     "a request to stop": (STOP, ("c",)),
+    "a name for an actor": (RESERVE, ("journal", 0, 2)),
+    "an actor that is there": (CONFIRM, ("journal", 2)),
+    "an actor that is not made": (RELEASE, ("journal", 2)),
 }
 
 
@@ -52,3 +57,20 @@ def test_where_functions_are_listed_nobody_stops_a_worker_unless_that_is_listed(
                     rpc.stop_serving("a")
         with cluster.use("a") as agent:
             agent.serving.stop("the test is over")
+
+
+def test_names_of_actors_take_a_bounded_part_of_the_memory_of_the_coordinator(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(actor_names, "MAX_NAMES", 3)
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S, allow_functions=[]) as cluster:
+        with cluster.use("b") as agent:
+            for name in ("x" * (actor_names.MAX_NAME_CHARS + 1), "", b"bytes", ["a list"], None):
+                with pytest.raises(CallRefused, match="a text of 1 to 1000 characters"):
+                    agent.caller.gather(0, RESERVE, (name, 1, 1), LIMIT_S)
+            for number in range(3):
+                agent.caller.gather(0, RESERVE, (f"actor {number}", 1, 1), LIMIT_S)
+            with pytest.raises(Overloaded, match="3 actors of the job have names already"):
+                agent.caller.gather(0, RESERVE, ("one more", 1, 1), LIMIT_S)
+            with pytest.raises(UnknownActor, match="Did you mean 'actor 1'"):
+                agent.actor_names.find("actors 1", LIMIT_S)
+            agent.caller.gather(0, RELEASE, ("actor 0", 1), LIMIT_S)
+            agent.caller.gather(0, RESERVE, ("one more", 1, 1), LIMIT_S)

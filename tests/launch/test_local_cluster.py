@@ -165,10 +165,25 @@ def test_a_block_may_shut_down_itself() -> None:
         raise KeyError("of the block")
 
 
-@pytest.mark.parametrize("workers", [0, -1, [], "worker"])
+@pytest.mark.parametrize("workers", [0, -1, [], "worker", 3.5, None])
 def test_wrong_numbers_of_workers_are_explained(workers: Any) -> None:
     with pytest.raises(ConfigError, match="give the number of workers, at least 1, or a list of their names"):
         LocalCluster(workers)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "expected"),
+    [
+        ({"workers": ["a", "b", "a"]}, "the name 'a' is there twice"),
+        ({"workers": ["a", "b c"]}, "Worker name must match"),
+        ({"workers": [1, 2]}, "Worker name"),
+        ({"workers": 2, "options": {"rpc_timeout": 1}}, "give an rpc.RpcOptions, or nothing"),
+        ({"workers": 2, "env": {"OMP_NUM_THREADS": 1}}, r"env\['OMP_NUM_THREADS'\]=1"),
+    ],
+)
+def test_what_cannot_work_is_said_before_a_process_is_started(wrong: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ConfigError, match=expected):
+        LocalCluster(**wrong)
 
 
 def test_under_a_launcher_the_processes_are_its(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,9 @@ from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
 from rpcdist import rpc
+from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import DuplicateName, WorkerLost
+from rpcdist.rpc import _start
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._peers.peer import PeerState
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
@@ -69,6 +71,23 @@ def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
         gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in cluster.names]
         assert all(future.result(LIMIT_S) == {name: name for name in "abc"} for future in gathering)
         assert changes == ["a lost", "a joined"]  # nobody else came or went
+
+
+def test_a_store_that_fails_meanwhile_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    look_up, failures = _start._look_up, iter([OSError("no such device"), UnicodeError("no text"), MemoryError()])
+
+    def failing(records: SignedRecords) -> str:
+        if (failure := next(failures, None)) is not None:
+            raise failure
+        return look_up(records)
+
+    monkeypatch.setattr(_start, "_look_up", failing)
+    with InProcessCluster("a", "b", peer_timeout=UNIT_S) as cluster:
+        cluster.kill("a")
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        assert next(failures, None) is None
+        assert cluster.run("b", rpc.rpc_sync, "a", add, (1, 2)) == 3
 
 
 def test_the_new_list_is_as_good_as_the_old_one() -> None:

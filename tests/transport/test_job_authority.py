@@ -44,6 +44,12 @@ def test_another_token_is_another_authority(token: bytes) -> None:
         loaded(other.issue(OWNER, "job").chain).verify_directly_issued_by(loaded(mine.certificate))
 
 
+@pytest.mark.parametrize("name", ["x" * 128, "\u00e4" * 50, "\u65e5" * 128, "\U0001f600" * 20])
+def test_long_names_in_any_script_are_cut_to_what_a_certificate_holds(name: str) -> None:
+    (common_name,) = loaded(JobAuthority(TOKEN).issue(Identity(name, 0, 1), "job").chain).subject
+    assert name.startswith(str(common_name.value)) and 60 < len(str(common_name.value).encode()) <= 64
+
+
 def test_a_certificate_says_whose_it_is_and_how_long() -> None:
     shown = JobAuthority(TOKEN).issue(OWNER, "nightly/eu", NOW)
     certificate = loaded(shown.chain)

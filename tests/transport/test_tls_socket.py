@@ -193,6 +193,23 @@ def test_what_was_changed_on_the_way_is_an_error(
         pair[1].recv_into(room)
 
 
+@pytest.mark.parametrize("size_bytes", [4, 64])
+@pytest.mark.parametrize(
+    "injected", [b"\x50\x03\x03\x00\x01\x00", b"GET / HTTP/1.1\r\n\r\n", b"\x15\x03\x03\x00\x02\x02\x28"]
+)
+def test_what_somebody_put_behind_a_record_is_an_error_and_no_end(
+    raw: tuple[socket.socket, socket.socket], pair: tuple[TlsSocket, TlsSocket], injected: bytes, size_bytes: int
+) -> None:
+    """Else whoever can write into the connection would make a peer look as if it had ended."""
+    assert pair[0].sendmsg([b"true"]) == 4
+    raw[0].send(injected)
+    room = memoryview(bytearray(size_bytes))
+    with pytest.raises(ssl.SSLError) as failed:
+        for _ in range(2):
+            assert pair[1].recv_into(room) == 4
+    assert not isinstance(failed.value, ssl.SSLEOFError | ssl.SSLZeroReturnError)
+
+
 def test_a_record_cut_short_by_an_interruption_ends_the_connection(
     pair: tuple[TlsSocket, TlsSocket], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -7,11 +7,13 @@ worker of its actor has ended. While the actor is created, the name is reserved,
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine
+from itertools import islice
 from typing import Any, Final, Protocol
 
-from rpcdist.errors import ActorNameTaken, UnknownActor
+from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
+from rpcdist.rpc._peers.calling_worker import check_speaks_for
 from rpcdist.rpc._peers.directory import Directory
 
 __all__ = ["MAX_NAME_CHARS", "ActorNames"]
@@ -24,6 +26,10 @@ FIND: Final = "rpcdist.rpc._actors.actor_names:find"
 GIVE: Final = "rpcdist.rpc._actors.actor_names:give"
 
 MAX_NAME_CHARS: Final = 1000
+MAX_NAMES: Final = 1 << 14
+"""So many names the coordinator keeps at once; a peer may ask for any number."""
+
+MAX_NAMES_TOLD: Final = 256  # to one who asks for another name; he compares them all with it
 
 
 class NamedValue(Protocol):
@@ -97,22 +103,31 @@ class ActorNames:
         }
 
     async def _on_reserve(self, name: str, owner: int, creator: int) -> None:
+        check_speaks_for(self._directory.name_of(creator))
+        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+            raise CallRefused(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters")
+        if len(self._claims) >= MAX_NAMES:
+            self._drop_ended()
         claim = self._claim(name)
         if claim is not None:
             raise ActorNameTaken(
                 f"the name {name!r} is that of an actor on worker {claim.owner.name!r}; rpc.get_actor({name!r}) gives "
                 "a reference to it, and another name makes another actor"
             )
+        if len(self._claims) >= MAX_NAMES:
+            raise Overloaded(f"{MAX_NAMES} actors of the job have names already; make others without name=")
         member = self._directory.member
         self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
 
     async def _on_confirm(self, name: str, creator: int) -> None:
+        check_speaks_for(self._directory.name_of(creator))
         claim = self._claim(name)
         if claim is None or claim.creator.id != creator:
             raise UnknownActor(name)
         claim.is_confirmed = True
 
     async def _on_release(self, name: str, creator: int) -> None:
+        check_speaks_for(self._directory.name_of(creator))
         claim = self._claims.get(name)
         if claim is not None and not claim.is_confirmed and claim.creator.id == creator:
             del self._claims[name]
@@ -120,18 +135,27 @@ class ActorNames:
     async def _on_find(self, name: str) -> int:
         claim = self._claim(name)
         if claim is None or not claim.is_confirmed:
-            raise UnknownActor(name, [known for known in list(self._claims) if self._claim(known) is not None])
+            self._drop_ended()
+            raise UnknownActor(name, list(islice(self._claims, MAX_NAMES_TOLD)))
         return claim.owner.id
 
     def _claim(self, name: str) -> _Claim | None:
         """Who has the name; those that are gone lose it."""
         claim = self._claims.get(name)
-        if claim is not None:
-            living = {member.identity for member in self._directory.living()}
-            if claim.owner not in living or not (claim.is_confirmed or claim.creator in living):
-                del self._claims[name]
-                return None
+        if claim is not None and self._has_ended(claim):
+            del self._claims[name]
+            return None
         return claim
+
+    def _has_ended(self, claim: _Claim) -> bool:
+        return not self._lives(claim.owner) or not (claim.is_confirmed or self._lives(claim.creator))
+
+    def _lives(self, worker: Identity) -> bool:
+        directory = self._directory
+        return directory.is_living(worker.id) and directory.member(worker.id).identity == worker
+
+    def _drop_ended(self) -> None:
+        self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}
 
     async def keep(self, name: str, rref: NamedValue) -> None:
         """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised."""
@@ -140,5 +164,5 @@ class ActorNames:
 
     async def _on_give(self, name: str) -> NamedValue:
         if name not in self._kept:
-            raise UnknownActor(name, list(self._kept))
+            raise UnknownActor(name, list(islice(self._kept, MAX_NAMES_TOLD)))
         return self._kept[name]

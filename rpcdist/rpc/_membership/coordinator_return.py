@@ -8,10 +8,11 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import RpcdistError, WorkerLost
+from rpcdist.errors import DistStoreError, RpcdistError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
@@ -149,10 +150,13 @@ class CoordinatorReturn:
                 found.set_result(address)
 
         def ask() -> None:
+            address, error = "", None
             try:
-                loop.call_soon_threadsafe(take, look_up(), None)
-            except RpcdistError as exc:
-                loop.call_soon_threadsafe(take, "", exc)
+                address = look_up()
+            except Exception as exc:  # stores of others may raise anything, and the search waits for this answer
+                error = exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}")
+            with suppress(RuntimeError):  # the loop is closed, and the search has ended
+                loop.call_soon_threadsafe(take, address, error)
 
         self._submit(ask)
         return await found

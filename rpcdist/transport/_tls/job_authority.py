@@ -32,7 +32,7 @@ CLOCK_TOLERANCE: Final = timedelta(days=1)
 
 _P256_ORDER: Final = 0xFFFFFFFF00000000FFFFFFFFFFFFFFFFBCE6FAADA7179E84F3B9CAC2FC632551
 _KEY_MATERIAL_BYTES: Final = 48  # 128 bits more than the order has, so that no remainder is likelier than others
-_MAX_COMMON_NAME_LENGTH: Final = 64  # of X.509
+_MAX_COMMON_NAME_BYTES: Final = 64  # of X.509
 _AUTHORITY_PERIOD: Final = datetime(2000, 1, 1, tzinfo=UTC), datetime(2100, 1, 1, tzinfo=UTC)
 
 
@@ -118,4 +118,5 @@ def _usage(is_authority: bool) -> x509.KeyUsage:
 
 
 def _name(text: str) -> x509.Name:
-    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text[:_MAX_COMMON_NAME_LENGTH] or "?")])
+    fitting = text.encode()[:_MAX_COMMON_NAME_BYTES].decode(errors="ignore")
+    return x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, fitting or "?")])

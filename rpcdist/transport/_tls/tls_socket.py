@@ -62,6 +62,7 @@ class TlsSocket:
         self._is_broken = False
         self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
         self._decrypted = memoryview(b"")  # [Note: buffered]
+        self._failure: ssl.SSLError | None = None  # of what comes behind that; OpenSSL says it once
 
     def __repr__(self) -> str:
         return f"<TlsSocket {self._raw!r} [{len(self._unsent)} B to be sent]>"
@@ -169,6 +170,8 @@ class TlsSocket:
         """Fills the place as far as the ciphertext goes; None if that yields nothing, 0 at the end."""
         got = 0
         try:
+            if self._failure is not None:
+                raise self._failure
             while got < len(place):
                 num_bytes = self._read_tls(len(place) - got, place[got:])
                 if not num_bytes:
@@ -196,8 +199,8 @@ class TlsSocket:
                 self._decrypted = memoryview(self._tls.read(_RECORD_BYTES))
             except ssl.SSLWantReadError:
                 pass
-            except ssl.SSLError:
-                self.has_buffered = True  # the next receive stumbles over it, too, and says so
+            except ssl.SSLError as exc:
+                self._failure, self.has_buffered = exc, True
                 return
         self.has_buffered = bool(self._decrypted) or self._tls.pending() > 0
 
