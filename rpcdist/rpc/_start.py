@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
 
@@ -41,9 +42,8 @@ COORDINATOR_KEY = "rpc_coordinator"
 def node_options(options: RpcOptions) -> NodeOptions:
     """The settings of the transport that the options of RPC imply."""
     token = options.token.decode() if isinstance(options.token, bytes) else options.token
-    if options.job is None:
-        return NodeOptions(token=token, peer_timeout_s=options.peer_timeout, tls=options.tls)
-    return NodeOptions(token=token, job=options.job, peer_timeout_s=options.peer_timeout, tls=options.tls)
+    settings = NodeOptions(token=token, peer_timeout_s=options.peer_timeout, tls=options.tls, ports=options.ports)
+    return settings if options.job is None else replace(settings, job=options.job)
 
 
 def start_agent(

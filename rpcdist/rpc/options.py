@@ -140,6 +140,9 @@ class RpcOptions(RpcBackendOptions):
             as they live, since a server calls it at once and its trainers hours later.
         host: the address to bind; by default loopback, or the interface that reaches the coordinator.
         port: the port to bind; 0 lets the system choose, and the choice is published to the peers.
+        ports: where this process may listen otherwise, for raw connections and where `port` is 0, such as
+            "29600-29700"; by default `RPCDIST_PORTS`, or else any port. A process needs two, and its processes on one
+            host share the range.
         job: the job's name; by default `RPCDIST_JOB`, or else "default". Processes of another job are refused, even if
             they have the token.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
@@ -182,6 +185,7 @@ class RpcOptions(RpcBackendOptions):
         shutdown_timeout: float | None = None,
         host: str | None = None,
         port: int = 0,
+        ports: str | None = None,
         job: str | None = None,
         token: str | bytes | None = None,
         tls: bool | TlsOptions | None = None,
@@ -208,6 +212,7 @@ class RpcOptions(RpcBackendOptions):
         )
         self.host = host
         self.port = _port(port)
+        self.ports = _ports(ports)
         self.job = _job(job)
         self.token = _token(token)
         self.tls = _tls(tls)
@@ -370,6 +375,12 @@ def _port(port: int) -> int:
     if not 0 <= port < 2**16:
         raise ConfigError(f"port must be 0 (let the system choose) to 65535, got {port}")
     return port
+
+
+def _ports(ports: str | None) -> str | None:
+    if ports is not None and not isinstance(ports, str):
+        raise TypeError(f"ports is a text such as '29600-29700', but got {ports!r}")
+    return ports
 
 
 def _job(job: str | None) -> str | None:

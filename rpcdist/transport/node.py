@@ -24,6 +24,7 @@ from rpcdist.time_limits import (
     UNARY_DRAIN_LIMIT_S,
 )
 from rpcdist.transport import fork
+from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._tls.tls_policy import TlsPolicy
@@ -56,12 +57,15 @@ class NodeOptions:
         job: a name that keeps jobs with one token apart; by default `RPCDIST_JOB`, or else "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
         tls: False turns encryption off, where only loopback and trusted networks are used; None: as `RPCDIST_TLS` says.
+        ports: where it may listen if nobody says where, such as "29600-29700"; None: as `RPCDIST_PORTS` says, or else
+            at whichever the system picks.
     """
 
     token: str | None = field(default=None, repr=False)  # reprs end in logs
     job: str = field(default_factory=_job_of_environment)
     peer_timeout_s: float = PEER_TIMEOUT_S
     tls: bool | None = None
+    ports: str | None = None
 
 
 class Node:
@@ -75,6 +79,7 @@ class Node:
         io: the I/O loop.
         credentials: what the node proves itself with.
         address: where it serves; None before `serve`.
+        ports: where it may listen if nobody says where.
     """
 
     def __init__(self, options: NodeOptions) -> None:
@@ -91,7 +96,8 @@ class Node:
         self.address: str | None = None
         self._addresses: list[str] = []
         self._roles = Roles(self.io)
-        self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s)
+        self.ports = PortRange.of_environment(options.ports)
+        self._server = Server(self.io, self.credentials, self._roles, options.peer_timeout_s, self.ports)
         self._connector = Connector(self.io, self.credentials, options.peer_timeout_s)
         self._num_shares = 0
         self._shares_lock = threading.Lock()
@@ -197,7 +203,7 @@ class Node:
         Args:
             name: tells the takers of this process apart.
             taker: gets the sockets whose handshake is done.
-            host: the address for the TCP listener; its port is chosen by the system.
+            host: the address for the TCP listener; its port is one of `ports`.
             timeout_s: limit, in seconds.
 
         Returns:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport import fork
+from rpcdist.transport._server.port_range import PORTS_VARIABLE, PortRange
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.token import job_token
@@ -54,6 +55,12 @@ class SharedNode:
             raise ConfigError(
                 f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r}: set it by "
                 f"{TLS_VARIABLE}, which counts for stores, groups and RPC alike"
+            )
+        if PortRange.of_environment(options.ports) != node.ports:
+            node.release()
+            raise ConfigError(
+                f"this process already listens at ports {node.ports}: set them by {PORTS_VARIABLE}, which counts "
+                "for stores, groups and RPC alike"
             )
         if options.job != mine.job:
             node.release()

@@ -45,6 +45,12 @@ def address() -> str:
     return found
 
 
+def raw_port() -> int:
+    """Where this worker takes raw connections."""
+    found: int = rpc.api._get_current_rpc_agent().network._server._streams.tcp_port
+    return found
+
+
 def announce_and_wait(path: str) -> None:
     """Says that it runs, and does not return."""
     Path(path).touch()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -26,14 +27,15 @@ from rpcdist.transport._tls.tls_failures import tls_failure
 
 __all__ = [
     "CHANNEL_OPTIONS",
-    "SERVER_OPTIONS",
     "GrpcClientChannel",
     "GrpcServerChannel",
     "accepted_grpc_ends",
     "connect_grpc",
     "grpc_ends",
     "mapped_errors",
+    "max_grpc_connections",
     "refuse",
+    "server_options",
 ]
 
 _LARGEST_MESSAGE_BYTES = MAX_ENVELOPE_BYTES + MAX_FRAME_BYTES + CHUNK_BYTES
@@ -51,11 +53,26 @@ CHANNEL_OPTIONS = [
     ("grpc.min_reconnect_backoff_ms", int(GRPC_GREETING_LIMIT_S * 1000)),  # its name for the limit of one attempt
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]
-SERVER_OPTIONS = [
-    *_COMMON_OPTIONS,
-    ("grpc.so_reuseport", 0),  # a port that is taken must be an error
-    ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
-]
+_MOST_CONNECTIONS = 1 << 20
+_FEWEST_CONNECTIONS = 256  # that a server takes, however few descriptors the process may have
+
+
+def server_options() -> list[tuple[str, int]]:
+    """Settings of a server. Its connections get half of the descriptors of the process: the rest is for all else."""
+    return [
+        *_COMMON_OPTIONS,
+        ("grpc.so_reuseport", 0),  # a port that is taken must be an error
+        ("grpc.server_handshake_timeout_ms", int(GRPC_GREETING_LIMIT_S * 1000)),
+        ("grpc.max_allowed_incoming_connections", max_grpc_connections()),
+    ]
+
+
+def max_grpc_connections() -> int:
+    """How many connections a server of this process takes, those in their handshake among them."""
+    num_descriptors = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if num_descriptors == resource.RLIM_INFINITY:
+        return _MOST_CONNECTIONS
+    return min(max(num_descriptors // 2, _FEWEST_CONNECTIONS), _MOST_CONNECTIONS)
 
 
 def grpc_ends(fingerprint: str | None) -> str:

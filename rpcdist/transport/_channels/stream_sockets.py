@@ -17,7 +17,7 @@ import socket
 from typing import Any, Final
 
 from rpcdist.backoff import backoff
-from rpcdist.errors import AuthenticationFailed, TransportError
+from rpcdist.errors import AuthenticationFailed
 from rpcdist.time_limits import (
     DESCRIPTOR_SHORTAGE_PAUSE_S,
     KEEP_ALIVE_IDLE_S,
@@ -58,17 +58,14 @@ def local_name(address: str) -> str:
     return f"rpcdist-channel-{address}"
 
 
-def listen_tcp(host: str) -> socket.socket:
-    """Listens at a port that the system picks.
+def listen_tcp(host: str, port: int = 0) -> socket.socket:
+    """Listens at a port; 0: at one that the system picks.
 
     Raises:
-        TransportError: the address is not this machine's.
+        OSError: the address is not this machine's, or the port is taken.
     """
-    try:
-        family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), 0, type=socket.SOCK_STREAM)[0]
-        return _listen(socket.socket(family, kind, protocol), place)
-    except OSError as exc:
-        raise TransportError(f"cannot listen on {host!r}: {exc.strerror or exc}") from exc
+    family, kind, protocol, _, place = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)[0]
+    return _listen(socket.socket(family, kind, protocol), place)
 
 
 def listen_unix(name: str) -> socket.socket:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import time
 from collections.abc import Mapping
@@ -17,14 +18,15 @@ from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
 from rpcdist.transport._channels.channel_choice import allowed_channels
 from rpcdist.transport._channels.grpc_channel import (
-    SERVER_OPTIONS,
     GrpcServerChannel,
     accepted_grpc_ends,
     refuse,
+    server_options,
 )
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission, Origin
 from rpcdist.transport._server.introspection import Introspection
+from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
 from rpcdist.transport.addresses import join_address
@@ -51,9 +53,13 @@ class Server(grpc.GenericRpcHandler):
         credentials: what this process proves itself with.
         roles: who takes the sessions.
         silence_limit_s: silence after which a peer is declared lost, in seconds.
+        ports: where it may listen if nobody says where.
     """
 
-    def __init__(self, io: IoLoop, credentials: Credentials, roles: Roles, silence_limit_s: float) -> None:
+    def __init__(
+        self, io: IoLoop, credentials: Credentials, roles: Roles, silence_limit_s: float, ports: PortRange
+    ) -> None:
+        self._ports = ports
         self.sessions: set[Session] = set()
         self._io = io
         self._credentials = credentials
@@ -62,7 +68,7 @@ class Server(grpc.GenericRpcHandler):
         self._listeners: dict[str, grpc.aio.Server] = {}  # by address
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
-        self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve)
+        self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
         self._proven = ProvenSessions()
         self._unary = UnaryServices(self._proven)
         self._introspection = Introspection()
@@ -87,19 +93,9 @@ class Server(grpc.GenericRpcHandler):
         await self._credentials.tls_policy.check_plain(host)
         self._note_plain(host)
         channels = allowed_channels()  # raises, if so, before anything is open
-        server = grpc.aio.server(options=SERVER_OPTIONS)
+        server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self,))
-        try:
-            if self._credentials.tls_policy.encrypts_grpc:
-                tls = self._credentials.tls.grpc_server_credentials()
-                bound = server.add_secure_port(join_address(host, port), tls)
-            else:
-                bound = server.add_insecure_port(join_address(host, port))
-        except RuntimeError as exc:
-            raise TransportError(
-                f"cannot listen on {host} port {port}: it is in use by another process, or the address is not this "
-                f"machine's. Choose another port (MASTER_PORT, or RpcOptions(port=...)), or end its holder."
-            ) from exc
+        bound = self._bind(server, host, port)
         address = join_address(host, bound)
         if channels.tcp:
             self._streams.open_tcp(host)
@@ -109,6 +105,26 @@ class Server(grpc.GenericRpcHandler):
         self._listeners[address] = server
         await self._announce()
         return address
+
+    def _bind(self, server: grpc.aio.Server, host: str, port: int) -> int:
+        """Binds the port, or, where that is 0, one of those allowed; returns which."""
+
+        def bind(port: int) -> int:
+            place = join_address(host, port)
+            try:
+                if not self._credentials.tls_policy.encrypts_grpc:
+                    return server.add_insecure_port(place)
+                return server.add_secure_port(place, self._credentials.tls.grpc_server_credentials())  # good for once
+            except RuntimeError as exc:  # gRPC does not say which of the two it was
+                raise OSError(errno.EADDRINUSE, "in use by another process, or not this machine's address") from exc
+
+        try:
+            return bind(port) if port else self._ports.bind(bind)
+        except OSError as exc:
+            raise TransportError(
+                f"cannot listen on {host} port {port or self._ports}: {exc.strerror}. Choose another port "
+                "(MASTER_PORT, or RpcOptions(port=...)), or end its holder."
+            ) from exc
 
     async def listen_for_sockets(self, host: str) -> tuple[str, int, str]:
         """Listens for raw sockets, if it does not yet; returns address, port, and the name of a Unix socket or ""."""

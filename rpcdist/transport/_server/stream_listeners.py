@@ -15,6 +15,7 @@ from functools import partial
 from typing import Any
 
 from rpcdist._proto import handshake_pb2
+from rpcdist.errors import TransportError
 from rpcdist.time_limits import LISTENER_STOP_LIMIT_S
 from rpcdist.transport._channels.proving import write_step
 from rpcdist.transport._channels.socket_channel import SocketChannel
@@ -30,6 +31,7 @@ from rpcdist.transport._channels.stream_sockets import (
 from rpcdist.transport._channels.tls_bridge import bridged
 from rpcdist.transport._channels.tls_pipe import AcceptedPipe
 from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake, refusal
@@ -54,11 +56,19 @@ class StreamListeners:
         roles: who takes the connections.
         admission: bounds what strangers may cost, on all listeners of the process together.
         serve_session: serves sessions; cancelled when their listener ends.
+        ports: where it may listen over TCP.
     """
 
     def __init__(
-        self, io: IoLoop, credentials: Credentials, roles: Roles, admission: Admission, serve_session: ServeSession
+        self,
+        io: IoLoop,
+        credentials: Credentials,
+        roles: Roles,
+        admission: Admission,
+        serve_session: ServeSession,
+        ports: PortRange,
     ) -> None:
+        self._ports = ports
         self._io = io
         self._credentials = credentials
         self._roles = roles
@@ -77,7 +87,10 @@ class StreamListeners:
     def open_tcp(self, host: str) -> tuple[str, int]:
         """Listens on a host, unless it does already; returns address and port. Raises `TransportError`."""
         if host not in self._tcp:
-            listener = listen_tcp(host)
+            try:
+                listener = self._ports.bind(partial(listen_tcp, host))
+            except OSError as exc:
+                raise TransportError(f"cannot listen on {host!r}: {exc.strerror or exc}") from exc
             address, port = listener.getsockname()[:2]
             self._tcp[host] = address, port
             self._start(host, listener)

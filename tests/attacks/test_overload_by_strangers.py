@@ -1,0 +1,201 @@
+"""What a stranger costs a living worker, however much he sends and however often he connects: little, and not for long.
+
+While he goes on, peers with the token are let in, and the worker's loop and pool answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+import socket
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import grpc
+import grpc.aio
+import pytest
+import rpc_victim_functions as functions
+from full_sets import FULL
+from peer_timeouts import CALM_S
+from rpc_raw_peer import RawClient, connected, free_port, run_on_loop
+from stall_detector import STALL_LIMIT_S, longest_stalls, start_stall_detector
+
+from rpcdist import rpc
+from rpcdist.testing import RpcWorld, Worker, WorkerPool, eventually
+from rpcdist.transport._server.admission import MAX_UNPROVEN
+from rpcdist.transport.addresses import split_address
+
+pytestmark = pytest.mark.multiproc
+
+MAX_COST_MIB = 64.0
+NUM_CONNECTIONS = 1500
+NUM_SENDERS = 20
+SENT_BYTES = 4 << 20  # by each; a server that buffered it would take 80 MiB
+NUM_JOINS = 5
+JOIN_LIMIT_S = 60.0
+MARGIN = 64  # descriptors of the worker's own doings meanwhile
+
+
+@pytest.fixture(scope="module")
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
+    world = module_pool.world("a", "b", url=f"tcp://127.0.0.1:{free_port()}", peer_timeout=CALM_S)
+    yield world
+    world.shutdown()
+
+
+@pytest.fixture
+def victim(world: RpcWorld) -> Iterator[Worker]:
+    """Worker a. It must have answered throughout, and have as many descriptors as before."""
+    victim = world["a"]
+    join(victim)  # what is loaded for the first connection is no stranger's cost
+    pid, before = world["b"].run(rpc.rpc_sync, "a", functions.pid), num_descriptors(victim)
+    victim.run(start_stall_detector)
+    yield victim
+    eventually(lambda: num_descriptors(victim) <= before + 4, "the strangers' connections are closed")
+    asked, stalls_s = victim.run(longest_stalls)
+    assert asked > 0 and max(stalls_s.values()) < STALL_LIMIT_S, stalls_s
+    assert world["b"].run(rpc.rpc_sync, "a", functions.pid) == pid
+    assert "Traceback" not in victim.output(), victim.output()
+
+
+@pytest.fixture
+def stranger() -> Iterator[ExitStack]:
+    """His connections, for which this process gets the descriptors."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    with ExitStack() as held:
+        yield held
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def join(victim: Worker) -> None:
+    """A session with the token, over gRPC and TLS; whom gRPC is too busy for tries again, as workers do."""
+
+    async def attempt(address: str) -> None:
+        async with asyncio.timeout(JOIN_LIMIT_S):
+            while True:
+                async with connected(address) as channel:
+                    with suppress(asyncio.InvalidStateError, grpc.aio.AioRpcError):
+                        await RawClient(channel).prove()
+                        return
+
+    run_on_loop(attempt(victim.run(functions.address)))
+
+
+def num_descriptors(worker: Worker) -> int:
+    return len(list(Path(f"/proc/{worker.pid}/fd").iterdir()))
+
+
+def resident_mib(worker: Worker) -> float:
+    pages = Path(f"/proc/{worker.pid}/statm").read_text().split()[1]
+    return int(pages) * resource.getpagesize() / 2**20
+
+
+def assert_cheap(victim: Worker, attack: Callable[[], None], most_descriptors: int) -> None:
+    """Attacks, lets peers with the token in beside that, and looks at what it costs."""
+    mib, descriptors = resident_mib(victim), num_descriptors(victim)
+    attack()
+    for _ in range(NUM_JOINS):
+        assert resident_mib(victim) - mib < MAX_COST_MIB
+        assert num_descriptors(victim) - descriptors <= most_descriptors + MARGIN
+        join(victim)
+
+
+def connect(held: ExitStack, address: tuple[str, int], greeting: bytes) -> socket.socket:
+    connection = held.enter_context(socket.create_connection(address, JOIN_LIMIT_S))
+    with suppress(OSError):  # closed already
+        connection.sendall(greeting)
+    return connection
+
+
+def client_hello() -> tuple[bytes, ssl.SSLObject, ssl.MemoryBIO, ssl.MemoryBIO]:
+    """TLS from the side of somebody without a certificate, as far as the first message."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    tls = context.wrap_bio(incoming, outgoing)
+    with suppress(ssl.SSLWantReadError):
+        tls.do_handshake()
+    return outgoing.read(), tls, incoming, outgoing
+
+
+SILENCES = {
+    "nothing at all": b"",
+    "half a handshake": client_hello()[0][:-1],
+    "a length, and nothing of it": b"\x00\x10\x00\x00",
+}
+
+
+@pytest.mark.parametrize("silence", SILENCES if FULL else ["half a handshake"])
+def test_silent_connections_to_grpc(victim: Worker, stranger: ExitStack, silence: str) -> None:
+    address = split_address(victim.run(functions.address))
+
+    def attack() -> None:
+        for _ in range(NUM_CONNECTIONS):
+            connect(stranger, address, SILENCES[silence])
+
+    assert_cheap(victim, attack, NUM_CONNECTIONS)
+
+
+@pytest.mark.parametrize("silence", SILENCES if FULL else ["a length, and nothing of it"])
+def test_silent_connections_to_the_raw_port(victim: Worker, stranger: ExitStack, silence: str) -> None:
+    address = split_address(victim.run(functions.address))[0], victim.run(functions.raw_port)
+
+    def attack() -> None:
+        for _ in range(NUM_CONNECTIONS):
+            connect(stranger, address, SILENCES[silence])
+
+    assert_cheap(victim, attack, MAX_UNPROVEN)
+
+
+def flood(connection: socket.socket, block: bytes) -> None:
+    connection.settimeout(1.0)  # who reads nothing takes nothing
+    with suppress(OSError):
+        for _ in range(SENT_BYTES // len(block)):
+            connection.sendall(block)
+
+
+BLOCKS = {
+    "zeros": bytes(1 << 16),
+    "records of a handshake": (b"\x16\x03\x01\x40\x00" + bytes(1 << 14)) * 4,
+    "a message that does not end": b"\x16\x03\x01\x40\x00\x01\xff\xff\xff" + bytes((1 << 14) - 4),
+}
+
+
+@pytest.mark.parametrize("port", ["grpc", "raw"])
+@pytest.mark.parametrize("block", BLOCKS if FULL else ["records of a handshake"])
+def test_bytes_from_many_connections(victim: Worker, stranger: ExitStack, port: str, block: str) -> None:
+    address = split_address(victim.run(functions.address))
+    if port == "raw":
+        address = address[0], victim.run(functions.raw_port)
+
+    def attack() -> None:
+        for connection in [connect(stranger, address, b"") for _ in range(NUM_SENDERS)]:
+            flood(connection, BLOCKS[block])
+
+    assert_cheap(victim, attack, NUM_SENDERS)
+
+
+def test_bytes_after_a_handshake_without_certificate(victim: Worker, stranger: ExitStack) -> None:
+    """In TLS 1.3 a client is done, and may send, before the server has found out that it shows nothing."""
+    address = split_address(victim.run(functions.address))
+
+    def attack() -> None:
+        for _ in range(NUM_SENDERS):
+            hello, tls, incoming, outgoing = client_hello()
+            connection = connect(stranger, address, hello)
+            while True:
+                try:
+                    tls.do_handshake()
+                    break
+                except ssl.SSLWantReadError:
+                    got = connection.recv(1 << 16)
+                    assert got, "the server ended the handshake before it was asked for a certificate"
+                    incoming.write(got)
+            tls.write(bytes(1 << 18))
+            flood(connection, outgoing.read())
+
+    assert_cheap(victim, attack, NUM_SENDERS)
