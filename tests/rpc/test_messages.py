@@ -156,6 +156,12 @@ def test_an_argument_that_does_not_pickle(pair: InProcessCluster) -> None:
         assert "sent in an rpc to 'worker1' of builtins:len" in notes
 
 
+def test_a_function_that_was_called_instead_of_named(pair: InProcessCluster) -> None:
+    for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
+        with pytest.raises(TypeError, match=r"^function should be callable, .* of type int\. .*args=\(value,\)\)$"):
+            pair.run("worker0", call, "worker1", sum((1, 2)))
+
+
 def test_a_name_that_is_nearly_right(pair: InProcessCluster) -> None:
     with pytest.raises(UnknownWorker, match=r"could not find destination worke1\. Did you mean 'worker1'\? Known"):
         pair.run("worker0", rpc.rpc_sync, "worke1", sum)

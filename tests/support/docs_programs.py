@@ -99,6 +99,24 @@ def program_of(text: str) -> tuple[str, str]:
     return ast.unparse(ast.Module(definitions, [])), ast.unparse(ast.Module(statements, []))
 
 
+def script_of(text: str) -> tuple[str, list[str]]:
+    """A page whose lines print what they compute, as a script for three workers, and the lines that it prints."""
+    definitions: list[ast.stmt] = []
+    statements: list[ast.stmt] = []
+    for _, code in blocks(text, "python"):
+        for node in ast.parse(code).body:
+            defines = isinstance(
+                node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom
+            )
+            (definitions if defines else statements).append(node)
+    frame = "def main() -> None: ...\nif __name__ == '__main__':\n    with rpcdist.LocalCluster(3):\n        main()"
+    main, start = ast.parse(frame).body
+    assert isinstance(main, ast.FunctionDef)
+    main.body = statements
+    script = ast.unparse(ast.fix_missing_locations(ast.Module([*definitions, main, start], [])))
+    return script, re.findall(r"^print\(.*\)  # -> (.*)$", text, re.MULTILINE)
+
+
 def run_page(name: str) -> None:
     """Runs the code of a page in this process, for tests that have the workers which it names."""
     definitions, statements = program_of(page(name))

@@ -98,7 +98,11 @@ class NewCalls:
                 named, so the owner has nothing to count; the call holds the reference until it ends.
         """
         if not callable(func):
-            raise TypeError("function should be callable.")
+            kind = type(func).__name__
+            raise TypeError(
+                f"function should be callable, and this is a value of type {kind}. Write the function itself, without "
+                "calling it, and its arguments after it: rpc_sync(to, function, args=(value,))"
+            )
         timeout_s, deadline = self._limits(timeout_s)  # before encoding, which may run slow user code
         func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
         name = encode_function(func, by_value=self._marshal.by_value)
