@@ -56,14 +56,14 @@ def fetch_remote_with(to: str, function: Any, args: Any) -> Any:
 
 def call_by_name(to: str, name: str) -> Any:
     """A call of a function that the caller would not name so."""
-    from rpcdist.rpc._calling import caller
+    from rpcdist.rpc._calling import new_calls
 
-    honest: Any = caller.encode_function  # type: ignore[attr-defined]
-    caller.encode_function = lambda *args, **kwargs: name  # type: ignore[attr-defined]
+    honest: Any = new_calls.encode_function  # type: ignore[attr-defined]
+    new_calls.encode_function = lambda *args, **kwargs: name  # type: ignore[attr-defined]
     try:
         return rpc.rpc_sync(to, pid)
     finally:
-        caller.encode_function = honest  # type: ignore[attr-defined]
+        new_calls.encode_function = honest  # type: ignore[attr-defined]
 
 
 def _refuse_to_be_built(*args: Any) -> Any:
