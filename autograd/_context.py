@@ -9,7 +9,7 @@ import itertools
 import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.autograd.graph import Node
@@ -18,6 +18,7 @@ from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
 from rpcdist.autograd._spans import MAX_SPANS, SpanKind
+from rpcdist.errors import SerializationError
 from rpcdist.transport.wire_messages import History
 
 __all__ = ["Context", "ContextTable", "id_limit", "make_id", "worker_of"]
@@ -26,6 +27,10 @@ WORKER_SHIFT = 48
 MAX_NUMBER = (1 << WORKER_SHIFT) - 1
 KEPT_RELEASES = 16384
 MAX_LIGHT_BYTES = 1 << 20
+
+
+MAX_STAMP: Final = 1 << 62
+"""The clock of a context goes on from what a peer claims, and must fit into 64 bits at all others, too."""
 
 
 def make_id(worker_id: int, number: int) -> int:
@@ -115,6 +120,11 @@ class Context:
     def received(self, history: History | None, tensors: Sequence[torch.Tensor], sender: int) -> None:
         if history is None:
             return
+        if history.stamp > MAX_STAMP or worker_of(history.message) != sender & 0xFFFF:
+            raise SerializationError(
+                f"tensors that require grad arrived from worker {sender} as message {history.message:#x} at time "
+                f"{history.stamp} of their autograd context, which it cannot have sent"
+            )
         arrived = [tensor for tensor in tensors if tensor.requires_grad]
         with self._lock:
             self._clock = max(self._clock, history.stamp)
