@@ -10,6 +10,7 @@ from socket import socket
 import coordinator_functions as functions
 import pytest
 import rpc_victim_references as references
+from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
@@ -18,7 +19,9 @@ from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import DuplicateName, WorkerLost
 from rpcdist.rpc import _start
 from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._membership import coordinator_return
 from rpcdist.rpc._peers.peer import PeerState
+from rpcdist.testing import UNIT_S as SHORT_S
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 
@@ -28,6 +31,17 @@ def free_port() -> int:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
+
+
+RETURN_S = 2 * UNIT_S
+"""The `peer_timeout` here. It is also the time in which survivors have to come to the next coordinator."""
+
+
+@pytest.fixture(autouse=True)
+def _look_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Survivors look for the next coordinator well within `RETURN_S`, which is much shorter than users' 10 s."""
+    monkeypatch.setattr(coordinator_return, "RETURN_FIRST_PAUSE_S", SHORT_S / 2)
+    monkeypatch.setattr(coordinator_return, "RETURN_LONGEST_PAUSE_S", SHORT_S)
 
 
 class Value:
@@ -52,7 +66,7 @@ def wait_until_taken_back(cluster: InProcessCluster, coordinator: str) -> None:
 
 @pytest.mark.parametrize("elastic", [False, True])
 def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
-    with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=UNIT_S) as cluster:
+    with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         held = cluster.run("b", rpc.remote, "c", Value, (7,))
         changes: list[str] = []
         with cluster.use("b"):
@@ -92,7 +106,7 @@ def test_a_store_that_fails_meanwhile_does_not_end_the_search(monkeypatch: pytes
 
 def test_the_new_list_is_as_good_as_the_old_one() -> None:
     """Workers that die after the return are replaced, and everybody hears of it."""
-    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+    with InProcessCluster("a", "b", "c", peer_timeout=RETURN_S) as cluster:
         for _ in range(2):
             cluster.kill("a")
             cluster.restart("a")
@@ -105,7 +119,7 @@ def test_the_new_list_is_as_good_as_the_old_one() -> None:
 
 
 def test_who_died_with_the_coordinator_is_lost_and_can_be_replaced(caplog: pytest.LogCaptureFixture) -> None:
-    with InProcessCluster("a", "b", "c", "d", peer_timeout=UNIT_S) as cluster, caplog.at_level(logging.WARNING):
+    with InProcessCluster("a", "b", "c", "d", peer_timeout=RETURN_S) as cluster, caplog.at_level(logging.WARNING):
         cluster.kill("a")
         cluster.kill("d")
         cluster.restart("a")
@@ -119,7 +133,7 @@ def test_who_died_with_the_coordinator_is_lost_and_can_be_replaced(caplog: pytes
 
 
 def test_replacements_may_come_before_the_survivors() -> None:
-    with InProcessCluster("a", "b", "c", peer_timeout=UNIT_S) as cluster:
+    with InProcessCluster("a", "b", "c", peer_timeout=RETURN_S) as cluster:
         cluster.kill("a")
         cluster.kill("b")
         threads = [threading.Thread(target=cluster.restart, args=(name,)) for name in ("b", "a")]
@@ -134,7 +148,7 @@ def test_replacements_may_come_before_the_survivors() -> None:
 
 
 def test_no_living_worker_is_evicted_from_the_new_list() -> None:
-    with InProcessCluster("a", "b", peer_timeout=UNIT_S) as cluster:
+    with InProcessCluster("a", "b", peer_timeout=RETURN_S) as cluster:
         cluster.kill("a")
         cluster.restart("a")
         wait_until_taken_back(cluster, "a")
@@ -166,7 +180,7 @@ def test_with_the_coordinator_dead_a_call_to_a_lost_worker_asks_nobody(monkeypat
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("where", ["a file", "the coordinator's own store"])
+@pytest.mark.parametrize("where", ["the coordinator's own store", pytest.param("a file", marks=FULL_ONLY)])
 def test_a_coordinator_that_is_killed_is_replaced(worker_pool: WorkerPool, where: str) -> None:
     """In the first case the next one has another address; in the second, the store dies with the coordinator."""
     url = worker_pool.new_url() if where == "a file" else f"tcp://127.0.0.1:{free_port()}"
