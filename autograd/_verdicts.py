@@ -19,8 +19,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from enum import Enum
 
+from rpcdist.autograd._one_message_part import OneMessagePart, find_part
 from rpcdist.autograd._pass_events import (
     ChildDone,
     Decided,
@@ -44,12 +44,6 @@ from rpcdist.autograd._pass_events import (
 __all__ = ["PassState"]
 
 
-class _GroupPhase(Enum):
-    WAITING = 0
-    RUNNING = 1
-    ENDED = 2
-
-
 @dataclass(slots=True)
 class _Group:
     """A group with its sends and recvs. A recv that no source reaches is in no group."""
@@ -58,7 +52,7 @@ class _Group:
     sources: int
     sends: list[LocalSend] = field(default_factory=list)  # a send may have tensors in several groups
     recvs: list[LocalRecv] = field(default_factory=list)
-    phase: _GroupPhase = _GroupPhase.WAITING
+    is_waiting: bool = True  # it has neither begun nor ended
     runs_freely: bool = False
 
 
@@ -123,6 +117,9 @@ class PassState:
     def _start(self, event: Started) -> list[PassAction]:
         self.is_started = True
         self.parent = event.parent
+        part = None if self.fast else find_part(event, self._early)
+        if part is not None:
+            return self._do_at_once(part)
         self._lay_out(event.graph)
         if self.fast:
             for send in event.graph.sends:
@@ -139,6 +136,16 @@ class PassState:
         known = {action.to for action in actions if isinstance(action, SendBegin)}
         actions += [self._begin(to) for to in sorted(self._told - known)]
         return actions + runs
+
+    def _do_at_once(self, part: OneMessagePart) -> list[PassAction]:
+        self._early, self._verdicts = [], part.verdicts
+        self._told = {part.begin.to}
+        actions: list[PassAction] = [part.begin]
+        if part.run is not None:
+            self._unended = len(part.run.groups)
+            actions.append(part.run)
+        self._end_if_done(actions)
+        return actions
 
     def _lay_out(self, graph: LocalGraph) -> None:
         self._sends = {send.id: send for send in graph.sends}
@@ -186,8 +193,7 @@ class PassState:
                     self._arrived.add(id)
                     self._decide(self._sends[id], used)
                     self._touch(id)
-            case GroupEnded(group):
-                self._groups[group].phase = _GroupPhase.ENDED
+            case GroupEnded():
                 self._unended -= 1
             case ChildDone(peer):
                 if peer in self._unheard:  # the message overtook that peer's begin
@@ -262,7 +268,7 @@ class PassState:
 
     def _ready(self, group: _Group) -> Run | None:
         """The run of a group if it can begin; a group without used sources ends without a run."""
-        if group.phase is not _GroupPhase.WAITING or group.sources & ~self._decided:
+        if not group.is_waiting or group.sources & ~self._decided:
             return None
         used = group.sources & self._used
         sends = [send for send in group.sends if send.mask & used]
@@ -271,10 +277,10 @@ class PassState:
         if pending and not self._must_block(used, sends, recvs, pending):
             return None
         if not used:
-            group.phase = _GroupPhase.ENDED
+            group.is_waiting = False
             self._unended -= 1
             return None
-        group.phase = _GroupPhase.RUNNING
+        group.is_waiting = False
         group.runs_freely = not pending
         arrived = tuple(send.id for send in sends if send.id in self._arrived)
         waits = tuple(send.id for send in pending)

@@ -102,6 +102,10 @@ class World:
             if not running.pending or running.pending[0] in self.arrived:
                 yield (len(self.flying) + number,)
 
+    def arrives_at(self, step: Step, worker: int) -> bool:
+        """Whether a step is the arrival of messages at a worker."""
+        return step[0] < len(self.flying) and self.flying[step[0]][1] == worker
+
     def take(self, step: Step) -> None:
         if step[0] < len(self.flying):
             sender, to, _ = self.flying[step[0]]
@@ -118,19 +122,19 @@ class World:
         if not running.pending:
             self.running.remove(running)
             assert not running.unanswered, "a run ended and owes a gradient"
-            self._do(running.worker, self.states[running.worker].handle(GroupEnded(running.run.groups[0])))
+            self._do(running.worker, self.states[running.worker].handle(*map(GroupEnded, running.run.groups)))
 
     def key(self) -> object:
         """Equal for equal states."""
         states = tuple(
             (
-                *(s._decided, s._used, frozenset(s._arrived), tuple(g.phase for g in s._groups), s.is_done),
+                *(s._decided, s._used, frozenset(s._arrived), tuple(g.is_waiting for g in s._groups), s.is_done),
                 *(frozenset(s._told), frozenset(s._unheard), frozenset(s._children), repr(s._early)),
             )
             for s in self.states.values()
         )
         runs = frozenset(
-            (r.worker, r.run.groups[0], r.executed, tuple(r.pending), len(r.unanswered)) for r in self.running
+            (r.worker, r.run.groups, r.executed, tuple(r.pending), len(r.unanswered)) for r in self.running
         )
         return states, runs, tuple(sorted(map(repr, self.flying)))
 
@@ -181,8 +185,9 @@ class World:
 
     def _run(self, worker: int, run: Run) -> None:
         graph = self.graphs[worker]
-        assert (worker, run.groups[0]) not in self.ran, "a group ran twice"
-        self.ran.add((worker, run.groups[0]))
+        ran = {(worker, group) for group in run.groups}
+        assert not ran & self.ran, "a group ran twice"
+        self.ran |= ran
         executed = run.used & ((1 << graph.num_roots) - 1)
         for id in run.arrived:
             executed |= self._send(worker, id).mask

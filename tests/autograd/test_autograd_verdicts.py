@@ -7,6 +7,7 @@ from autograd_world import Hop, World, build
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rpcdist.autograd import _verdicts
 from rpcdist.autograd._pass_events import (
     Decided,
     Finished,
@@ -15,9 +16,11 @@ from rpcdist.autograd._pass_events import (
     LocalGraph,
     LocalRecv,
     LocalSend,
+    PassEvent,
     PeerBegan,
     Run,
     SendBegin,
+    SendDone,
     SendVerdicts,
     Started,
 )
@@ -80,6 +83,50 @@ def test_verdicts_run_ahead_of_gradients() -> None:
     state.handle(PeerBegan(0, False, {5: None}))
     state.handle(Started(graph, frozenset({0, 2}), 0))
     assert state.handle(Decided(0, {5: 1})) == [SendVerdicts(2, {4: 1})]
+
+
+def test_what_came_with_the_first_message_runs_at_once() -> None:
+    """Two calls with results, of which one has an unused tensor, and a call whose result is unused."""
+    state = PassState(1)
+    sends = (LocalSend(11, 0, 2, 0, 1), LocalSend(12, 0, 4, 1, 2), LocalSend(13, 0, 6, 3, 1))
+    recvs = tuple(LocalRecv(id, 0, 2 * id - 1, (feeders,)) for id, feeders in ((1, 0b1), (2, 0b10), (3, 0b1000)))
+    assert state.handle(PeerBegan(0, False, {11: None, 12: None}), GradientArrived(11, 1), GradientArrived(12, 1)) == []
+    graph = LocalGraph(0, sends, recvs, (0b0001, 0b0010, 0b0100, 0b1000))
+    assert state.handle(Started(graph, frozenset({0}), 0)) == [
+        SendBegin(0, True, {1: None, 2: None, 3: 0}),
+        Run((0, 1), 0b0011, (11, 12), (), (1, 2)),
+    ]
+    assert not state.is_done
+    assert state.handle(GroupEnded(0), GroupEnded(1)) == [SendDone(0)]
+    assert state.handle(Decided(0, {11: 1}), GradientArrived(11, 1)) == []  # what comes later changes nothing
+
+
+def test_nothing_used_is_done_at_once() -> None:
+    state = PassState(1)
+    state.handle(PeerBegan(0, False, {}))
+    graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
+    assert state.handle(Started(graph, frozenset({0}), 0)) == [SendBegin(0, True, {1: 0}), SendDone(0)]
+
+
+@pytest.mark.parametrize(
+    ("early", "neighbours"),
+    [
+        ((PeerBegan(0, False, {2: None}),), {0}),  # the gradient is missing
+        ((PeerBegan(0, False, {2: 1}),), {0}),
+        ((PeerBegan(0, False, {2: None}), GradientArrived(2, 1)), {0, 2}),  # a second neighbour
+        ((PeerBegan(0, False, {2: None}), GradientArrived(2, 1), PeerBegan(2, True, {})), {0}),
+        ((PeerBegan(0, True, {2: None}), GradientArrived(2, 1)), {0}),  # it takes this worker for its parent
+        ((GradientArrived(2, 1), Decided(0, {2: 1}), PeerBegan(0, False, {2: None})), {0}),
+    ],
+)
+def test_otherwise_it_goes_event_by_event(early: tuple[PassEvent, ...], neighbours: set[int]) -> None:
+    state = PassState(1)
+    state.handle(*early)
+    graph = LocalGraph(0, (LocalSend(2, 0, 2, 0, 1),), (LocalRecv(1, 0, 1, (0b1,)),), (0b1,))
+    begin = state.handle(Started(graph, frozenset(neighbours), 0))[0]
+    assert isinstance(begin, SendBegin)
+    assert not state.is_done
+    assert state._groups, "the whole state is kept"
 
 
 # Shapes of up to 7 messages on 3 workers; the last hop is the root. Needs are (message, tensor).
@@ -255,6 +302,29 @@ def test_random_graphs_in_random_orders(forward: tuple[tuple[Hop, ...], int], da
     while steps := list(world.steps()):
         world.take(data.draw(st.sampled_from(steps)))
     check_the_end(world)
+
+
+@given(forward_passes(max_workers=2))
+def test_in_one_step_and_event_by_event_the_same_is_said(forward: tuple[tuple[Hop, ...], int]) -> None:
+    """What worker 1 answers to the first message, and what it knows then."""
+    world = build(*forward)
+    world.begin()
+    while steps := [step for step in world.steps(in_order=True) if not world.arrives_at(step, 1)]:
+        world.take(steps[0])
+    outcomes = []
+    for in_one_step in (True, False):
+        twin = world.fork()
+        steps = [step for step in twin.steps(in_order=True) if twin.arrives_at(step, 1)]
+        with pytest.MonkeyPatch.context() as patch:
+            if not in_one_step:
+                patch.setattr(_verdicts, "find_part", lambda started, early: None)
+            if steps:
+                twin.take(max(steps, key=len))
+        while steps := [step for step in twin.steps(in_order=True) if step[0] >= len(twin.flying)]:
+            twin.take(steps[0])
+        state = twin.states[1]
+        outcomes.append((sorted(map(repr, twin.flying)), state._verdicts, state._told, state.is_done))
+    assert outcomes[0] == outcomes[1]
 
 
 @settings(max_examples=40)
