@@ -17,7 +17,8 @@ from rpcdist.ids import Identity
 from rpcdist.time_limits import ROLE_LIMIT_S
 from rpcdist.transport.identities import identity_from_proto
 from rpcdist.transport.io_loop import IoLoop
-from rpcdist.transport.session import SessionHandler
+from rpcdist.transport.session import HeapPayloads, IncomingBuffer, Session, SessionHandler
+from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["SOCKET_ROLE", "Refuse", "Roles", "SocketTaker", "socket_purpose"]
 
@@ -45,6 +46,23 @@ def socket_purpose(taker: str, purpose: str) -> str:
     return f"{taker}/{purpose}"
 
 
+class _EndedRole(HeapPayloads):
+    """Takes the sessions of peers that come after the end of a role, and tells those that send why that is in vain.
+
+    They are not refused: connections that end when a worker leaves are opened once more by those that leave a moment
+    later, and that is no reason for a warning.
+    """
+
+    def on_opened(self, session: Session) -> None:
+        logger.debug("%s opened a session for %s, which has ended", session.peer.name, session.role)
+
+    def on_messages(self, session: Session, messages: list[tuple[WireMessage, list[IncomingBuffer]]]) -> None:
+        session.close(f"the part of that process which served {session.role!r} has been shut down")
+
+    def on_closed(self, session: Session, reason: str) -> None:
+        logger.debug("the session with %s ended: %s", session.peer.name, reason)
+
+
 class Roles:
     """The handlers by role. Parts register on any thread; the listeners ask on the I/O loop."""
 
@@ -53,13 +71,17 @@ class Roles:
         self._handlers: dict[str, SessionHandler] = {}
         self._refusals: dict[str, Refuse] = {}
         self._expected: dict[str, asyncio.Event] = {}  # set when the handler is there
+        self._ended: set[str] = set()
         self._socket_takers: dict[str, SocketTaker] = {}
 
     def handle(self, role: str, handler: SessionHandler | None, refuse: Refuse | None = None) -> None:
         """See `Node.handle_role`."""
         self._handlers.pop(role, None)
         self._refusals.pop(role, None)
-        if handler is not None:
+        if handler is None:
+            self._ended.add(role)
+        else:
+            self._ended.discard(role)
             self._handlers[role] = handler
             if refuse is not None:
                 self._refusals[role] = refuse
@@ -69,10 +91,14 @@ class Roles:
 
     def expect(self, role: str) -> None:
         """See `Node.expect_role`."""
+        self._ended.discard(role)
         self._expected[role] = asyncio.Event()
 
     async def handler(self, role: str) -> SessionHandler | None:
-        """Who takes the messages of a role; waits, bounded, for one that was announced by `expect`."""
+        """Who takes the messages of a role; waits, bounded, for one that was announced by `expect`.
+
+        None for a role that was never announced: such connections make unary calls only.
+        """
         expected = self._expected.get(role)
         if expected is not None:
             try:
@@ -80,7 +106,7 @@ class Roles:
                     await expected.wait()
             except TimeoutError:
                 logger.warning("a peer waited %s s for the role %r", ROLE_LIMIT_S, role)
-        return self._handlers.get(role)
+        return self._handlers.get(role) or (_EndedRole() if role in self._ended else None)
 
     def take_sockets(self, name: str, taker: SocketTaker | None) -> None:
         """Says who takes the raw sockets for `name`; None ends that."""

@@ -181,6 +181,21 @@ def test_peers_wait_for_a_role_that_is_announced(nodes: Nodes) -> None:
     assert [message.reply.id for message in answers.wait()] == [1]
 
 
+def test_a_role_that_has_ended_says_so_to_who_comes_late(nodes: Nodes) -> None:
+    """Peers that called a worker after its shutdown were told of an "unexpected message"."""
+    server, client = nodes.make("server", serve=True), nodes.make("client")
+    call = rpc_pb2.Message(call=rpc_pb2.Call(id=1))
+    server.handle_role("echo", Recorder(echo=True))
+    server.handle_role("echo", None)
+    answers = Recorder()
+    open_link(client, server, handler=answers).session.send(call)
+    assert "served 'echo' has been shut down" in answers.wait_closed()
+    server.handle_role("echo", Recorder(echo=True))  # it may begin again
+    answers = Recorder()
+    open_link(client, server, handler=answers).session.send(call)
+    assert [message.reply.id for message in answers.wait()] == [1]
+
+
 # ---------------------------------------------------------------- sessions
 
 
