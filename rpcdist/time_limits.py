@@ -57,6 +57,7 @@ __all__ = [
     "GRPC_GREETING_LIMIT_S",
     "GRPC_STOP_GRACE_S",
     "HANDSHAKE_LIMIT_S",
+    "HEALTH_ANSWER_LIMIT_S",
     "HEARTBEATS_PER_PEER_TIMEOUT",
     "HOST_PROBE_LIMIT_S",
     "HUB_OPEN_LIMIT_S",
@@ -196,6 +197,8 @@ GRPC_GREETING_LIMIT_S: Final = 5.0
 """TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; then it is closed."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
+HEALTH_ANSWER_LIMIT_S: Final = 5.0
+"""One health probe from its connection to its answer, measured by the process that is asked; then it is closed."""
 REFUSAL_LIMIT_S: Final = 1.0
 """A client that failed in the handshake waits for the server to end the stream, so that it can read the reason."""
 ROLE_LIMIT_S: Final = 60.0

@@ -25,6 +25,7 @@ from rpcdist.transport._channels.grpc_channel import (
 )
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._server.admission import Admission, Origin
+from rpcdist.transport._server.health_port import HealthPort
 from rpcdist.transport._server.introspection import Introspection
 from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.stream_listeners import StreamListeners
@@ -47,6 +48,7 @@ class Server(grpc.GenericRpcHandler):
 
     Attributes:
         sessions: those that peers opened and that are alive.
+        health: answers probes, if it is wanted.
 
     Args:
         io: the loop.
@@ -72,6 +74,7 @@ class Server(grpc.GenericRpcHandler):
         self._proven = ProvenSessions()
         self._unary = UnaryServices(self._proven)
         self._introspection = Introspection()
+        self.health = HealthPort()
         self._session_handler: Any = grpc.stream_stream_rpc_method_handler(self._serve_grpc)
 
     def __repr__(self) -> str:
@@ -95,6 +98,7 @@ class Server(grpc.GenericRpcHandler):
         channels = allowed_channels()  # raises, if so, before anything is open
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self,))
+        await self.health.open(host)
         bound = self._bind(server, host, port)
         address = join_address(host, bound)
         if channels.tcp:
@@ -141,6 +145,7 @@ class Server(grpc.GenericRpcHandler):
 
     async def stop(self, grace_s: float) -> None:
         """Stops; sessions end at once."""
+        await self.health.close()
         await self._streams.stop()
         listeners, self._listeners = list(self._listeners.values()), {}
         if listeners:
