@@ -15,6 +15,7 @@ import pytest
 import pytest_asyncio
 from leak_guard import GRACE_S, LeakGuard, loop_errors
 from rpc_cluster import cluster as cluster  # fixtures, for every test
+from rpc_cluster import no_agent as no_agent
 from rpc_cluster import running_cluster as running_cluster
 from worker_fixtures import add_outputs
 from worker_fixtures import fork_server as fork_server

@@ -68,7 +68,7 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(autouse=True)
-def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_launcher(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -87,8 +87,14 @@ def test_functions_and_classes_of_standard_input_travel_by_value() -> None:
     assert (result.stdout, result.stderr, result.returncode) == ("7 5\n[0, 1]\n", "", 0)
 
 
+def children() -> set[int]:
+    """Of this process; workers of other tests may be among them."""
+    return {child.pid for child in psutil.Process().children()}
+
+
 @pytest.mark.multiproc
 def test_names_environment_and_the_death_of_a_worker() -> None:
+    before = children()
     with pytest.raises(WorkerLost, match="'server'") as caught:
         with LocalCluster(["trainer", "server"], env={"EXTRA": "more"}) as cluster:
             assert repr(cluster) == "<LocalCluster of trainer, server>"
@@ -98,18 +104,19 @@ def test_names_environment_and_the_death_of_a_worker() -> None:
             rpc.rpc_sync("server", be_killed)
     assert caught.value.__notes__ == ["rank 1 was killed by SIGKILL before its function returned"]
     assert repr(cluster) == "<LocalCluster of trainer, server [closed]>"
-    assert not psutil.Process().children()
+    assert children() == before
 
 
 @pytest.mark.multiproc
 async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
+    before = children()
     cluster = LocalCluster(2)
     starting = asyncio.create_task(cluster.__aenter__())
-    await eventually_async(lambda: bool(psutil.Process().children()), "the processes run", LIMIT_S)
+    await eventually_async(lambda: children() != before, "the processes run", LIMIT_S)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert not psutil.Process().children()
+    assert children() == before
 
 
 @pytest.mark.multiproc

@@ -15,14 +15,7 @@ import pytest
 
 from rpcdist import rpc
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, UnknownWorker, WorkerLost
-from rpcdist.rpc import _current
 from rpcdist.testing import InProcessCluster
-
-
-@pytest.fixture
-def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a new process: a fixture of other tests may have an agent in this one."""
-    monkeypatch.setattr(_current._of_process, "agent", None)
 
 
 def start(init_method: str) -> None:

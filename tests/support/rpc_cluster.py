@@ -18,10 +18,11 @@ import pytest
 from leak_guard import LeakGuard
 
 import rpcdist.rpc as rpc
+from rpcdist.rpc import _current
 from rpcdist.testing import Worker, WorkerPool, eventually
 from rpcdist.testing.rpc_world import leave
 
-__all__ = ["Cluster", "cluster", "running_cluster"]
+__all__ = ["Cluster", "cluster", "no_agent", "running_cluster"]
 
 WORLD_SIZE = 4
 START_LIMIT_S = 100.0
@@ -103,6 +104,12 @@ def cluster(running_cluster: Cluster, nothing_is_left_behind: None) -> Iterator[
             pytest.fail(f"{worker.name} ended with status {worker.wait()}:\n{worker.output()}", pytrace=False)
     yield running_cluster
     eventually(lambda: not running_cluster.outstanding(), "nothing is in flight any more", SETTLE_LIMIT_S)
+
+
+@pytest.fixture
+def no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a new process: the workers of other tests may have an agent in this one."""
+    monkeypatch.setattr(_current._of_process, "agent", None)
 
 
 def channels(rank: int) -> dict[str, str | None]:
