@@ -104,7 +104,7 @@ def test_names_environment_and_the_death_of_a_worker() -> None:
             rpc.rpc_sync("server", be_killed)
     assert caught.value.__notes__ == ["rank 1 was killed by SIGKILL before its function returned"]
     assert repr(cluster) == "<LocalCluster of trainer, server [closed]>"
-    assert children() == before
+    assert not children() - before
 
 
 @pytest.mark.multiproc
@@ -112,11 +112,11 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
     before = children()
     cluster = LocalCluster(2)
     starting = asyncio.create_task(cluster.__aenter__())
-    await eventually_async(lambda: children() != before, "the processes run", LIMIT_S)
+    await eventually_async(lambda: bool(children() - before), "the processes run", LIMIT_S)
     starting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await starting
-    assert children() == before
+    assert not children() - before
 
 
 @pytest.mark.multiproc
