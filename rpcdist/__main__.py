@@ -7,6 +7,7 @@ from __future__ import annotations
 import argparse
 import sys
 
+from rpcdist.compat._run_command import add_run
 from rpcdist.profiling import add_profile_call
 
 __all__ = ["main"]
@@ -15,7 +16,9 @@ __all__ = ["main"]
 def main(arguments: list[str] | None = None) -> int:
     """Runs the command that the arguments name; returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m rpcdist", description="Commands of rpcdist.")
-    add_profile_call(parser.add_subparsers(required=True, metavar="COMMAND"))
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    add_profile_call(commands)
+    add_run(commands)
     chosen = parser.parse_args(arguments)
     status: int = chosen.run(chosen)
     return status

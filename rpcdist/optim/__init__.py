@@ -2,6 +2,22 @@
 
 from __future__ import annotations
 
+import importlib
+from typing import Any
+
 from rpcdist.optim.optimizer import DistributedOptimizer
 
 __all__ = ["DistributedOptimizer"]
+
+# torch has them here; they need process groups, and live beside this package.
+_ELSEWHERE = {
+    "PostLocalSGDOptimizer": "rpcdist.parallel.model_averaging",
+    "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Imports what lives elsewhere, at its first use."""
+    if name not in _ELSEWHERE:
+        raise AttributeError(f"module 'rpcdist.optim' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ELSEWHERE[name]), name)

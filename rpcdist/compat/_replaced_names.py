@@ -1,0 +1,68 @@
+"""Which of torch's modules and names mean ours under `rpcdist.compat`, and which cannot, with what to do instead."""
+
+from __future__ import annotations
+
+from typing import Final
+
+__all__ = ["ALIASES", "READS_OURS", "REFUSED", "VIEWS", "advice_against"]
+
+_ALGORITHMS: Final = "torch.distributed.algorithms"
+_AVERAGING: Final = "rpcdist.parallel.model_averaging"
+
+ALIASES: Final = {
+    "torch.distributed.rpc": "rpcdist.rpc",
+    "torch.distributed.autograd": "rpcdist.autograd",
+    "torch.distributed.optim": "rpcdist.optim",
+    "torch.distributed.optim.post_localSGD_optimizer": _AVERAGING,
+    "torch.distributed.optim.zero_redundancy_optimizer": "rpcdist.parallel.zero_redundancy",
+    f"{_ALGORITHMS}.model_averaging": _AVERAGING,
+    f"{_ALGORITHMS}.model_averaging.averagers": _AVERAGING,
+    f"{_ALGORITHMS}.model_averaging.hierarchical_model_averager": _AVERAGING,
+    f"{_ALGORITHMS}.model_averaging.utils": _AVERAGING,
+}
+"""Modules that are ours as a whole, for everybody in the process."""
+
+VIEWS: Final = {
+    "torch.distributed": "rpcdist.collectives",
+    "torch.distributed.collective_utils": "rpcdist.collectives.collective_utils",
+    "torch.distributed.device_mesh": "rpcdist.collectives.device_mesh",
+    "torch.distributed.distributed_c10d": "rpcdist.collectives",
+    f"{_ALGORITHMS}.join": "rpcdist.parallel.algorithms",
+    f"{_ALGORITHMS}.ddp_comm_hooks": "rpcdist.parallel.comm_hooks",
+    f"{_ALGORITHMS}.ddp_comm_hooks.default_hooks": "rpcdist.parallel.comm_hooks",
+    f"{_ALGORITHMS}.ddp_comm_hooks.quantization_hooks": "rpcdist.parallel.comm_hooks",
+    "torch.distributed.nn": "rpcdist.nn rpcdist.nn.functional",
+    "torch.distributed.nn.functional": "rpcdist.nn.functional",
+    "torch.distributed.nn.api.remote_module": "rpcdist.nn.api.remote_module",
+    "torch.nn.parallel": "rpcdist.parallel",
+    "torch.nn.parallel.distributed": "rpcdist.parallel",
+    "torch.utils.data": "rpcdist.data",
+    "torch.utils.data.distributed": "rpcdist.data",
+}
+"""Modules that torch's own code goes on using as they are; everybody else finds our names in them where we have one."""
+
+READS_OURS: Final = ("torch.distributed.checkpoint",)
+"""Modules of torch that find our names, too: with torch's, they would take each rank to be alone."""
+
+_TORCH_GROUPS: Final = (
+    "works on process groups of torch. Run the program without compat, and give torch our backend: `import "
+    "rpcdist.collectives.torch_backend`, then torch's `init_process_group('rpcdist')` (docs/clusters.md)"
+)
+REFUSED: Final = {
+    "torch.distributed.fsdp": _TORCH_GROUPS,
+    "torch.distributed.tensor": _TORCH_GROUPS,
+    "torch.distributed._tensor": _TORCH_GROUPS,
+    "torch.distributed._composable": _TORCH_GROUPS,
+    "torch.distributed._functional_collectives": _TORCH_GROUPS,
+    "torch.distributed._symmetric_memory": _TORCH_GROUPS,
+    "torch.distributed.pipelining": f"{_TORCH_GROUPS}, or use rpcdist.parallel.Pipeline (docs/pipeline.md)",
+}
+"""Modules that no name of ours can stand for, and what to do."""
+
+
+def advice_against(module: str) -> str | None:
+    """What to tell a program that imports a module of torch's; None for modules that may be imported."""
+    for refused, advice in REFUSED.items():
+        if module == refused or module.startswith(f"{refused}."):
+            return f"rpcdist.compat cannot replace {refused}, which {advice}"
+    return None

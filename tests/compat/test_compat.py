@@ -1,0 +1,49 @@
+"""Programs that were written for torch run unmodified under `python -m rpcdist run --compat`."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from docs_programs import environment, free_port, run
+
+from rpcdist.__main__ import main
+
+HERE = Path(__file__).parent
+PORTED = HERE.parent / "ported"
+
+
+def under_compat(script: Path, *arguments: str) -> list[str | Path]:
+    return [sys.executable, "-W", "error", "-m", "rpcdist", "run", "--compat", script, *arguments]
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(240)  # twice the limit of `run`: all of it is importing torch in a dozen processes
+def test_unmodified_programs_run(tmp_path: Path) -> None:
+    local = environment(OMP_NUM_THREADS="1")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
+    [names, ddp, zero, recurrent] = run(
+        [
+            (under_compat(HERE / "names_under_compat.py", "--flag", "value"), local),
+            (under_compat(HERE / "unmodified_ddp.py", str(free_port()), str(tmp_path)), local),
+            ([*torchrun, "-m", "rpcdist", "run", "--compat", HERE / "unmodified_zero.py"], local),
+            (
+                under_compat(PORTED / "ported_recurrent_net.py"),
+                {**local, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
+            ),
+        ],
+        tmp_path,
+    )
+    assert names == "all as it should be\n"
+    for rank in range(2):  # two processes write to one pipe: a line of one may be cut by the other's end of line
+        assert (
+            f"rank {rank}: total 3, DDP of rpcdist.parallel.distributed, not of torch.nn.parallel.data_parallel" in ddp
+        )
+        assert f"rank {rank}: {3 + rank} inputs, rpcdist.parallel.zero_redundancy" in zero
+    assert ": loss " in recurrent
+
+
+def test_a_script_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--compat", "/nowhere/train.py"]) == 2
+    assert "no file /nowhere/train.py" in capsys.readouterr().err
