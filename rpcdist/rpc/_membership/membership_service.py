@@ -109,6 +109,9 @@ class MembershipService:
                 self._known[identity] = reply.version
         finally:
             self._joining.discard(identity)
+        if reply.outcome != Outcome.OK:  # not before: the coordinator ends when everybody has been answered
+            self._answered.add(identity.incarnation)
+            self._answer_came.set()
         return reply
 
     async def _until_known(self, version: int) -> None:
@@ -186,9 +189,6 @@ class MembershipService:
                 self._decide(verdict)
         elif self.table.broken is not None:
             self._decide(self.table.broken)
-        if not verdict.ok:
-            self._answered.add(identity.incarnation)
-            self._answer_came.set()
         return self._reply(verdict)
 
     # ------------------------------------------------------------ after another coordinator
