@@ -14,41 +14,44 @@ It starts its processes itself. It also runs under torchrun:
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import math
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+
+from _shared import ExampleOptions, counted, option, parse, start
+
+
+@dataclass(frozen=True)
+class Options(ExampleOptions):
+    ranks: int = counted(3, "number of processes, at least 2")
+    rounds: int = option(8, "averages of the parameters")
+    local_steps: int = option(25, "steps before each of them")
+    batch_size: int = option(32, "images per step and rank")
+    lr: float = option(0.3, "learning rate")
+    seed: int = option(0, "random seed", int)
+    min_accuracy: float = option(0.0, "exit with status 1 when the test is below", float, metavar="PERCENT")
+
+    needs = ("sklearn",)
+
+    def check(self) -> None:
+        if self.ranks < 2:
+            raise ValueError("--ranks: at least 2")
+
+
+def parse_options() -> Options:
+    about = "Shows the collectives one by one, and trains a digit classifier by averaging parameters."
+    return parse(Options, about, "Under torchrun, --ranks may be left out.")
+
+
+if __name__ == "__main__":
+    parse_options()  # before torch is imported: help and mistakes are answered at once
 
 import torch
+from _data import load_digits, percent_right
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.collectives as dist
-from rpcdist import launch, placement_from_environment
-from rpcdist.errors import ConfigError
-
-NUM_IMAGES = 1797
-NUM_TRAIN = 1437  # the other 360 images measure the accuracy
-Digits = tuple[Tensor, Tensor]  # images (n, 64) float32 from 0 to 1, labels (n,) int64
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line; every process gets a copy."""
-
-    ranks: int
-    rounds: int
-    local_steps: int
-    batch_size: int
-    lr: float
-    seed: int
-    min_accuracy: float
-
 
 # ---- the primitives: every rank calls these functions, and all make the same calls in the same order
 
@@ -178,7 +181,8 @@ def compare_all_reduces(rank: int, size: int) -> None:
     ended = time.perf_counter()
     apart = (mine - theirs).abs().max().item()
     show("ring minus built-in all_reduce", f"{apart:.0e}")
-    show("milliseconds: ring, built-in", f"{1e3 * (middle - started):.1f}, {1e3 * (ended - middle):.1f}")
+    show("ring all_reduce took", f"{1e3 * (middle - started):.1f} ms")
+    show("built-in all_reduce took", f"{1e3 * (ended - middle):.1f} ms")
 
 
 DEMONSTRATIONS = (
@@ -198,22 +202,11 @@ def build_model() -> nn.Module:
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
 
 
-def load_digits(seed: int) -> tuple[Digits, Digits]:
-    """The digits in random order, as a training set and a test set; the same on all ranks."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import
-
-    digits = load_sklearn_digits()
-    order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
-    images = torch.as_tensor(digits.data, dtype=torch.float32)[order] / 16
-    labels = torch.as_tensor(digits.target, dtype=torch.int64)[order]
-    return (images[:NUM_TRAIN], labels[:NUM_TRAIN]), (images[NUM_TRAIN:], labels[NUM_TRAIN:])
-
-
 def train_by_averaging(options: Options) -> float:
     """Repeats: some steps on the own part of the images, then an average of the parameters over all ranks."""
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(options.seed + rank)  # models with different parameters ...
-    train_digits, test_digits = load_digits(options.seed)
+    train_digits, (test_images, test_labels) = load_digits(options.seed)
     images, labels = (part.chunk(size)[rank] for part in train_digits)
     model = build_model()
     for parameter in model.parameters():
@@ -226,13 +219,13 @@ def train_by_averaging(options: Options) -> float:
             optimizer.zero_grad()
             cross_entropy(model(images[batch]), labels[batch]).backward()
             optimizer.step()
-        alone = measure_accuracy(model, test_digits)
+        alone = percent_right(model(test_images), test_labels)
         for parameter in model.parameters():
             dist.all_reduce(parameter.data, dist.ReduceOp.AVG)
-        together = measure_accuracy(model, test_digits)
+        together = percent_right(model(test_images), test_labels)
         show(f"round {number}/{options.rounds}, before averaging", f"{alone:.1f} %")
         show(f"round {number}/{options.rounds}, after averaging", f"{together:.1f} %")
-    accuracy = measure_accuracy(model, test_digits)
+    accuracy = percent_right(model(test_images), test_labels)
     if rank == 0:
         print(
             f"parameter averaging: test accuracy {accuracy:.1f} % on each of {size} ranks, {options.rounds} rounds, "
@@ -240,14 +233,6 @@ def train_by_averaging(options: Options) -> float:
             flush=True,
         )
     return accuracy
-
-
-@torch.no_grad()
-def measure_accuracy(model: nn.Module, digits: Digits) -> float:
-    """The percentage of images that the model labels correctly."""
-    images, labels = digits
-    is_right: Tensor = model(images).argmax(dim=1) == labels
-    return 100 * is_right.double().mean().item()
 
 
 # ---- processes
@@ -265,82 +250,8 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-# ---- the command line
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Shows the collectives one by one, and trains a digit classifier by averaging parameters.",
-        epilog="Under torchrun, --ranks may be left out.",
-    )
-    add = partial(parser.add_argument, metavar="N")
-    add("--ranks", type=positive(int), help="number of processes, at least 2 (default: 3)")
-    add("--rounds", type=positive(int), default=8, help="averages of the parameters (default: %(default)s)")
-    add("--local-steps", type=positive(int), default=25, help="steps before each of them (default: %(default)s)")
-    add("--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)")
-    parser.add_argument("--lr", type=positive(float), default=0.3, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: "
-                        "%(default)s)")  # fmt: skip
-    parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
-                        "the test accuracy is below (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
-    return parser
-
-
-def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
-    arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
-    try:
-        arguments["ranks"] = choose_num_ranks(arguments["ranks"])
-        options = Options(**arguments)
-        check(options)
-        return options, port
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above zero, for argparse."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 < (number := kind(text)) < math.inf:
-                return number
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
-
-    return parse
-
-
-def choose_num_ranks(wanted: int | None) -> int:
-    """The value of --ranks, or all of torchrun's."""
-    place = placement_from_environment()
-    if place is None:
-        return wanted or 3
-    if wanted not in (None, place.world_size):
-        raise ValueError(f"--ranks {wanted} does not fit torchrun's {place.world_size} processes: leave it out")
-    return place.world_size
-
-
-def check(options: Options) -> None:
-    """Raises `ValueError` for options that would fail later, or with a message that is hard to understand."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("the package scikit-learn is missing: pip install 'rpcdist[examples]'")
-    if options.ranks < 2:
-        raise ValueError("--ranks: at least 2")
-
-
 def main() -> None:
-    parser = make_parser()
-    options, port = parse_options(parser)
-    if placement_from_environment() is None:
-        # Importing torch takes each process seconds, in which nothing else would be seen.
-        print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
-    try:
-        launch(run_process, (options,), workers=options.ranks, master_port=port)
-    except ConfigError as error:
-        parser.error(f"--port: {error}")
+    start(run_process, parse_options())
 
 
 if __name__ == "__main__":

@@ -16,50 +16,57 @@ It starts its processes itself. It also runs under torchrun, on several machines
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
-import math
 import os
 import sys
 import time
-from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
+from _shared import NUM_TRAIN, ExampleOptions, count, counted, flag, option, parse, start
+
+from rpcdist import placement_from_environment
+
+
+@dataclass(frozen=True)
+class Options(ExampleOptions):
+    ranks: int = counted(2, "number of processes")
+    epochs: int = option(10, "times through all images")
+    batch_size: int = option(32, "images per step and rank")
+    lr: float = option(0.05, "learning rate")
+    seed: int = option(0, "random seed", int)
+    min_accuracy: float = option(0.0, "exit with status 1 when the test is below", float, metavar="PERCENT")
+    device: str = option("cpu", "cuda gives every rank of a machine a GPU of its own", choices=("cpu", "cuda"))
+    checkpoint: Path = option(Path("out/ddp.pt"), "the file that rank 0 writes after each epoch", Path)
+    resume: bool = flag("continue from the checkpoint")
+
+    needs = ("sklearn",)
+
+    def check(self) -> None:
+        if self.ranks * self.batch_size > NUM_TRAIN:
+            raise ValueError(f"{self.ranks} batches of {self.batch_size} are more than the {NUM_TRAIN} images")
+        place = placement_from_environment()
+        if self.resume and (place is None or place.rank == 0) and not self.checkpoint.exists():
+            raise ValueError(f"--resume: there is no checkpoint {self.checkpoint}; train without --resume first")
+
+
+def parse_options() -> Options:
+    about = "Trains a digit classifier on several processes at once, each with its own part of the images."
+    return parse(Options, about, "Under torchrun, --ranks may be left out.")
+
+
+if __name__ == "__main__":
+    parse_options()  # before torch is imported: help and mistakes are answered at once
+
 import torch
+from _data import load_digits
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import DataLoader, TensorDataset
 
 import rpcdist.collectives as dist
-from rpcdist import launch, placement_from_environment
 from rpcdist.data import DistributedSampler
-from rpcdist.errors import ConfigError
 from rpcdist.parallel import DistributedDataParallel
-
-NUM_IMAGES = 1797
-NUM_TRAIN = 1437  # the other 360 images measure the accuracy
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command line; every process gets a copy."""
-
-    ranks: int
-    epochs: int
-    batch_size: int
-    lr: float
-    seed: int
-    min_accuracy: float
-    device: str
-    checkpoint: Path
-    resume: bool
-
-
-# ---- the model and the data
 
 
 def build_model() -> nn.Module:
@@ -76,20 +83,6 @@ def build_model() -> nn.Module:
     )
 
 
-def load_digits(seed: int) -> tuple[TensorDataset, TensorDataset]:
-    """A training set and a test set, the same on all ranks."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import
-
-    digits = load_sklearn_digits()
-    order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
-    images = torch.as_tensor(digits.images, dtype=torch.float32)[order].unsqueeze(1) / 16
-    labels = torch.as_tensor(digits.target, dtype=torch.int64)[order]
-    return TensorDataset(images[:NUM_TRAIN], labels[:NUM_TRAIN]), TensorDataset(images[NUM_TRAIN:], labels[NUM_TRAIN:])
-
-
-# ---- training: every rank runs this
-
-
 class Trainer:
     """The copy of the model and the part of the images of one rank."""
 
@@ -97,7 +90,9 @@ class Trainer:
         torch.manual_seed(options.seed)
         self.options = options
         self.device = device
-        train_set, self.test_set = load_digits(options.seed)
+        train_set, self.test_set = (
+            TensorDataset(images.unflatten(1, (1, 8, 8)), labels) for images, labels in load_digits(options.seed)
+        )
         self.sampler = DistributedSampler(train_set, seed=options.seed)  # type: ignore[var-annotated]  # TensorDataset
         self.loader = DataLoader(train_set, options.batch_size, sampler=self.sampler)
         self.model = DistributedDataParallel(build_model().to(device))  # all ranks have rank 0's parameters now
@@ -174,10 +169,9 @@ def train(options: Options, device: torch.device) -> float:
             f"{times[-1]:.2f} s"
         )
     mean = sum(times) / max(1, len(times))
-    ranks = dist.get_world_size()
     say(
-        f"test accuracy {accuracy:.1f} % ({ranks} rank{'s' * (ranks > 1)}, {trainer.num_epochs} epochs, {mean:.2f} s "
-        f"each), checkpoint: {options.checkpoint}"
+        f"test accuracy {accuracy:.1f} % ({count(dist.get_world_size(), 'rank')}, {trainer.num_epochs} epochs, "
+        f"{mean:.2f} s each), checkpoint: {options.checkpoint}"
     )
     return accuracy
 
@@ -185,9 +179,6 @@ def train(options: Options, device: torch.device) -> float:
 def say(text: str) -> None:
     if dist.get_rank() == 0:
         print(text, flush=True)
-
-
-# ---- processes
 
 
 def run_process(rank: int, options: Options) -> None:
@@ -204,96 +195,8 @@ def run_process(rank: int, options: Options) -> None:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-# ---- the command line
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Trains a digit classifier on several processes at once, each with its own part of the images.",
-        epilog="Under torchrun, --ranks may be left out.",
-    )
-    add = partial(parser.add_argument, metavar="N")
-    add("--ranks", type=positive(int), help="number of processes (default: 2)")
-    add("--epochs", type=positive(int), default=10, help="times through all images (default: %(default)s)")
-    add("--batch-size", type=positive(int), default=32, help="images per step and rank (default: %(default)s)")
-    parser.add_argument("--lr", type=positive(float), default=0.05, help="learning rate (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="random seed (default: "
-                        "%(default)s)")  # fmt: skip
-    parser.add_argument("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when "
-                        "the test accuracy is below (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"), help="cuda gives every rank of a machine "
-                        "a GPU of its own (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--checkpoint", type=Path, default=Path("out/ddp.pt"), metavar="FILE",
-                        help="the file that rank 0 writes after each epoch (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--resume", action="store_true", help="continue from the checkpoint")
-    parser.add_argument("--port", type=int, default=0, help="port of the rendezvous on this machine (default: any free "
-                        "one)")  # fmt: skip
-    return parser
-
-
-def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
-    arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
-    try:
-        arguments["ranks"] = choose_num_ranks(arguments["ranks"])
-        options = Options(**arguments)
-        check(options)
-        return options, port
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above zero, for argparse."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 < (number := kind(text)) < math.inf:
-                return number
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
-
-    return parse
-
-
-def choose_num_ranks(wanted: int | None) -> int:
-    """The value of --ranks, or all of torchrun's."""
-    place = placement_from_environment()
-    if place is None:
-        return wanted or 2
-    if wanted not in (None, place.world_size):
-        raise ValueError(f"--ranks {wanted} does not fit torchrun's {place.world_size} processes: leave it out")
-    return place.world_size
-
-
-def check(options: Options) -> None:
-    """Raises `ValueError` for options that would fail later, or with a message that is hard to understand."""
-    if importlib.util.find_spec("sklearn") is None:
-        raise ValueError("the package scikit-learn is missing: pip install 'rpcdist[examples]'")
-    if options.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch finds no GPU here")
-    if options.ranks * options.batch_size > NUM_TRAIN:
-        raise ValueError(f"{options.ranks} batches of {options.batch_size} are more than the {NUM_TRAIN} images")
-    place = placement_from_environment()
-    reads_checkpoint = options.resume and (place is None or place.rank == 0)
-    if reads_checkpoint and not options.checkpoint.exists():
-        raise ValueError(f"--resume: there is no checkpoint {options.checkpoint}; train without --resume first")
-    try:
-        options.checkpoint.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--checkpoint {options.checkpoint}: its folder cannot be made ({error.strerror})") from error
-
-
 def main() -> None:
-    parser = make_parser()
-    options, port = parse_options(parser)
-    if placement_from_environment() is None:
-        # Importing torch takes each process seconds, in which nothing else would be seen.
-        print(f"starting {options.ranks} rank{'s' * (options.ranks > 1)} ...", flush=True)
-    try:
-        launch(run_process, (options,), workers=options.ranks, master_port=port)
-    except ConfigError as error:
-        parser.error(f"--port: {error}")
+    start(run_process, parse_options())
 
 
 if __name__ == "__main__":

@@ -20,66 +20,62 @@ It starts its processes itself. Under torchrun the first ranks are the servers, 
 
 from __future__ import annotations
 
-import argparse
-import importlib.util
 import math
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean
-from typing import TYPE_CHECKING, Never
 
-import torch
-from torch import Tensor, nn
-from torch.futures import Future
-from torch.nn.functional import cross_entropy, linear
-
-import rpcdist.autograd as autograd
-import rpcdist.rpc as rpc
-from rpcdist import launch, placement_from_environment
-from rpcdist.errors import ConfigError, WorkerLost
-from rpcdist.optim import DistributedOptimizer
-
-if TYPE_CHECKING:
-    from tqdm import tqdm
-
-NUM_IMAGES = 1797
-NUM_TRAIN = 1437  # the other 360 images measure the accuracy
-SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
-MOMENTUM = 0.9
-Digits = tuple[Tensor, Tensor]  # images (n, 64) float32 from 0 to 1, labels (n,) int64
+from _shared import NUM_TRAIN, Bars, ExampleOptions, counted, option, parse, start
 
 
 @dataclass(frozen=True)
-class Options:
-    """The options of the command line; every process gets a copy."""
+class Options(ExampleOptions):
+    mode: str = option("async", "see above", choices=("async", "sync", "optimizer"))
+    servers: int = option(1, "number of servers, which share the parameters")
+    trainers: int = counted(2, "number of trainers")
+    staleness: int | None = option(None, "steps that a trainer may be ahead (default: any)", int, metavar="K")
+    kill: int | None = option(None, "kill this trainer once, and start it again", int, metavar="TRAINER")
+    epochs: int = option(40, "times that each trainer goes through its images")
+    batch_size: int = option(32, "images per step and trainer")
+    lr: float = option(0.2, "learning rate")
+    seed: int = option(0, "random seed", int)
+    device: str = option("cpu", "device of the trainers", str)
+    min_accuracy: float = option(0.0, "exit with status 1 when the test is below", float, metavar="PERCENT")
+    picture: Path = option(Path("out/parameter_server.png"), "file for the curves", Path)
 
-    mode: str
-    servers: int
-    trainers: int
-    epochs: int
-    batch_size: int
-    lr: float
-    seed: int
-    device: str
-    min_accuracy: float
-    picture: Path
-    staleness: int | None = None  # no limit
-    kill: int | None = None  # this trainer dies once
+    roles = "the servers and a trainer"
+    needs = ("sklearn", "matplotlib", "tqdm")
+
+    @property
+    def num_others(self) -> int:
+        return self.servers
 
     @property
     def steps_per_epoch(self) -> int:
         """Equal for all trainers, so that none waits for another one that has finished."""
         return NUM_TRAIN // self.trainers // self.batch_size
+
+    def check(self) -> None:
+        if self.steps_per_epoch < 1:
+            raise ValueError(
+                f"each of the {self.trainers} trainers has {NUM_TRAIN // self.trainers} images, fewer than a batch of "
+                f"{self.batch_size}: choose a smaller --batch-size, or fewer --trainers"
+            )
+        if self.staleness is not None and (self.mode == "sync" or self.staleness < 0):
+            raise ValueError("--staleness is a number of steps, for async and optimizer; in sync no trainer is ahead")
+        if self.kill is not None and not 0 <= self.kill < self.trainers:
+            raise ValueError(f"--kill {self.kill}: the trainers are 0 to {self.trainers - 1}")
+        if self.kill is not None and (self.mode != "async" or self.staleness is not None or self.epochs < 2):
+            raise ValueError("--kill is for --mode async without --staleness, where nobody waits, and 2 epochs")
 
     def __str__(self) -> str:
         servers = f"{self.servers} servers, " if self.servers > 1 else ""
@@ -88,7 +84,35 @@ class Options:
         return f"{self.mode}, {servers}{staleness}{self.trainers} trainers, {self.epochs} epochs{killed}"
 
 
-# ---- the model, as a function of one vector of parameters, which can be divided anywhere; and the data
+def parse_options() -> Options:
+    return parse(
+        Options,
+        "Trains a digit classifier with parameter servers and trainers. async: each gradient is applied at once; "
+        "sync: one step per round of all trainers; optimizer: distributed autograd and optimizer.",
+        "Under torchrun, the first ranks are the servers, all others are trainers; --trainers may be left out.",
+    )
+
+
+if __name__ == "__main__":
+    parse_options()  # before torch is imported: help and mistakes are answered at once
+
+import torch
+from _data import Digits, load_digits, percent_right
+from _pictures import draw_trainers
+from torch import Tensor, nn
+from torch.futures import Future
+from torch.nn.functional import cross_entropy, linear
+
+import rpcdist.autograd as autograd
+import rpcdist.rpc as rpc
+from rpcdist.errors import WorkerLost
+from rpcdist.optim import DistributedOptimizer
+
+SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
+MOMENTUM = 0.9
+
+
+# ---- the model, as a function of one vector of parameters, which can be divided anywhere
 
 
 def initial_parameters(seed: int) -> Tensor:
@@ -104,23 +128,11 @@ def predict(parameters: Tensor, images: Tensor) -> Tensor:
     return linear(linear(images, weight, bias).relu(), weight_out, bias_out)
 
 
-def load_digits(seed: int) -> tuple[Digits, Digits]:
-    """The digits in random order, as a training set and a test set."""
-    from sklearn.datasets import load_digits as load_sklearn_digits  # slow to import, and only one process needs it
-
-    digits = load_sklearn_digits()
-    order = torch.randperm(NUM_IMAGES, generator=torch.Generator().manual_seed(seed))
-    images = torch.as_tensor(digits.data, dtype=torch.float32)[order] / 16
-    labels = torch.as_tensor(digits.target, dtype=torch.int64)[order]
-    return (images[:NUM_TRAIN], labels[:NUM_TRAIN]), (images[NUM_TRAIN:], labels[NUM_TRAIN:])
-
-
 @torch.no_grad()
 def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
     """The percentage of images that the model labels correctly."""
     images, labels = digits
-    is_right: Tensor = predict(parameters, images).argmax(dim=1) == labels
-    return 100 * is_right.double().mean().item()
+    return percent_right(predict(parameters, images), labels)
 
 
 # ---- the parameter servers: trainers call their methods through remote references
@@ -260,26 +272,18 @@ class OptimizerLearner:
         return loss.item()
 
 
-# ---- progress and picture
+# ---- progress
 
 
 class Progress:
-    """One bar per trainer on a terminal, a line per epoch elsewhere. One process prints them all, so lines never mix.
-
-    Each trainer's calls come one after the other, but those of different trainers on different threads: every method
-    touches only its own trainer's bar and lists (tqdm locks the terminal).
-    """
+    """What the trainers report. Each method touches its own trainer's lists only, so no lock is needed."""
 
     def __init__(self, options: Options) -> None:
         self.options = options
         self.losses: list[list[float]] = [[] for _ in range(options.trainers)]  # by trainer, one per step
         self.accuracies: list[list[tuple[float, float]]] = [[] for _ in self.losses]  # (seconds, percent) per epoch
-        self.bars: list[tqdm[Never]] = []
-        if sys.stderr.isatty():  # in a pipe, a file or a log, bars would be noise
-            from tqdm import tqdm
-
-            bar = partial(tqdm, total=options.epochs * options.steps_per_epoch, unit="step", dynamic_ncols=True)
-            self.bars = [bar(desc=f"trainer {trainer}", position=trainer) for trainer in range(options.trainers)]
+        names = [f"trainer {trainer}" for trainer in range(options.trainers)]
+        self.bars = Bars(names, options.epochs * options.steps_per_epoch, "step")
         self.absence: list[tuple[int, float]] = []  # of the killed trainer: when it died and when it was back
         self.started = time.monotonic()
 
@@ -295,46 +299,10 @@ class Progress:
         self.losses[trainer] += losses
         self.accuracies[trainer].append((self.elapsed_s(), accuracy))
         status = f"loss {fmean(losses):.3f}, test accuracy {accuracy:.1f} %"
-        if self.bars:
-            self.bars[trainer].set_postfix_str(status, refresh=False)
-            self.bars[trainer].update(len(losses))
-        else:
-            print(f"trainer {trainer}: epoch {epoch}/{self.options.epochs}, {status}", flush=True)
+        self.bars.advance(trainer, len(losses), f"epoch {epoch}/{self.options.epochs}", status)
 
     def elapsed_s(self) -> float:
         return time.monotonic() - self.started
-
-
-def draw(progress: Progress, options: Options, accuracy: float) -> None:
-    """Writes the picture: the loss of every trainer over its steps, and its test accuracy over time."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file needs no display
-    from matplotlib import layout_engine, pyplot
-
-    layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 4.4), layout=layout)
-    for trainer, losses in enumerate(progress.losses):
-        look = {"color": f"C{trainer}", "label": f"trainer {trainer}"}
-        means = [fmean(losses[max(0, end - options.steps_per_epoch) : end]) for end in range(1, len(losses) + 1)]
-        left.plot(losses, color=look["color"], alpha=0.15, linewidth=0.7, zorder=1)
-        left.plot(means, **look)
-        right.plot(*zip(*progress.accuracies[trainer], strict=True), marker=".", linewidth=1, **look)
-    if len(progress.absence) == 2:
-        (step, died_s), (_, back_s) = progress.absence
-        text = f"trainer {options.kill} is killed,\nand back {back_s - died_s:.1f} s later"
-        left.axvline(step, color="black", linestyle=":", linewidth=1)
-        left.text(step, left.get_ylim()[1], f" {text}", verticalalignment="top", fontsize="small")
-        right.axvspan(died_s, back_s, color=f"C{options.kill}", alpha=0.15, label=f"without trainer {options.kill}")
-    left.set(title="Training loss (faint: of each batch)", xlabel="step of the trainer", yscale="log")
-    right.set(title="Test accuracy in % after each epoch", xlabel="seconds", ylim=(None, 100.5))
-    right.axhline(accuracy, color="gray", linestyle="--", linewidth=1, label=f"{accuracy:.1f} % at the end", zorder=1)
-    for axes, place in ((left, "upper right"), (right, "lower right")):
-        axes.legend(loc=place, frameon=False)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"Parameter server: {options}", fontweight="bold")
-    figure.savefig(options.picture, dpi=130)
 
 
 # ---- processes
@@ -351,10 +319,10 @@ def drive(options: Options) -> float:
     with ThreadPoolExecutor(options.trainers) as threads:
         list(threads.map(partial(drive_trainer, progress), range(options.trainers), arguments))
     seconds = progress.elapsed_s()
-    for bar in progress.bars:
-        bar.close()
+    progress.bars.close()
     accuracy = measure_accuracy(fetch(servers), test_digits)
-    draw(progress, options, accuracy)
+    draw_trainers(options.picture, f"Parameter server: {options}", progress.losses, progress.accuracies,
+                  options.steps_per_epoch, progress.absence, options.kill)  # fmt: skip
     print(f"test accuracy {accuracy:.1f} % ({options}, {seconds:.1f} s), picture: {options.picture}", flush=True)
     return accuracy
 
@@ -396,113 +364,8 @@ def run_worker(rank: int, options: Options) -> None:
         sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
 
 
-# ---- the command line
-
-
-def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description="Trains a digit classifier with parameter servers and trainers. async: each gradient is applied at "
-        "once; sync: one step per round of all trainers; optimizer: distributed autograd and optimizer.",
-        epilog="Under torchrun, the first ranks are the servers, all others are trainers; --trainers may be left out.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    add, unset = parser.add_argument, argparse.SUPPRESS
-    add("--mode", choices=("async", "sync", "optimizer"), default="async", help="see above")
-    add("--servers", type=positive(int), default=1, metavar="N", help="number of servers, which share the parameters")
-    add("--trainers", type=positive(int), default=unset, metavar="N", help="number of trainers (default: 2)")
-    add("--staleness", type=int, default=unset, metavar="K", help="steps that a trainer may be ahead (default: any)")
-    add("--kill", type=int, default=unset, metavar="TRAINER", help="kill this trainer once, and start it again")
-    add("--epochs", type=positive(int), default=40, metavar="N", help="times that each trainer goes through its images")
-    add("--batch-size", type=positive(int), default=32, metavar="N", help="images per step and trainer")
-    add("--lr", type=positive(float), default=0.2, help="learning rate")
-    add("--seed", type=int, default=0, help="random seed")
-    add("--device", default="cpu", help="device of the trainers")
-    add("--min-accuracy", type=float, default=0.0, metavar="PERCENT", help="exit with status 1 when the test is below")
-    add("--picture", type=Path, default=Path("out/parameter_server.png"), metavar="FILE", help="file for the curves")
-    add("--port", type=int, default=0, help="port of the rendezvous on this machine; 0 is any free one")
-    return parser
-
-
-def parse_options(parser: argparse.ArgumentParser) -> tuple[Options, int]:
-    """The options, and the port at which the processes find each other."""
-    arguments = vars(parser.parse_args())
-    port = arguments.pop("port")
-    try:
-        arguments["trainers"] = choose_num_trainers(arguments.get("trainers"), arguments["servers"])
-        options = Options(**arguments)
-        check(options)
-        return options, port
-    except ValueError as error:
-        parser.error(str(error))
-
-
-def positive(kind: type[int] | type[float]) -> Callable[[str], float]:
-    """A parser of numbers above zero, for argparse."""
-
-    def parse(text: str) -> float:
-        with suppress(ValueError):
-            if 0 < (number := kind(text)) < math.inf:
-                return number
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive {'whole ' if kind is int else ''}number")
-
-    return parse
-
-
-def choose_num_trainers(wanted: int | None, num_servers: int) -> int:
-    """The value of --trainers, or all of torchrun's ranks that are not servers."""
-    place = placement_from_environment()
-    if place is None:
-        return wanted or 2
-    num_trainers = place.world_size - num_servers
-    if num_trainers < 1:
-        raise ValueError(f"torchrun must also start a trainer: at least --nproc-per-node {num_servers + 1}")
-    if wanted not in (None, num_trainers):
-        raise ValueError(f"--trainers {wanted} does not fit torchrun, which has room for {num_trainers}: leave it out")
-    return num_trainers
-
-
-def check(options: Options) -> None:
-    """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
-    for module in ("sklearn", "matplotlib", "tqdm"):
-        if importlib.util.find_spec(module) is None:
-            raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
-    if options.steps_per_epoch < 1:
-        share = NUM_TRAIN // options.trainers
-        raise ValueError(
-            f"each of the {options.trainers} trainers has {share} images, fewer than a batch of "
-            f"{options.batch_size}: choose a smaller --batch-size, or fewer --trainers"
-        )
-    if options.staleness is not None and (options.mode == "sync" or options.staleness < 0):
-        raise ValueError(
-            "--staleness is a number of steps, for the modes async and optimizer; in sync no trainer is ahead"
-        )
-    if options.kill is not None and not 0 <= options.kill < options.trainers:
-        raise ValueError(f"--kill {options.kill}: the trainers are 0 to {options.trainers - 1}")
-    if options.kill is not None and (options.mode != "async" or options.staleness is not None or options.epochs < 2):
-        raise ValueError(
-            "--kill is for --mode async without --staleness, where nobody waits for the dead, and 2 epochs"
-        )
-    if options.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"--device {options.device}: torch finds no GPU here")
-    if options.picture.suffix not in (".png", ".pdf", ".svg"):
-        raise ValueError(f"--picture {options.picture}: the name must end in .png, .pdf or .svg")
-    try:
-        options.picture.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(f"--picture {options.picture}: its folder cannot be made ({error.strerror})") from error
-
-
 def main() -> None:
-    parser = make_parser()
-    options, port = parse_options(parser)
-    if placement_from_environment() is None:
-        # Importing torch takes each process seconds, in which nothing else would be seen.
-        servers = f"{options.servers} servers" if options.servers > 1 else "the server"
-        print(f"starting {servers} and {options.trainers} trainer{'s' * (options.trainers > 1)} ...", flush=True)
-    try:
-        launch(run_process, (options,), workers=options.servers + options.trainers, master_port=port)
-    except ConfigError as error:
-        parser.error(f"--port: {error}")
+    start(run_process, parse_options())
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from socket import socket
+from types import SimpleNamespace
 
 import pytest
 from example_runs import EXAMPLES, ROOT, last_line, torchrun
@@ -23,6 +24,7 @@ from rpcdist.testing import eventually
 
 PARAMETER_SERVER = EXAMPLES / "parameter_server.py"
 ELASTIC_SERVER = EXAMPLES / "elastic_parameter_server.py"
+EARLY_HELP = ("collectives", "ddp", "parameter_server")  # parse their options before they import torch
 SHORT = ("--epochs", "8")
 SHORT_ACCURACY = 90.0  # what 8 epochs reach with room to spare; a full run reaches 97
 
@@ -169,7 +171,7 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         out, errors = process.communicate(timeout=LIMIT_S)
         assert time.monotonic() - interrupted < STOP_LIMIT_S
         assert_no_process_left(process.pid)
-    said = "starting the server and 2 trainers ...\n"
+    said = "starting 3 processes ...\n"
     assert (process.returncode, out, errors.strip()) == (130, said, "interrupted")
 
 
@@ -181,17 +183,49 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         (("--picture", "curves.txt"), "the name must end in .png, .pdf or .svg"),
         (("--port", "70000"), "--port: master_port 70000: must be between 0 and 65535"),
         (("--lr", "nan"), "--lr: 'nan' is not a positive number"),
-        (("--mode", "sync", "--staleness", "2"), "for the modes async and optimizer; in sync no trainer is ahead"),
+        (("--mode", "sync", "--staleness", "2"), "for async and optimizer; in sync no trainer is ahead"),
         (("--staleness", "-1"), "--staleness is a number of steps"),
         (("--kill", "2"), "--kill 2: the trainers are 0 to 1"),
         (("--kill", "1", "--mode", "sync"), "--kill is for --mode async without --staleness"),
         (("--servers", "0"), "--servers: '0' is not a positive whole number"),
+        (("--servers", "999"), "choose fewer, or add --yes"),
     ],
 )
 def test_bad_arguments_are_explained(
     arguments: tuple[str, ...], message: str, explanation_of: Callable[..., str]
 ) -> None:
     assert message in explanation_of("parameter_server", *arguments)
+
+
+@pytest.mark.parametrize("example", EARLY_HELP)
+def test_help_needs_no_torch(example: str) -> None:
+    """Importing torch takes seconds."""
+    program = f"import runpy, sys; sys.argv = ['{example}', '--help']; sys.path.insert(0, '.')"
+    check = f"try: runpy.run_path('{example}.py', run_name='__main__')\nfinally: assert 'torch' not in sys.modules"
+    result = run(sys.executable, "-c", f"{program}\n{check}", cwd=EXAMPLES)
+    assert (result.returncode, result.stderr) == (0, "") and "--" in result.stdout
+
+
+def test_many_processes_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(EXAMPLES)
+    confirm_many = importlib.import_module("_shared").confirm_many
+    monkeypatch.setattr(sys, "stdin", SimpleNamespace(isatty=lambda: True))
+    asked: list[str] = []
+    answers = ["", "no", "y"]
+
+    def ask(question: str) -> str:
+        asked.append(question)
+        return answers.pop(0)
+
+    monkeypatch.setattr("builtins.input", ask)
+    for _ in range(2):
+        with pytest.raises(SystemExit, match="nothing was started"):
+            confirm_many(999, sure=False)
+    confirm_many(999, sure=False)
+    assert len(asked) == 3 and "999 processes" in asked[0]
+    confirm_many(999, sure=True)
+    confirm_many(3, sure=False)
+    assert len(asked) == 3
 
 
 def test_a_port_in_use_is_explained(explanation_of: Callable[..., str]) -> None:

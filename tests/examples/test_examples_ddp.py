@@ -52,6 +52,8 @@ def test_collectives_are_shown_and_averaging_learns(tmp_path: Path) -> None:
     assert shown["all_reduce of ranks 0 and 1"] == ["[1, 21]", "[1, 21]", "[2, 12]"]
     assert shown["from the previous rank"] == ["[2, 12]", "[0, 10]", "[1, 11]"]
     assert all(float(apart) < 1e-4 for apart in shown["ring minus built-in all_reduce"])
+    for which in ("ring", "built-in"):
+        assert all(re.fullmatch(r"\d+\.\d ms", time) for time in shown[f"{which} all_reduce took"])
     assert len(set(shown["round 4/4, after averaging"])) == 1
 
 
