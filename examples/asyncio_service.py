@@ -231,7 +231,7 @@ async def show_named_failure(service: rpc.RRef[TrainingService]) -> None:
         await service.rpc_async().read(torch.zeros(1, 64))
     except NotTrained as error:
         where = str(error.__cause__).strip().splitlines()[0]  # the rest is the traceback at the service
-        print(f"named failure: {error!r} with steps_done={error.steps_done}. {where}", flush=True)
+        print(f"named failure, {where[0].lower()}{where[1:]} {type(error).__name__}: {error}", flush=True)
 
 
 async def show_deadline(service: rpc.RRef[TrainingService]) -> None:

@@ -55,7 +55,7 @@ def test_the_asyncio_service_shows_what_it_says(tmp_path: Path) -> None:
         result, r"test accuracy .* %, 5000 calls waited for it at a service with \d+ threads \(.* s\), picture: .*"
     )
     out = result.stdout
-    assert "named failure: NotTrained(0) with steps_done=0. On worker 'service':\n" in out
+    assert "named failure, on worker 'service': NotTrained: the model is not trained yet: 0 steps done\n" in out
     assert "deadline: the call ended after 0.5 s, here and at the service\n" in out
     assert "cancellation: a waiting call and a stream were left, and ended at the service\n" in out
     [threads] = re.findall(r"^waiting: 5000 calls, all at the service, which has (\d+) threads$", out, re.MULTILINE)
