@@ -304,21 +304,20 @@ def show_examples(library: Library, guesses: Tensor) -> None:
 
 
 def draw(history: History, library: Library, guesses: Tensor, options: Options) -> None:
-    """Writes the picture: loss and accuracy, and the confusion matrix of the packages."""
+    """Writes the picture: the loss, the accuracy, and the confusion matrix of the packages."""
     import matplotlib
 
     matplotlib.use("Agg")  # a file needs no display
     from matplotlib import layout_engine, pyplot
 
     layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(11, 5), layout=layout)
+    figure, (left, middle, right) = pyplot.subplots(1, 3, figsize=(15, 5), layout=layout)
     left.plot(history.losses, linewidth=0.8)
-    left.set(title="Training loss, and test accuracy (dots, in %)", xlabel="step", ylabel="loss", ylim=(0, None))
-    left.spines[["top", "right"]].set_visible(False)
-    dots = left.twinx()
-    steps_per_epoch = len(history.losses) // options.epochs
-    dots.plot([(epoch + 1) * steps_per_epoch for epoch in range(options.epochs)], history.accuracies, "o", color="C1")
-    dots.set(ylim=(0, 100))
+    left.set(title="Training loss", xlabel="step", ylim=(0, None))
+    middle.plot(range(1, options.epochs + 1), history.accuracies, "o-", color="C1")
+    middle.set(title="Test accuracy in %", xlabel="epoch", ylim=(0, 100), xticks=range(1, options.epochs + 1))
+    for axes in (left, middle):
+        axes.spines[["top", "right"]].set_visible(False)
     num_packages = len(library.packages)
     pairs = library.test.labels * num_packages + guesses
     table = torch.bincount(pairs, minlength=num_packages**2).double().unflatten(0, (num_packages, num_packages))
