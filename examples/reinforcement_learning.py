@@ -100,7 +100,7 @@ class Played:
     states: Tensor  # (steps + 1, poles, 4): the next round begins with the last one
     actions: Tensor  # (steps, poles) int64
     ends: Tensor  # (steps, poles) bool: the episode ended with this step
-    episodes: list[int]  # rewards of the episodes that ended, in order
+    episodes: list[tuple[int, int]]  # the step after which each episode ended, and its reward
 
 
 class Observer:
@@ -138,7 +138,7 @@ class Observer:
             state, _, fell, ran_out, _ = pole.step(action)
             self.rewards[index] += 1
             if fell or ran_out:
-                played.episodes.append(self.rewards[index])
+                played.episodes.append((step + 1, self.rewards[index]))
                 self.rewards[index] = 0
                 state, _ = pole.reset()
             self.states[index] = torch.from_numpy(state)
@@ -235,12 +235,14 @@ class History:
     """The rewards of all episodes, and the speeds at the end."""
 
     episodes: list[int] = field(default_factory=list)  # rewards
-    ended_at: list[int] = field(default_factory=list)  # steps of all poles by the end of the episode's round
+    ended_at: list[int] = field(default_factory=list)  # steps that all poles had played by the end of the episode
     speeds: dict[str, list[float]] = field(default_factory=dict)  # steps per second of each timing
 
-    def add(self, episodes: list[int], num_steps: int) -> None:
-        self.episodes += episodes
-        self.ended_at += [num_steps] * len(episodes)
+    def add(self, played: list[Played], num_steps: int, num_poles: int) -> None:
+        """The episodes of one round, which began after `num_steps` steps of `num_poles` poles together."""
+        for step, reward in sorted(episode for part in played for episode in part.episodes):
+            self.episodes.append(reward)
+            self.ended_at.append(num_steps + step * num_poles)
 
     @property
     def first(self) -> float:
@@ -303,8 +305,8 @@ def run_agent(options: Options) -> float:
     for number in range(options.rounds):
         played = play(observers, options.steps, options.select)
         agent.learn(played, number / options.rounds)
+        history.add(played, num_steps, options.num_poles)
         num_steps += options.steps * options.num_poles
-        history.add([reward for part in played for reward in part.episodes], num_steps)
         print(f"round {number + 1}/{options.rounds}: {num_steps} steps, mean reward {history.last:.0f}", flush=True)
     history.speeds = measure_speeds(observers, options)
     draw(history, options)
