@@ -18,21 +18,19 @@ It starts its processes itself. Under torchrun rank 0 is the master, the next on
 from __future__ import annotations
 
 import argparse
-import ast
 import importlib.util
 import math
-import re
 import sys
-import sysconfig
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch
+from _data import library_functions
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -56,7 +54,6 @@ PACKAGES = (
     "unittest",
     "xml",
 )
-WORD = re.compile(r"[A-Za-z]\w+")
 
 
 @dataclass(frozen=True)
@@ -119,9 +116,9 @@ class Library:
 
 def read_library(options: Options) -> Library:
     """The functions of the standard library; one eighth of them is the test set."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    packages = [package for package in PACKAGES if (folder / package).is_dir()]
-    found = [(name, words, label) for label, package in enumerate(packages) for name, words in read(folder / package)]
+    functions = {package: found for package in PACKAGES if (found := list(library_functions(package)))}
+    packages = list(functions)
+    found = [(name, words, label) for label, package in enumerate(packages) for name, words in functions[package]]
     frequent = Counter(word for _, words, _ in found for word in words).most_common(options.words)
     number_of = {word: number for number, (word, _) in enumerate(frequent)}
     bags = [torch.tensor([number_of[word] for word in words if word in number_of] or [0]) for _, words, _ in found]
@@ -131,18 +128,6 @@ def read_library(options: Options) -> Library:
     order = torch.randperm(len(found), generator=torch.Generator().manual_seed(options.seed))
     test, train = order[: len(order) // 8], order[len(order) // 8 :]
     return Library(packages, [found[int(number)][0] for number in test], everything.pick(train), everything.pick(test))
-
-
-def read(folder: Path) -> Iterator[tuple[str, list[str]]]:
-    """The name of every function in a package, without its tests, and the words in its source."""
-    for path in sorted(folder.rglob("*.py")):
-        if {"test", "tests"} & set(path.parts[len(folder.parts) :]):
-            continue
-        source = path.read_text(errors="replace")
-        lines = source.splitlines()
-        for node in ast.walk(ast.parse(source)):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                yield node.name, WORD.findall("\n".join(lines[node.lineno - 1 : node.end_lineno]))
 
 
 # ---- the parameter servers

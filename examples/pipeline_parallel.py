@@ -19,7 +19,6 @@ import argparse
 import importlib.util
 import math
 import sys
-import sysconfig
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -28,6 +27,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from _data import guessing_loss, library_text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
@@ -36,7 +36,6 @@ from rpcdist import launch, placement_from_environment
 from rpcdist.parallel.pipeline import SCHEDULES, Pipeline
 
 ALPHABET = "\n" + "".join(map(chr, range(32, 127)))  # other characters are read as "?"
-MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
 NUM_HEADS = 4
 NUM_EVALUATIONS = 8  # batches for the validation loss
 PROMPT = "    def __init__(self, "
@@ -127,9 +126,7 @@ def loss_of(scores: Tensor, targets: Tensor) -> Tensor:
 
 def read_library() -> tuple[Tensor, Tensor]:
     """The text of the standard library as numbers: a training set, and its last files as a validation set."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
-    numbers = encode(text)
+    numbers = encode(library_text())
     split = len(numbers) * 19 // 20
     return numbers[:split], numbers[split:]
 
@@ -144,12 +141,6 @@ def pick_batch(text: Tensor, options: Options, generator: torch.Generator) -> tu
     starts = torch.randint(len(text) - options.length - 1, (options.batch_size, 1), generator=generator)
     excerpts = text[starts + torch.arange(options.length + 1)]
     return excerpts[:, :-1], excerpts[:, 1:]
-
-
-def guessing_loss(text: Tensor) -> float:
-    """The loss of a model that knows only how frequent each character is."""
-    shares = torch.bincount(text, minlength=len(ALPHABET)).double() / len(text)
-    return float(-torch.special.xlogy(shares, shares).sum())
 
 
 # ---- training, on the driver
@@ -222,8 +213,9 @@ def drive(options: Options) -> float:
         f"bubble of the last step: {100 * timeline.bubble:.0f} % of the workers' time was idle, "
         f"{100 * timeline.theoretical_bubble:.0f} % if sending took no time"
     )
+    guessing = guessing_loss(test_text, len(ALPHABET))
     print(
-        f"validation loss {loss:.2f} (guessing by frequency: {guessing_loss(test_text):.2f}; {options.schedule}, "
+        f"validation loss {loss:.2f} (guessing by frequency: {guessing:.2f}; {options.schedule}, "
         f"{options.workers} workers, {options.steps} steps, {seconds:.1f} s), picture: {options.picture}",
         flush=True,
     )

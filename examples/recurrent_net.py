@@ -19,7 +19,6 @@ import importlib.util
 import math
 import re
 import sys
-import sysconfig
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -30,6 +29,7 @@ from itertools import islice
 from pathlib import Path
 
 import torch
+from _data import guessing_loss, library_text
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
@@ -38,7 +38,6 @@ import rpcdist.rpc as rpc
 from rpcdist import launch, placement_from_environment
 from rpcdist.optim import DistributedOptimizer
 
-MAX_CHARACTERS = 2_000_000  # of the standard library, which has more
 UNKNOWN = "<unknown>"  # stands for all rare words
 WORD = re.compile(r"\n *|\w+|[^\w\s]")  # a word, a sign, or a new line with its indentation
 State = tuple[Tensor, Tensor]  # hidden state and cell state of the LSTM, each (1, batch, width)
@@ -151,9 +150,7 @@ class Text:
 
 def read_library(options: Options) -> Text:
     """The first 19/20 of the words are the training set, the others the validation set."""
-    folder = Path(sysconfig.get_paths()["stdlib"])
-    text = "".join(path.read_text(errors="replace") for path in sorted(folder.glob("*.py")))[:MAX_CHARACTERS]
-    words = WORD.findall(text)
+    words = WORD.findall(library_text())
     vocabulary = [UNKNOWN] + [word for word, _ in Counter(words).most_common(options.words - 1)]
     numbers = Text(vocabulary, torch.empty(0), torch.empty(0)).numbers(words)
     split = len(numbers) * 19 // 20
@@ -171,12 +168,6 @@ def batches(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
 def endless(words: Tensor, options: Options) -> Iterator[tuple[Tensor, Tensor]]:
     while True:
         yield from batches(words, options)
-
-
-def guessing_loss(words: Tensor, options: Options) -> float:
-    """The loss of a model that knows only how frequent each word is."""
-    shares = torch.bincount(words, minlength=options.words).double() / len(words)
-    return float(-torch.special.xlogy(shares, shares).sum())
 
 
 # ---- training, on the trainer
@@ -255,7 +246,7 @@ def run_trainer(options: Options) -> float:
     started = time.monotonic()
     losses = train(model, text, options)
     seconds = time.monotonic() - started
-    loss, guessing = evaluate(model, text, options), guessing_loss(text.test, options)
+    loss, guessing = evaluate(model, text, options), guessing_loss(text.test, options.words)
     draw(losses, loss, guessing, options)
     print(f"A sample of its output:\n{write_sample(model, text, 'if not isinstance(')}\n")
     print(
