@@ -116,7 +116,7 @@ class Library:
 
 def read_library(options: Options) -> Library:
     """The functions of the standard library; one eighth of them is the test set."""
-    functions = {package: found for package in PACKAGES if (found := list(library_functions(package)))}
+    functions = {package: those for package in PACKAGES if (those := list(library_functions(package)))}
     packages = list(functions)
     found = [(name, words, label) for label, package in enumerate(packages) for name, words in functions[package]]
     frequent = Counter(word for _, words, _ in found for word in words).most_common(options.words)
