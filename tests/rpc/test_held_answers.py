@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -105,6 +106,20 @@ def test_an_error_of_one_connection_keeps_no_answer_of_another(held: HeldAnswers
     held.write()
     assert sound.writes == [[2]]
     assert sorted(type(error).__name__ for error in errors) == ["TransportError", "ValueError"]
+
+
+def test_any_number_of_answers_that_one_job_makes_ready_are_sent_though_one_fails() -> None:
+    def unsendable() -> None:
+        raise ValueError("it cannot be sent")
+
+    connection, num_answers = Connection(), 2 * sys.getrecursionlimit()
+    answers: list[Callable[[], object]] = [partial(connection.send, number) for number in range(num_answers)]
+    last_act = LastAct([unsendable, *answers], connection)
+    with pytest.raises(ValueError, match="cannot be sent"):
+        last_act.answer()
+    last_act.answer()
+    connection.flush()
+    assert connection.answers == list(range(num_answers))
 
 
 # ---------------------------------------------------------------- in the pool

@@ -14,11 +14,10 @@ from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
-from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 
 __all__ = ["MAX_NAME_CHARS", "ActorNames"]
 
-COORDINATOR: Final = 0
 RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"
 CONFIRM: Final = "rpcdist.rpc._actors.actor_names:confirm"
 RELEASE: Final = "rpcdist.rpc._actors.actor_names:release"

@@ -9,7 +9,6 @@ from typing import Any
 
 from rpcdist.errors import BlockingInLoop, ConfigError, RpcdistError
 from rpcdist.rpc._actors.actor_names import MAX_NAME_CHARS
-from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -34,8 +33,7 @@ def get_actor(name: str, timeout: float = UNSET_RPC_TIMEOUT) -> RRef[Any]:
     """
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop("rpc.get_actor", "await asyncio.to_thread(rpc.get_actor, ...)")
-    agent = current_agent()
-    found: RRef[Any] = agent.actor_names.find(name, _limit_s(agent, timeout))
+    found: RRef[Any] = current_agent().actor_names.find(name, timeout)
     return found
 
 
@@ -48,12 +46,12 @@ def named_remote(
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
         raise ConfigError(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters, not {name!r:.100}")
     agent = current_agent()
-    owner, limit_s, names = agent.directory.resolve(to), _limit_s(agent, timeout), agent.actor_names
-    names.reserve(name, owner, limit_s)
+    owner, names = agent.directory.resolve(to), agent.actor_names
+    names.reserve(name, owner, timeout)
     try:
         rref: RRef[Any] = agent.rref_home.remote(owner, func, args, timeout, kwargs, is_serial=is_serial)
         agent.caller.sync(owner, keep_actor, (name, rref), None, timeout)
-        names.confirm(name, limit_s)
+        names.confirm(name, timeout)
     except BaseException:
         try:
             names.release(name, RREF_DELETION_LIMIT_S)
@@ -66,8 +64,3 @@ def named_remote(
 async def keep_actor(name: str, rref: RRef[Any]) -> None:
     """At the owner of an actor: keeps it under its name."""
     await current_agent().actor_names.keep(name, rref)
-
-
-def _limit_s(agent: Agent, timeout: float) -> float:
-    limit_s = agent.caller.timeout_of(timeout)
-    return 0 if limit_s == float("inf") else limit_s

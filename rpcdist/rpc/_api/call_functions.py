@@ -235,8 +235,5 @@ def remote(
     """
     if name is not None:
         return named_remote(to, func, args, kwargs, timeout, serial, name)
-    home = current_agent().rref_home
-    rref: RRef[Any] = home.remote(to, func, args, timeout, kwargs, is_serial=serial)
-    if isinstance(func, type):
-        rref._kind = func.__name__
+    rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs, is_serial=serial)
     return rref

@@ -24,11 +24,6 @@ __all__ = ["init_rpc"]
 logger = logging.getLogger(__name__)
 
 
-def __dir__() -> list[str]:
-    """The public names: what completion in an editor or a notebook shows. The private ones of torch work as well."""
-    return __all__
-
-
 def init_rpc(
     name: str,
     backend: object = None,

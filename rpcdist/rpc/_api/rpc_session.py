@@ -32,8 +32,7 @@ async def init_rpc_async(
 
     When the task is cancelled, the start goes on beside it until its time is over, and is undone if it succeeds then.
     """
-    pending = _PendingStart(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options))
-    await run_in_thread(pending.run, pending.abandon, name="rpcdist-init")
+    await _start_in_thread(partial(init_rpc, name, backend, rank, world_size, rpc_backend_options))
 
 
 async def shutdown_async(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> dict[str, str]:  # noqa: ASYNC109  # as `shutdown` has it
@@ -80,8 +79,7 @@ class RpcSession:
             _leave_at_once()
 
     async def __aenter__(self) -> Self:
-        pending = _PendingStart(self._start)
-        await run_in_thread(pending.run, pending.abandon, name="rpcdist-init")
+        await _start_in_thread(self._start)
         return self
 
     async def __aexit__(
@@ -112,6 +110,11 @@ class _PendingStart:
             is_done = self._is_done
         if is_done:
             _leave_at_once()
+
+
+async def _start_in_thread(start: partial[None]) -> None:
+    pending = _PendingStart(start)
+    await run_in_thread(pending.run, pending.abandon, name="rpcdist-init")
 
 
 def _leave_at_once() -> None:

@@ -11,11 +11,11 @@ from typing import Any
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.rpc._calling.arguments import num_bytes_of
-from rpcdist.rpc._calling.call_table import CallTable, PendingCall, ReplySink
+from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
 from rpcdist.rpc._calling.call_timer import CallTimer
 from rpcdist.rpc._calling.creations import Creation, CreationListener
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
-from rpcdist.rpc._calling.new_calls import INFINITE, CallMessage, NewCalls
+from rpcdist.rpc._calling.new_calls import CallMessage, NewCalls
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
@@ -122,7 +122,8 @@ class Caller:
     def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        call = self._call(to, func, args, None, UNSET_RPC_TIMEOUT, reply_sink)
+        call, message, large = self._new_calls.of_function(to, func, args, None, UNSET_RPC_TIMEOUT, reply_sink)
+        self._send_in_turn(call, message, large)
         return lambda: reply_sink.wait(call, self)
 
     def start(
@@ -156,7 +157,8 @@ class Caller:
     ) -> Creation:
         """Asks a worker to run a function and keep its result under the ids of `share`. `on`: see `NewCalls`."""
         creation = Creation(share, listener, self._submit, self.allow_pickle)
-        call = self._call(to, func, args, kwargs, timeout_s, creation, result=share, on=on)
+        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, creation, share, on)
+        self._send_in_turn(call, message, large)
         creation.began(partial(self.cancel, call, None))
         return creation
 
@@ -182,22 +184,6 @@ class Caller:
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
         return reply_sink.wait(call, self, partial(self._send, call, message, large))
-
-    def _call(
-        self,
-        to: int,
-        func: Callable[..., Any],
-        args: Any,
-        kwargs: Any,
-        timeout_s: float,
-        reply_sink: ReplySink,
-        result: ReferenceShare | None = None,
-        on: HandleState | None = None,
-    ) -> PendingCall:
-        """Makes a call, and sends it; see `NewCalls.of_function`."""
-        call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, result, on)
-        self._send_in_turn(call, message, large)
-        return call
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""

@@ -13,6 +13,7 @@ from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.arguments import by_keyword, name_value, positional
 from rpcdist.rpc._calling.call_table import (
     GATHERING,
+    INFINITE,
     REPEATABLE,
     USER_CALL,
     CallFlags,
@@ -30,12 +31,11 @@ from rpcdist.rpc._values.function_names import encode_function, unwrap
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
 
-__all__ = ["INFINITE", "CallMessage", "NewCall", "NewCalls"]
+__all__ = ["CallMessage", "NewCall", "NewCalls"]
 
 CallMessage = rpc_pb2.Message | CompactCall
 NewCall = tuple[PendingCall, CallMessage, Sequence[LargeBuffer]]
 """A call that was not sent yet, its message, and the large buffers of that."""
-INFINITE: Final = float("inf")
 NOTHING: Final = CompactValue(b"", 0, ())  # of a call without arguments
 
 

@@ -141,6 +141,8 @@ class RRefCalls:
         except BaseException as exc:
             self._rrefs.on_creation_failed(share, exc)
             raise
+        if isinstance(func, type):
+            rref._kind = func.__name__
         return rref
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:

@@ -43,13 +43,15 @@ class LastAct(NamedTuple):
     is_long: bool = False
 
     def answer(self) -> None:
-        """Sends all of them; called once, whatever happens."""
-        try:
-            if self.answers:
+        """Sends all of them, also those after one that raises; called once, whatever happens."""
+        problem: BaseException | None = None
+        while self.answers:
+            try:
                 self.answers.pop(0)()
-        finally:
-            if self.answers:  # also those after one that raises
-                self.answer()
+            except BaseException as error:
+                problem = error
+        if problem is not None:
+            raise problem
 
 
 class _ThreadHooks(threading.local):

@@ -12,9 +12,8 @@ from rpcdist.collectives.rendezvous import job_attempt
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
-from rpcdist.rpc._membership.membership_recovery import COORDINATOR
 from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.network import Network
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,

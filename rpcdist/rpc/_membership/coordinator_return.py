@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable
-from contextlib import suppress
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
@@ -17,10 +16,10 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
-from rpcdist.rpc._membership.membership_recovery import COORDINATOR
-from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.router import Router
+from rpcdist.rpc.future import Future
 from rpcdist.time_limits import (
     COORDINATOR_RETURN_LIMIT_S,
     RETURN_FIRST_PAUSE_S,
@@ -132,31 +131,26 @@ class CoordinatorReturn:
             except RpcdistError as exc:  # nobody is there yet, or it has just ended
                 logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
             await asyncio.sleep(next(pauses))
+        if not self._lifetime.is_closed:
+            logger.error(
+                "%s has not found the coordinator for %.0f s, and looks no longer; it goes on with the workers that it "
+                "knows",
+                self._directory.me.name,
+                COORDINATOR_RETURN_LIMIT_S,
+            )
 
     async def _address(self) -> str:
         """Where the coordinator says that it is, or else where it was."""
         look_up = self._look_up
         if look_up is None:
             return self._coordinator.address
-        loop = asyncio.get_running_loop()
-        found: asyncio.Future[str] = loop.create_future()
-
-        def take(address: str, error: BaseException | None) -> None:
-            if found.done():
-                return
-            if error is not None:
-                found.set_exception(error)
-            else:
-                found.set_result(address)
+        found: Future[str] = Future()
 
         def ask() -> None:
-            address, error = "", None
             try:
-                address = look_up()
+                found._complete(look_up())
             except Exception as exc:  # stores of others may raise anything, and the search waits for this answer
-                error = exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}")
-            with suppress(RuntimeError):  # the loop is closed, and the search has ended
-                loop.call_soon_threadsafe(take, address, error)
+                found._fail(exc if isinstance(exc, RpcdistError) else DistStoreError(f"the store failed: {exc!r}"))
 
         self._submit(ask)
         return await found

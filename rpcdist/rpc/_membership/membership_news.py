@@ -17,10 +17,9 @@ from rpcdist.rpc._membership.membership_messages import (
     member_to_proto,
 )
 from rpcdist.rpc._membership.membership_service import MembershipService
-from rpcdist.rpc._peers.directory import Directory, Roster
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory, Roster
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._peers.router import COORDINATOR
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 
 __all__ = ["MembershipNews"]

@@ -7,10 +7,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.directory import COORDINATOR
 
 __all__ = ["Recovery"]
-
-COORDINATOR = 0  # its rank
 
 
 class Recovery:

@@ -14,9 +14,9 @@ from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_to_proto
-from rpcdist.rpc._membership.membership_recovery import COORDINATOR, Recovery
+from rpcdist.rpc._membership.membership_recovery import Recovery
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
-from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.peer_events import Event
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S
 from rpcdist.transport.identities import identity_from_proto

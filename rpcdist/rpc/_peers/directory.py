@@ -7,7 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -19,9 +19,12 @@ from rpcdist.rpc._futures.interrupt import longest_sleep_s
 from rpcdist.rpc._values import MapDevice
 from rpcdist.rpc.worker_info import WorkerInfo
 
-__all__ = ["Directory", "Member", "MemberEvent", "MemberSource", "Roster"]
+__all__ = ["COORDINATOR", "Directory", "Member", "MemberEvent", "MemberSource", "Roster"]
 
 logger = logging.getLogger(__name__)
+
+COORDINATOR: Final = 0
+"""The rank of the worker that knows who is in the job."""
 
 
 @dataclass(frozen=True, slots=True)

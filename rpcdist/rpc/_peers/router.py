@@ -18,7 +18,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, kind_of
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
-from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.loopback import Loopback
 from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
@@ -29,12 +29,11 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["COORDINATOR", "REPLACED", "Router"]
+__all__ = ["REPLACED", "Router"]
 
 logger = logging.getLogger(__name__)
 
 REPLACED = "another process took its place"
-COORDINATOR = 0  # its rank
 
 
 class Router:
