@@ -126,7 +126,7 @@ class PassTurns(ABC):
             if send is not None:
                 send()
         if hooks.enter is not None and self._source is not None:
-            hooks.last_act = LastAct([] if send is None else [_Once(send)], self._source)
+            hooks.last_act = LastAct([] if send is None else [send], self._source)
         elif send is not None:
             send()
 
@@ -165,17 +165,3 @@ class PassTurns(ABC):
 
     def _has_news(self) -> bool:
         return not self._is_waiting()
-
-
-class _Once:
-    """Calls a job once, and holds it no longer: a thread keeps its last act while it waits for the next one."""
-
-    __slots__ = ("_job",)
-
-    def __init__(self, job: Job) -> None:
-        self._job: Job | None = job
-
-    def __call__(self) -> None:
-        job, self._job = self._job, None
-        if job is not None:
-            job()

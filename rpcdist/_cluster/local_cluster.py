@@ -163,10 +163,9 @@ class LocalCluster:
         # They import torch while this process does.
         call = pickle_call(join_cluster, (self.names, address, self._options, True), imports=("rpcdist.rpc",))
         processes = self._processes = BackgroundRanks(call, range(1, size), variables)
+        self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start()
         importlib.import_module("rpcdist.rpc")
-        if self._cancelled:
-            processes.cancel()
         processes.wait_until_ready(CLUSTER_START_LIMIT_S)
         try:
             join_cluster(0, self.names, address, self._options)
@@ -176,15 +175,16 @@ class LocalCluster:
                 raise
             raise error_of(failure, size) from error
         self._is_worker = True
-        if self._cancelled:
-            raise DeadlineExceeded("the start of the cluster was cancelled")
+        self._check_not_cancelled()
 
     def _cancel(self) -> None:
         """Ends the processes, and `start` as soon as its thread looks."""
         self._cancelled = True
-        if self._processes is not None:
-            self._processes.cancel()
         self._abandon()
+
+    def _check_not_cancelled(self) -> None:
+        if self._cancelled:
+            raise DeadlineExceeded("the start of the cluster was cancelled")
 
     def _join_launched(self, placement: Placement) -> None:
         """Under a launcher: rank 0 goes on to the block, the others never return."""

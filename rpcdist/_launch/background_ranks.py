@@ -38,31 +38,31 @@ class BackgroundRanks:
         self._variables = variables
         self._progress = Progress(ranks, float("inf"), LAUNCH_CAUSE_LIMIT_S, LAUNCH_EXIT_LIMIT_S)
         self._processes: list[RankProcess] = []
-        self._error: BaseException | None = None  # of the thread: a process could not be started
-        self._cancelled = False
+        self._error: BaseException | None = None  # of the thread: a process could not be started, or watched
+        self._must_end = False  # `end` has been called
         self._changed = threading.Condition()  # guards all of these
         self._stop, self._stop_writer = os.pipe()
         self._thread = threading.Thread(target=self._run, name="rpcdist-ranks", daemon=True)
 
     def start(self) -> None:
-        """Starts the thread, which starts the processes."""
-        self._thread.start()
+        """Starts the thread, which starts the processes. Raises `DeadlineExceeded` if `end` was called before."""
+        with self._changed:
+            self._check_not_ended()
+            self._thread.start()
 
     def wait_until_ready(self, limit_s: float) -> None:
         """Waits until every process has imported what it needs, and calls its function.
 
         Raises:
             ProcessFailed, SystemExit: one failed before that.
-            DeadlineExceeded: not all came so far in time, or `cancel` was called.
+            DeadlineExceeded: not all came so far in time, or `end` was called.
             OSError: a process cannot be started.
         """
         deadline = Deadline.after(limit_s)
 
         def is_ready() -> bool:
-            if self._error is not None:
-                raise self._error
-            if self._cancelled:
-                raise DeadlineExceeded("the start of the cluster was cancelled")
+            self._check_watched()
+            self._check_not_ended()
             self._raise_failure()
             return self._progress.all_are_ready()
 
@@ -74,7 +74,12 @@ class BackgroundRanks:
 
     def wait_until_ended(self) -> None:
         """Waits until all have ended. Raises `DeadlineExceeded` after the limit for functions that have returned."""
-        if not self._wait_for(self._progress.all_have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
+
+        def have_ended() -> bool:
+            self._check_watched()
+            return self._progress.all_have_ended()
+
+        if not self._wait_for(have_ended, Deadline.after(LAUNCH_EXIT_LIMIT_S)):
             with self._changed:
                 running = ", ".join(str(process.rank) for process in self._processes if not process.has_ended)
             raise DeadlineExceeded(
@@ -89,12 +94,6 @@ class BackgroundRanks:
             outcome = self._progress.outcome(time.monotonic())
         return outcome if isinstance(outcome, Failed) else None
 
-    def cancel(self) -> None:
-        """Ends `wait_until_ready`, also if it is called only later."""
-        with self._changed:
-            self._cancelled = True
-            self._changed.notify_all()
-
     def pause(self) -> None:
         """Stops all where they are until `end`, so that none of them notices what this process closes meanwhile."""
         with self._changed:  # nobody is reaped meanwhile, whose id could be another's
@@ -103,9 +102,16 @@ class BackgroundRanks:
                     process.pause()
 
     def end(self) -> None:
-        """Ends all that still run, and the thread; takes seconds only where a process resists SIGTERM."""
-        os.write(self._stop_writer, b"\0")
-        self._thread.join()
+        """Ends all that still run, the thread, and `wait_until_ready`; called once, on any thread, also before `start`.
+
+        It takes seconds only where a process resists SIGTERM.
+        """
+        with self._changed:
+            self._must_end = True
+            self._changed.notify_all()
+        if self._thread.ident is not None:  # it was started
+            os.write(self._stop_writer, b"\0")
+            self._thread.join()
         os.close(self._stop)
         os.close(self._stop_writer)
 
@@ -152,6 +158,14 @@ class BackgroundRanks:
                 next_change_s = self._progress.next_deadline() - time.monotonic()
                 self._changed.wait(max(0.0, min(deadline.remaining_s(), next_change_s, SELECT_LIMIT_S)))
         return True
+
+    def _check_watched(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _check_not_ended(self) -> None:
+        if self._must_end:
+            raise DeadlineExceeded("the start of the cluster was cancelled")
 
     def _raise_failure(self) -> None:
         outcome = self._progress.outcome(time.monotonic())

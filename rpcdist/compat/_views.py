@@ -21,7 +21,6 @@ from rpcdist.errors import ConfigError
 __all__ = ["install_views", "refuse_torch_groups"]
 
 _IMPORTS = "importlib."
-_THIS = __name__
 
 
 class _ViewedModule(ModuleType):

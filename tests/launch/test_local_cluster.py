@@ -7,8 +7,9 @@ import os
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -26,7 +27,9 @@ from program_sessions import (
 )
 
 from rpcdist import LocalCluster, rpc
-from rpcdist.errors import AlreadyInitialized, ConfigError, WorkerLost
+from rpcdist._launch.background_ranks import BackgroundRanks
+from rpcdist._launch.rank_call import pickle_call
+from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.testing import eventually, eventually_async
 
 PROGRAM = """
@@ -170,6 +173,36 @@ def test_a_block_may_shut_down_itself() -> None:
     with pytest.raises(KeyError), LocalCluster(1):
         rpc.shutdown()
         raise KeyError("of the block")
+
+
+def test_a_start_cancelled_before_its_thread_runs_starts_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = LocalCluster(2)
+
+    class CancelledJustThen(BackgroundRanks):
+        def start(self) -> None:
+            cluster._cancel()
+            super().start()
+
+    monkeypatch.setattr("rpcdist._cluster.local_cluster.BackgroundRanks", CancelledJustThen)
+    before = children()
+    with pytest.raises(DeadlineExceeded, match="was cancelled"):
+        cluster.start()
+    assert not children() - before
+
+
+def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> NoReturn:
+        raise OSError("no more processes")
+
+    monkeypatch.setattr("rpcdist._launch.background_ranks.start_rank", fail)
+    processes = BackgroundRanks(pickle_call(pid, ()), [1], {})
+    processes.start()
+    try:
+        for wait in (partial(processes.wait_until_ready, LIMIT_S), processes.wait_until_ended):
+            with pytest.raises(OSError, match="no more processes"):
+                wait()
+    finally:
+        processes.end()
 
 
 @pytest.mark.parametrize("workers", [0, -1, [], "worker", 3.5, None])
