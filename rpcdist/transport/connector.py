@@ -106,7 +106,11 @@ class Connector:
         # Who takes no messages makes unary calls only, and gRPC's connection is there for these.
         channels = allowed_channels() if handler is not None else Channels(local=False, tcp=False)
         may_be_local = channels.local
-        await self._credentials.tls_policy.check_plain(split_address(address)[0])
+        try:
+            async with asyncio.timeout(deadline.wait_s()):
+                await self._credentials.tls_policy.check_plain(split_address(address)[0])
+        except TimeoutError as exc:
+            raise ConnectFailed(address, "nobody has said which address that name stands for", timeout_s) from exc
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             if may_be_local:

@@ -4,7 +4,7 @@
 spares a call two changes of thread; in a burst, all but the first are left to the task, which joins them into one
 envelope. Frames must not mix, so one of them at a time has the turn. The task that does not get it goes to sleep: it
 must not block the loop. Therefore a thread that gives the turn back looks whether anything is left, and wakes the task
-even if that is awake: it may be on its way to sleep.
+if that sleeps; and a task on its way to sleep clears its flag first, and then looks whether the turn has come back.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class SessionWriter:
             return
         if self._awake:
             if self._outgoing.num_frames >= FLUSH_FRAMES:  # the peer need not wait until the loop gets its turn
-                self._write_here()
+                self.flush()
         elif not transfer and can_linger(message) and self._outgoing.num_frames < FLUSH_FRAMES:
             self._lingering.begin()  # the next message takes it along, or a tick
         elif not (is_urgent(message) and self._is_idle() and self._write_here()):
@@ -152,15 +152,15 @@ class SessionWriter:
         """The task; it ends with the session, or ends it."""
         try:
             while True:
-                has_turn = self._turn.acquire(blocking=False)
-                if has_turn:
+                if self._turn.acquire(blocking=False):
                     try:
                         await self._write_all()
                     finally:
                         self._turn.release()
                 self._wake = self._io.loop.create_future()
                 self._awake = False
-                if has_turn and self._outgoing:  # somebody queued between the look and the flag
+                # Somebody queued, or gave the turn back, before the flag was cleared. Who has the turn now sees that.
+                if self._outgoing and not self._turn.locked():
                     self._awake = True
                     continue
                 await self._wake

@@ -103,6 +103,49 @@ async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
     assert [(await pair.handlers[1].next())[0] for _ in range(FLUSH_FRAMES + 5)] == list(range(1, FLUSH_FRAMES + 6))
 
 
+async def test_a_long_burst_wakes_the_writer_that_went_to_sleep_meanwhile(
+    pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
+    monkeypatch.setattr(writer_module, "MAX_PUTS", 1)
+    session = pair.sessions[0]
+    channel: Any = session._channel
+    put = channel.put
+
+    def put_meanwhile(*parts: Any) -> None:
+        monkeypatch.setattr(channel, "put", put)
+        put(*parts)
+        session._outgoing.add(call(FLUSH_FRAMES + 1), ())
+        session._writer._awake = False  # as the writer's task does that finds the turn taken
+
+    await asyncio.sleep(0)  # the task is asleep
+    session._heartbeats.stop()  # the next one would wake it
+    monkeypatch.setattr(channel, "put", put_meanwhile)
+    session._writer._awake = True
+    for number in range(FLUSH_FRAMES):
+        session.send(call(number + 1))
+    assert [(await pair.handlers[1].next())[0] for _ in range(FLUSH_FRAMES + 1)] == list(range(1, FLUSH_FRAMES + 2))
+
+
+async def test_the_writer_does_not_sleep_when_the_turn_has_come_back(
+    pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread gives it back between the writer's try and its sleep, and still finds it awake."""
+    monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
+    session = pair.sessions[0]
+    await asyncio.sleep(0)  # the task is asleep
+    session._heartbeats.stop()  # the next one would wake it
+    turn, tries = session._writer._turn, iter([False])
+
+    def acquire(blocking: bool = True) -> bool:
+        return next(tries, True) and turn.acquire(blocking=blocking)
+
+    writer: Any = session._writer
+    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
+    session.send(call(1))
+    assert (await pair.handlers[1].next())[0] == 1 and next(tries, None) is None
+
+
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]

@@ -65,6 +65,16 @@ def test_errors_other_than_a_taken_port_are_not_tried_again() -> None:
     assert tried == [80]
 
 
+def test_the_error_names_what_gives_a_longer_range_and_that_of_any_port_is_the_systems() -> None:
+    def bind(port: int) -> int:
+        raise OSError(errno.EADDRINUSE, "not this machine's address")
+
+    with pytest.raises(OSError, match=r"all ports of 80-81 are in use.*\(RPCDIST_HEALTH_PORT\)"):
+        PortRange(80, 81).bind(bind, "RPCDIST_HEALTH_PORT")
+    with pytest.raises(OSError, match="not this machine's address"):
+        ANY_PORT.bind(bind)
+
+
 def test_processes_of_a_host_share_a_range(nodes: Nodes) -> None:
     ports = free_ports(5)  # two for each node, and one that somebody else has
     with socket.create_server(("127.0.0.1", ports[1])):

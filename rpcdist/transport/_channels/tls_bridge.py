@@ -24,6 +24,7 @@ __all__ = ["bridged"]
 logger = logging.getLogger(__name__)
 
 _BUFFER_BYTES: Final = 256 << 10  # carried at once in each direction, before others on the loop have their turn
+_MAX_LAST_PIECES: Final = 64  # of such a buffer; more than the kernel keeps for a socket
 
 
 def bridged(connection: TlsSocket, io: IoLoop) -> socket.socket:
@@ -40,7 +41,13 @@ def bridged(connection: TlsSocket, io: IoLoop) -> socket.socket:
     for end in (inner, outer):
         fork.note_socket(end)
         end.setblocking(False)
-    io.spawn(_carry(connection, inner), "rpcdist TLS bridge")
+
+    def close(task: asyncio.Task[None]) -> None:
+        inner.close()
+        connection.close()
+
+    # Not by the task itself: cancelled before its first step, it would close nothing.
+    io.spawn(_carry(connection, inner), "rpcdist TLS bridge").add_done_callback(close)
     return outer
 
 
@@ -54,8 +61,6 @@ async def _carry(connection: TlsSocket, inner: socket.socket) -> None:
         for way in ways:
             way.cancel()
         await asyncio.gather(*ways, return_exceptions=True)
-        inner.close()
-        connection.close()
 
 
 async def _encrypt(connection: TlsSocket, inner: socket.socket) -> None:
@@ -79,8 +84,10 @@ async def _encrypt(connection: TlsSocket, inner: socket.socket) -> None:
         logger.debug("a TLS connection of a plain socket ended: %s", exc)
     except asyncio.CancelledError:  # this process stops using the network: the last words go, if they can
         with suppress(OSError):
-            while rest or (num_bytes := _received(inner, buffer)):
-                rest = rest or buffer[:num_bytes]
+            for _ in range(_MAX_LAST_PIECES):  # a thread that writes on must not hold up the end of the loop
+                rest = rest or buffer[: _received(inner, buffer) or 0]
+                if not rest:
+                    break
                 rest = rest[connection.sendmsg([rest]) :]
         raise
 

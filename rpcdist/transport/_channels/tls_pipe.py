@@ -5,20 +5,18 @@ from __future__ import annotations
 import asyncio
 import socket
 import ssl
-import struct
 from typing import Final
 
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
-from rpcdist.transport._channels.socket_pipe import SocketPipe
+from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe
 from rpcdist.transport._channels.stream_sockets import connected_ends
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, TOKEN_ADVICE
+from rpcdist.transport.handshake import TOKEN_ADVICE
 from rpcdist.waiters import wake
 
 __all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
 
-_LENGTH: Final = struct.Struct("<I")
 _TLS_HANDSHAKE: Final = 0x16  # the first byte of a TLS record of that kind, which its version follows
 _TLS_MAJOR_VERSION: Final = 3
 _PEEKED_BYTES: Final = 3
@@ -52,8 +50,8 @@ async def connected_pipe(
     return tls, pipe, f"{tls.ends()}, {ends}"
 
 
-class TlsPipe:
-    """See `HandshakePipe`. Reads exactly what belongs to the handshake, so that the socket can be given away then.
+class TlsPipe(RawPipe):
+    """Of a connection with TLS. Reads exactly what belongs to the handshake, so that the socket can be given away then.
 
     Args:
         connection: before or after its TLS handshake; it stays its owner's.
@@ -62,9 +60,9 @@ class TlsPipe:
     """
 
     def __init__(self, connection: TlsSocket, address: str, token_source: str | None = None) -> None:
+        super().__init__(address)
         self._connection = connection
         self._token_source = token_source
-        self._address = address
 
     async def shake_hands(self) -> None:
         """The TLS handshake; the caller limits the time.
@@ -75,18 +73,9 @@ class TlsPipe:
         """
         try:
             while not self._connection.shake_hands():
-                await self._until_ready(for_writing=self._connection.has_unsent)
+                await until_ready(self._connection, for_writing=self._connection.has_unsent)
         except OSError as exc:
             raise self._broken(exc) from exc
-
-    async def read(self) -> bytes | None:
-        head = await self._read_exactly(_LENGTH.size)
-        if head is None:
-            return None
-        (size,) = _LENGTH.unpack(head)
-        if size > MAX_HANDSHAKE_BYTES:
-            raise ProtocolViolation(f"{self._address} announced a message of {size} bytes before it proved anything")
-        return await self._read_exactly(size)
 
     async def _read_exactly(self, size: int) -> bytes | None:
         data, got = bytearray(size), 0
@@ -94,7 +83,7 @@ class TlsPipe:
             try:
                 more = self._connection.recv_into(memoryview(data)[got:])
             except BlockingIOError:
-                await self._until_ready(for_writing=False)
+                await until_ready(self._connection, for_writing=False)
                 continue
             except OSError as exc:
                 raise self._broken(exc) from exc
@@ -103,18 +92,13 @@ class TlsPipe:
             got += more
         return bytes(data)
 
-    async def write(self, data: bytes) -> None:
-        rest = memoryview(_LENGTH.pack(len(data)) + data)
+    async def _write_all(self, data: bytes) -> None:
+        rest = memoryview(data)
         while rest:
             try:
                 rest = rest[self._connection.sendmsg([rest]) :]
             except BlockingIOError:
-                await self._until_ready(for_writing=True)
-            except OSError as exc:
-                raise self._broken(exc) from exc
-
-    async def _until_ready(self, for_writing: bool) -> None:
-        await until_ready(self._connection, for_writing)
+                await until_ready(self._connection, for_writing=True)
 
     def _broken(self, exc: OSError) -> TransportError:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
@@ -123,7 +107,7 @@ class TlsPipe:
                 f"TLS with {self._address} failed ({exc.reason or exc}): it did not prove the job token. "
                 f"{TOKEN_ADVICE}{source}"
             )
-        return TransportError(f"the connection with {self._address} broke: {exc.strerror or exc}")
+        return super()._broken(exc)
 
 
 class AcceptedPipe:

@@ -57,7 +57,7 @@ class HealthPort:
             return
         ports = PortRange.of_text(text, HEALTH_PORT_VARIABLE)
         try:
-            listener = ports.bind(partial(listen_tcp, host))
+            listener = ports.bind(partial(listen_tcp, host), HEALTH_PORT_VARIABLE)
         except OSError as exc:
             raise TransportError(
                 f"cannot listen on {host!r} for health probes: {exc.strerror or exc}. Where a host has several "

@@ -49,22 +49,25 @@ class PortRange(NamedTuple):
         text = os.environ.get(PORTS_VARIABLE, "")
         return cls.of_text(text, PORTS_VARIABLE) if text.strip() else ANY_PORT
 
-    def bind(self, bind: Callable[[int], T]) -> T:
+    def bind(self, bind: Callable[[int], T], source: str = PORTS_VARIABLE) -> T:
         """Binds the first port of the range that is free.
 
         Args:
             bind: binds one; raises `OSError` with `EADDRINUSE` if it is taken.
+            source: where a longer range could be given, for the error.
 
         Raises:
             OSError: as `bind` does, `EADDRINUSE` if all are taken.
         """
+        if self == ANY_PORT:
+            return bind(0)
         for port in range(self.first, self.last + 1):
             try:
                 return bind(port)
             except OSError as exc:
                 if exc.errno != errno.EADDRINUSE:
                     raise
-        wanted = f"all ports of {self} are in use; give the processes of this host a longer range ({PORTS_VARIABLE})"
+        wanted = f"all ports of {self} are in use; give the processes of this host a longer range ({source})"
         raise OSError(errno.EADDRINUSE, wanted)
 
 

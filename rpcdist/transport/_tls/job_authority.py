@@ -1,8 +1,8 @@
 """The job token as a certificate authority: every holder derives the same one, and issues itself a certificate.
 
 So mutual TLS needs nothing to be configured, and who does not know the token cannot take part in it. The authority's
-private key is made of the token by HKDF-SHA256. Its own certificate differs from process to process in the signature,
-which nobody looks at: peers compare its name and its key.
+private key is made of the token by HKDF-SHA256. Its own certificate differs from process to process in its number and
+signature, which nobody looks at: peers compare its name and its key.
 
 `cryptography` takes 80 ms to import; import this module where it is needed, and not before.
 """

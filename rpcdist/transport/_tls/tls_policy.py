@@ -10,6 +10,7 @@ import asyncio
 import ipaddress
 import os
 import socket
+from dataclasses import dataclass
 from enum import Enum
 from typing import Final
 
@@ -37,33 +38,27 @@ class TlsMode(Enum):
     """Nothing is encrypted, and only loopback and trusted networks are used."""
 
 
+@dataclass(frozen=True, repr=False)
 class TlsPolicy:
-    """Says which connections are encrypted. Immutable.
+    """Says which connections are encrypted.
 
     Attributes:
         mode: see there.
         trusted_networks: where plain connections are allowed, beside loopback.
     """
 
-    def __init__(self, mode: TlsMode = TlsMode.AUTO, trusted_networks: tuple[Network, ...] = ()) -> None:
-        self.mode = mode
-        self.trusted_networks = trusted_networks
+    mode: TlsMode = TlsMode.AUTO
+    trusted_networks: tuple[Network, ...] = ()
 
     def __repr__(self) -> str:
         return f"<TlsPolicy {self.mode.value} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TlsPolicy) and vars(self) == vars(other)
-
-    def __hash__(self) -> int:
-        return hash((self.mode, self.trusted_networks))
 
     @classmethod
     def of_environment(cls, tls: bool | None = None) -> TlsPolicy:
         """What `RPCDIST_TLS` and `RPCDIST_TRUSTED_NETWORKS` say.
 
         Args:
-            tls: an option's word instead of `RPCDIST_TLS`: False is "off", and True "auto".
+            tls: an option's word: False is "off" whatever the variable says, and True "auto" where that says "off".
 
         Raises:
             ConfigError: one of the two variables cannot be understood.

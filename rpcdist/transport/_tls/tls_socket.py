@@ -106,18 +106,18 @@ class TlsSocket:
             OSError: the connection broke.
         """
         while True:
-            is_done, needs = False, False
+            is_done = False
             with self._lock:
                 try:
                     self._tls.do_handshake()
                     is_done = True
                 except ssl.SSLWantReadError:
-                    needs = True
+                    pass
                 finally:
                     is_sent = self._send_ciphertext()
             if is_done or not is_sent:
                 return is_done and is_sent
-            if needs and not self._feed():
+            if not self._feed():
                 return False
 
     @property

@@ -1,0 +1,58 @@
+"""The two sides of a handshake in memory, and what runs them against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import AuthenticationFailed
+from rpcdist.ids import Identity
+from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+
+__all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
+
+TOKEN = b"an excellent token of the job"
+ALICE = Identity("alice", 1, 11)
+BOB = Identity("bob", 0, 22)
+
+
+def client(
+    token: bytes = TOKEN, job: str = "digits", role: str = "rpc", expected: Identity | None = None
+) -> ClientHandshake:
+    return ClientHandshake(token, job, role, ALICE, expected=expected, token_source="a test")
+
+
+def server(
+    token: bytes = TOKEN, job: str = "digits", accept: Callable[[pb.Hello], str | None] | None = None
+) -> ServerHandshake:
+    return ServerHandshake(token, job, BOB, accept, token_source="a test")
+
+
+def wire(message: pb.Handshake | None) -> pb.Handshake:
+    """A message as it arrives at the other side."""
+    assert message is not None
+    return pb.Handshake.FromString(message.SerializeToString())
+
+
+def shake(a: ClientHandshake, b: ServerHandshake) -> list[str]:
+    """Runs both sides to their end, and returns the steps that crossed the wire."""
+    steps: list[str] = []
+    message: pb.Handshake | None = a.start()
+    to_server = True
+    while message is not None:
+        steps.append(message.WhichOneof("step"))
+        message = (b if to_server else a).receive(wire(message))
+        to_server = not to_server
+    return steps
+
+
+def text_of(side: ClientHandshake | ServerHandshake) -> str:
+    with pytest.raises(AuthenticationFailed) as caught:
+        side.check()
+    assert not side.done
+    for hidden in ("peer", "session"):
+        with pytest.raises(AuthenticationFailed):
+            getattr(side, hidden)
+    return str(caught.value)
