@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import os
 import sys
@@ -20,7 +21,15 @@ from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.rendezvous_port import HOST, held_port, job_variables
 from rpcdist._launch.reports import Raised
 from rpcdist._launch.stop_signals import StopSignals
-from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, NotInitialized, RpcdistError, WorkerLost
+from rpcdist.errors import (
+    AlreadyInitialized,
+    BlockingInLoop,
+    ConfigError,
+    DeadlineExceeded,
+    NotInitialized,
+    RpcdistError,
+    WorkerLost,
+)
 from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread
 from rpcdist.time_limits import CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
@@ -39,8 +48,8 @@ class LocalCluster:
                 print(rpc.rpc_sync("worker3", pow, (2, 10)))
 
     Inside of the block, everything of `rpcdist.rpc` works; its end is a graceful `shutdown`, after which the processes
-    end. When the block is left by an exception they are ended at once. Use `async with` in a coroutine, or `start` and
-    `close` in a notebook.
+    end. When the block is left by an exception they are ended at once. Use `async with` in a coroutine, `start` and
+    `close` at a prompt, and `await start_async()` and `await close_async()` in a notebook, whose cells run on a loop.
 
     Each process imports the main module, as with `multiprocessing`, so a script needs the guard above, and handlers
     stand at the top of a module. In a notebook, and under `python -c` and `python -`, functions and classes of the main
@@ -86,6 +95,8 @@ class LocalCluster:
 
     def start(self) -> Self:
         """Starts the processes and joins the job; blocks until it is complete. Errors: see the class."""
+        if asyncio._get_running_loop() is not None:  # told before a process is started in vain
+            raise BlockingInLoop("LocalCluster.start", "async with LocalCluster(3):, or await cluster.start_async()")
         check_not_importing_main("LocalCluster")
         rpc = sys.modules.get("rpcdist.rpc")  # not imported yet: the new processes import it at the same time
         if rpc is not None and rpc.api._is_current_rpc_agent_set():
@@ -146,14 +157,21 @@ class LocalCluster:
         if kind is KeyboardInterrupt:
             raise interrupted() from None
 
-    async def __aenter__(self) -> Self:
+    async def start_async(self) -> Self:
+        """`start` for coroutines and notebooks: the event loop goes on. Cancelled, it leaves nothing behind."""
         await run_in_thread(self.start, self._cancel, name="rpcdist-cluster-start")
         return self
+
+    async def close_async(self) -> None:
+        """`close` for coroutines and notebooks. Cancelled while it waits for the others, the job ends at once."""
+        await run_in_thread(self.close, self._abandon, name="rpcdist-cluster-end")
+
+    async def __aenter__(self) -> Self:
+        return await self.start_async()
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        # Cancelled once more while it waits for the others, the job ends at once.
         await run_in_thread(partial(self.__exit__, kind, error, traceback), self._abandon, name="rpcdist-cluster-end")
 
     def _start_here(self) -> None:

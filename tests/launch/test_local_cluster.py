@@ -29,7 +29,7 @@ from program_sessions import (
 from rpcdist import LocalCluster, rpc
 from rpcdist._launch.background_ranks import BackgroundRanks
 from rpcdist._launch.rank_call import pickle_call
-from rpcdist.errors import AlreadyInitialized, ConfigError, DeadlineExceeded, WorkerLost
+from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.testing import eventually, eventually_async
 
 PROGRAM = """
@@ -164,6 +164,16 @@ def test_a_cluster_of_one() -> None:
 async def test_a_cluster_of_one_in_a_coroutine() -> None:
     async with LocalCluster(["me"]):
         assert await rpc.rpc_async("me", pow, (2, 10)) == 1024
+    assert not rpc.api._is_current_rpc_agent_set()
+
+
+async def test_a_cluster_of_a_notebook() -> None:
+    """Its cells run on an event loop, one after the other, in no block."""
+    with pytest.raises(BlockingInLoop, match=r"await cluster\.start_async\(\)"):
+        LocalCluster(["me"]).start()
+    cluster = await LocalCluster(["me"]).start_async()
+    assert await rpc.rpc_async("me", pow, (2, 10)) == 1024
+    await cluster.close_async()
     assert not rpc.api._is_current_rpc_agent_set()
 
 
