@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 
 from rpcdist.errors import TransportError
 
@@ -18,24 +19,36 @@ class Path:
         drops: whether it disappears, as behind a firewall that answers nothing.
     """
 
-    __slots__ = ("_due", "delay_s", "drops")
+    __slots__ = ("_timer", "_under_way", "delay_s", "drops")
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.drops = False
-        self._due = 0.0
+        self._under_way: deque[tuple[float, MemoryChannel, bytes | None]] = deque()
+        self._timer: asyncio.TimerHandle | None = None
 
     def carry(self, channel: MemoryChannel, data: bytes | None) -> None:
         """Has data arrive at the far end of a channel, in order; None is the end of the channel."""
         if self.drops:
             channel.has_lost = True
             return
-        now = time.monotonic()
-        self._due = max(self._due, now + self.delay_s)  # a path that got faster does not overtake itself
-        if self._due <= now:
+        due = time.monotonic() + self.delay_s
+        if self._under_way:
+            due = max(due, self._under_way[-1][0])  # a path that got faster does not overtake itself
+        self._under_way.append((due, channel, data))
+        if self._timer is None:
+            self._deliver()
+
+    def _deliver(self) -> None:
+        """Delivers what is due, and waits for the rest. A timer of the loop may ring some milliseconds early."""
+        self._timer = None
+        while self._under_way:
+            wait_s = self._under_way[0][0] - time.monotonic()
+            if wait_s > 0:
+                self._timer = asyncio.get_running_loop().call_later(wait_s, self._deliver)
+                return
+            _, channel, data = self._under_way.popleft()
             channel.arrive(data)
-        else:
-            asyncio.get_running_loop().call_later(self._due - now, channel.arrive, data)
 
 
 class MemoryChannel:

@@ -32,6 +32,19 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
     return asyncio.new_event_loop()
 
 
+def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """Logs what failed on the loop.
+
+    All loops of a process share gRPC's poller: one of them may take the event of a cancelled call whose own loop has
+    been closed since, and fails at passing it on. Nobody waits for that event.
+    """
+    message, error = str(context.get("message")), context.get("exception")
+    if isinstance(error, RuntimeError) and "closed" in str(error) and "PollerCompletionQueue" in message:
+        logger.debug("gRPC had an event for a loop that has been closed")
+    else:
+        loop.default_exception_handler(context)
+
+
 class IoLoop:
     """An event loop on a thread of its own.
 
@@ -42,6 +55,7 @@ class IoLoop:
     def __init__(self, name: str = "rpcdist-io") -> None:
         self.name = name
         self.loop = new_event_loop()
+        self.loop.set_exception_handler(_report_loop_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
         self._closed = False

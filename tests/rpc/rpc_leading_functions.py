@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from threads_at_once import problems_of_threads
+
 from rpcdist import rpc
 from rpcdist.rpc._current import current_agent
 
@@ -94,23 +96,12 @@ def _until_led(to: str, by: threading.Thread) -> Iterator[None]:
 
 def call_from_threads(to: str, num_threads: int, num_calls: int) -> list[str]:
     """Calls from several threads at once, without pause; returns what went wrong."""
-    problems: list[str] = []
 
-    def calls(first: int) -> None:
-        try:
-            for number in range(first, first + num_calls):
-                if rpc.rpc_sync(to, double, args=(number,)) != 2 * number:
-                    problems.append(f"{number}: wrong")
-                if rpc.rpc_async(to, double, args=(number,)).wait() != 2 * number:
-                    problems.append(f"{number}: wrong, async")
-        except BaseException as exc:
-            problems.append(repr(exc))
+    def calls(thread: int) -> Iterator[str]:
+        for number in range(1000 * thread, 1000 * thread + num_calls):
+            if rpc.rpc_sync(to, double, args=(number,)) != 2 * number:
+                yield f"{number}: wrong"
+            if rpc.rpc_async(to, double, args=(number,)).wait() != 2 * number:
+                yield f"{number}: wrong, async"
 
-    threads = [threading.Thread(target=calls, args=(1000 * n,)) for n in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(120)
-        if thread.is_alive():
-            problems.append("a thread hangs")
-    return problems
+    return problems_of_threads(calls, num_threads)

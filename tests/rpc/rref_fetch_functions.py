@@ -5,7 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
+from collections.abc import Iterator
 from typing import Any, Final
+
+from threads_at_once import problems_of_threads
 
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, OwnerLost
@@ -85,23 +88,12 @@ def fetch_again() -> int:
 
 def fetch_from_threads(owner: str, num_threads: int, num_calls: int) -> list[str]:
     """Creates and fetches from several threads at once, with creations that nobody fetches in between."""
-    problems: list[str] = []
 
-    def work(first: int) -> None:
-        try:
-            for number in range(first, first + num_calls):
-                rref, unused = rpc.remote(owner, int, args=(number,)), rpc.remote(owner, int, args=(-1,))
-                if rref.to_here() != number:
-                    problems.append(f"{number}: wrong")
-                del rref, unused
-        except BaseException as exc:
-            problems.append(repr(exc))
+    def work(thread: int) -> Iterator[str]:
+        for number in range(1000 * thread, 1000 * thread + num_calls):
+            rref, unused = rpc.remote(owner, int, args=(number,)), rpc.remote(owner, int, args=(-1,))
+            if rref.to_here() != number:
+                yield f"{number}: wrong"
+            del rref, unused
 
-    threads = [threading.Thread(target=work, args=(1000 * number,)) for number in range(num_threads)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(100)
-        if thread.is_alive():
-            problems.append("a thread hangs")
-    return problems
+    return problems_of_threads(work, num_threads)

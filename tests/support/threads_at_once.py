@@ -1,0 +1,35 @@
+"""Several threads that do the same at once."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+
+__all__ = ["LIMIT_S", "problems_of_threads"]
+
+LIMIT_S = 100.0
+
+
+def problems_of_threads(work: Callable[[int], Iterable[str]], num_threads: int) -> list[str]:
+    """What went wrong in threads that were started together: what they say, what they raise, and who hangs.
+
+    Args:
+        work: gets the thread's number, and yields what it finds wrong.
+        num_threads: how many there are.
+    """
+    problems: list[str] = []
+
+    def run(number: int) -> None:
+        try:
+            problems.extend(work(number))
+        except BaseException as exc:
+            problems.append(repr(exc))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(num_threads)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT_S)
+        if thread.is_alive():
+            problems.append("a thread hangs")
+    return problems
