@@ -45,8 +45,8 @@ READS_OURS: Final = ("torch.distributed.checkpoint",)
 """Modules of torch that find our names, too: with torch's, they would take each rank to be alone."""
 
 _TORCH_GROUPS: Final = (
-    "works on process groups of torch. Run the program without compat, and give torch our backend: `import "
-    "rpcdist.collectives.torch_backend`, then torch's `init_process_group('rpcdist')` (docs/clusters.md)"
+    "works on process groups of torch. Give these our backend: `import rpcdist.collectives.torch_backend`, then "
+    "torch's `init_process_group('rpcdist')` (docs/clusters.md)"
 )
 REFUSED: Final = {
     "torch.distributed.fsdp": _TORCH_GROUPS,
@@ -64,5 +64,5 @@ def advice_against(module: str) -> str | None:
     """What to tell a program that imports a module of torch's; None for modules that may be imported."""
     for refused, advice in REFUSED.items():
         if module == refused or module.startswith(f"{refused}."):
-            return f"rpcdist.compat cannot replace {refused}, which {advice}"
+            return f"rpcdist.compat cannot replace {refused}, which {advice}; and run the program without compat"
     return None

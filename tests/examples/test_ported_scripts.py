@@ -1,4 +1,4 @@
-"""Programs that were written for torch run after changing their import lines as docs/coming_from_torch.md says.
+"""Programs that were written for torch run after `python -m rpcdist port` has changed their import lines.
 
 The programs are those in `tests/ported/`, which also run on torch itself, as they are, and the two examples of torch's
 own that its wheel contains.
@@ -9,14 +9,15 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
-import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from socket import socket
 
 import pytest
-from docs_programs import FENCE, environment, page, run
+from docs_programs import environment, run
+
+from rpcdist.compat._porting import port
 
 PORTED = Path(__file__).parents[1] / "ported"
 PROGRAMS = sorted(path.stem for path in PORTED.glob("ported_*.py"))
@@ -61,17 +62,6 @@ if __name__ == "__main__":
 """
 
 
-def rules() -> str:
-    """The program for sed on the page."""
-    [found] = [found for found in FENCE.finditer(page("docs/coming_from_torch.md")) if found["language"] == "sed"]
-    return found["code"]
-
-
-def change_imports(text: str) -> str:
-    command = ["sed", "-E", "-e", rules()]
-    return subprocess.run(command, input=text, capture_output=True, text=True, check=True, timeout=10).stdout
-
-
 def two_free_ports() -> int:
     """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
     while True:
@@ -110,7 +100,9 @@ def is_learned(line: str) -> bool:
 def test_programs_for_torch_run(tmp_path: Path) -> None:
     for path in [*(PORTED / f"{name}.py" for name in PROGRAMS), *torch_examples()]:
         text = path.read_text()
-        changed = change_imports(text)
+        result = port(text)
+        changed = result.text
+        assert not result.left, result.left
         assert without_imports(changed) == without_imports(text)
         assert "import torch.distributed" not in changed
         (tmp_path / path.name).write_text(changed)
@@ -130,54 +122,3 @@ def test_programs_for_torch_run(tmp_path: Path) -> None:
     assert all(learned.values()), learned
     assert printed[1].count("PS updated model") == 4
     assert "Solved! Running reward is now " in printed[1]
-
-
-@pytest.mark.parametrize(
-    ("line", "changed"),
-    [
-        ("import torch.distributed", "import rpcdist.collectives"),
-        ("import torch.distributed as dist", "import rpcdist.collectives as dist"),
-        ("from torch.distributed import all_reduce", "from rpcdist.collectives import all_reduce"),
-        ("    from torch.distributed import rpc", "    from rpcdist import rpc"),
-        ("from torch.distributed.rpc.functions import (", "from rpcdist.rpc.functions import ("),
-        ("from torch.distributed.nn.api.remote_module import RemoteModule",
-         "from rpcdist.nn.api.remote_module import RemoteModule"),
-        ("from torch.distributed.device_mesh import DeviceMesh",
-         "from rpcdist.collectives.device_mesh import DeviceMesh"),
-        ("from torch.distributed.algorithms.join import Join", "from rpcdist.parallel.algorithms import Join"),
-        ("from torch.distributed.algorithms.ddp_comm_hooks import default_hooks as hooks",
-         "from rpcdist.parallel import comm_hooks as hooks"),
-        ("from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook",
-         "from rpcdist.parallel.comm_hooks import bf16_compress_hook"),
-        ("from torch.nn.parallel import DistributedDataParallel as DDP",
-         "from rpcdist.parallel import DistributedDataParallel as DDP"),
-        ("from torch.utils.data.distributed import DistributedSampler",
-         "from rpcdist.data import DistributedSampler"),
-    ],
-)  # fmt: skip
-def test_an_import_is_changed_to_one_that_works(line: str, changed: str) -> None:
-    assert change_imports(f"{line}\n") == f"{changed}\n"
-    exec(changed.strip().replace("(", "async_execution"), {})
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "from torch.distributed.elastic.multiprocessing.errors import record",
-        "from torch.distributed.fsdp import FullyShardedDataParallel",
-        "from torch.nn.parallel import DataParallel",
-        "from torch.utils.data import DataLoader",
-        "torch.distributed.barrier()",
-    ],
-)
-def test_what_stays_torchs(line: str) -> None:
-    assert change_imports(line) == line
-
-
-def test_the_table_says_what_the_rules_do() -> None:
-    table = page("docs/coming_from_torch.md").partition("## Import lines")[2].partition("GNU sed")[0]
-    rows = re.findall(r"^\| `(torch[\w.]*)`(?:, for `(\w+)`)? \| `(rpcdist[\w.]*)` \|$", table, re.MULTILINE)
-    assert len(rows) == 10
-    for theirs, name, ours in rows:
-        name = name or ("DistributedSampler" if theirs.startswith("torch.utils") else "x")
-        assert change_imports(f"from {theirs} import {name}\n") == f"from {ours} import {name}\n"

@@ -1,0 +1,140 @@
+"""What the names in a module mean: which of them are bound by an import, as seen from the place where they are used."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+__all__ = ["Import", "Scope", "Use", "read_uses"]
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_SCOPES = (*_FUNCTIONS, *_COMPREHENSIONS, ast.ClassDef)
+
+
+@dataclass(frozen=True, eq=False)
+class Import:
+    """A name that an import binds.
+
+    Attributes:
+        means: the full name of what it stands for.
+        local: the name in the program.
+        alias: the part of the statement that binds it.
+    """
+
+    means: str
+    local: str
+    statement: ast.Import | ast.ImportFrom
+    alias: ast.alias
+    scope: Scope
+
+
+@dataclass(eq=False)
+class Scope:
+    """A module, function, class or comprehension, and what it binds: a name maps to None if something else than an
+    import binds it."""
+
+    is_class: bool = False
+    names: dict[str, Import | None] = field(default_factory=dict)
+    imports: list[Import] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Use:
+    """A place where an imported name is used, with the attributes that are read of it.
+
+    Attributes:
+        written: as it is in the program, `dist.ReduceOp.SUM`.
+        means: the full name, `torch.distributed.ReduceOp.SUM`.
+    """
+
+    node: ast.expr
+    written: str
+    means: str
+    binding: Import
+
+
+def read_uses(tree: ast.Module) -> tuple[list[Import], list[Use]]:
+    """All names that imports bind in a module, and all their uses, in the order of the text."""
+    imports: list[Import] = []
+    uses = list(_uses(tree, [_read_scope(tree, imports)], imports))
+    return imports, uses
+
+
+def _uses(node: ast.AST, scopes: list[Scope], imports: list[Import]) -> Iterator[Use]:
+    if (dotted := _dotted(node)) is not None:
+        assert isinstance(node, ast.expr)
+        root, _, rest = dotted.partition(".")
+        binding = next((scope.names[root] for scope in reversed(scopes) if root in scope.names), None)
+        if binding is not None:
+            yield Use(node, dotted, ".".join(filter(None, (binding.means, rest))), binding)
+        return
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, _SCOPES):
+            yield from _uses(child, scopes, imports)
+            continue
+        # Decorators, defaults and bases belong to the scope around; as they see no less there, reading them with the
+        # names of the inner one only matters where a parameter is called like the import.
+        inner = _read_scope(child, imports)
+        yield from _uses(child, [*(scope for scope in scopes if not scope.is_class), inner], imports)
+
+
+def _dotted(node: ast.AST) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute) and (value := _dotted(node.value)) is not None:
+        return f"{value}.{node.attr}"
+    return None
+
+
+def _read_scope(node: ast.AST, imports: list[Import]) -> Scope:
+    scope = Scope(isinstance(node, ast.ClassDef))
+    if isinstance(node, _FUNCTIONS):
+        arguments = node.args
+        for argument in [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]:
+            scope.names[argument.arg] = None
+        for rest in (arguments.vararg, arguments.kwarg):
+            if rest is not None:
+                scope.names[rest.arg] = None
+    elsewhere: set[str] = set()
+    for inner in _own_nodes(node):
+        if isinstance(inner, (ast.Import, ast.ImportFrom)):
+            _read_import(inner, scope)
+        elif isinstance(inner, ast.Name) and not isinstance(inner.ctx, ast.Load):
+            scope.names.setdefault(inner.id, None)
+        elif isinstance(inner, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            scope.names.setdefault(inner.name, None)
+        elif isinstance(inner, ast.ExceptHandler) and inner.name is not None:
+            scope.names.setdefault(inner.name, None)
+        elif isinstance(inner, (ast.Global, ast.Nonlocal)):
+            elsewhere.update(inner.names)
+    for name in elsewhere:
+        scope.names.pop(name, None)
+    imports += scope.imports
+    return scope
+
+
+def _read_import(statement: ast.Import | ast.ImportFrom, scope: Scope) -> None:
+    for alias in statement.names:
+        if isinstance(statement, ast.Import):
+            local = alias.asname or alias.name.partition(".")[0]
+            means = alias.name if alias.asname else local
+        elif statement.level or statement.module is None:
+            scope.names.setdefault(alias.name, None)
+            continue
+        else:
+            local, means = alias.asname or alias.name, f"{statement.module}.{alias.name}"
+        bound = Import(means, local, statement, alias, scope)
+        scope.imports.append(bound)
+        before = scope.names.get(local)
+        if before is None or not before.means.startswith("torch"):
+            scope.names[local] = bound
+
+
+def _own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """What is inside of a scope, without what is inside of scopes in it."""
+    for child in ast.iter_child_nodes(node):
+        yield child
+        if not isinstance(child, _SCOPES):
+            yield from _own_nodes(child)
