@@ -86,14 +86,12 @@ class SegmentAnswer(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., accepted: bool = ...) -> None: ...
 
 class SegmentNews(_message.Message):
-    __slots__ = ("returned", "withdrawn", "kept")
-    RETURNED_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("withdrawn", "kept")
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
-    returned: _containers.RepeatedScalarFieldContainer[int]
     withdrawn: _containers.RepeatedScalarFieldContainer[int]
     kept: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, returned: _Optional[_Iterable[int]] = ..., withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
+    def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")

@@ -57,7 +57,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 3
+PROTOCOL_VERSION: Final = 4
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 4096
 """Channels refuse a larger message before they parse it; `receive` checks again."""

@@ -35,7 +35,7 @@ import logging
 import os
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
 from rpcdist.errors import ProtocolViolation
@@ -133,12 +133,15 @@ class Lender:
         num_free = sum(map(len, self._free.values()))
         return f"<Lender {len(self._lent)} lent, {num_free} free, {self._num_bytes} B>"
 
-    def lend(self, view: memoryview) -> int | None:
-        """Copies a buffer into a free segment; returns the segment's number.
+    def lend(self, num_bytes: int, copy_to: Callable[[int], object]) -> int | None:
+        """Has a buffer copied into a free segment; returns the segment's number.
 
         None if the buffer is small, or no segment is free: then it travels in the socket, and `offer` helps the next.
+
+        Args:
+            num_bytes: size of the buffer.
+            copy_to: copies it to an address.
         """
-        num_bytes = view.nbytes
         if num_bytes < LEND_FROM_BYTES:
             return None
         with self._lock:
@@ -150,7 +153,7 @@ class Lender:
             if len(free) < self._fewest_free.get(mapped.size_bytes, 0):
                 self._fewest_free[mapped.size_bytes] = len(free)
         try:
-            mapped.copy_from(view)
+            copy_to(mapped.address)
         except BaseException:
             self.returned([mapped.number])
             raise

@@ -8,27 +8,24 @@ from typing import Final
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._framing.outgoing import OutgoingBuffer
+from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.lending import Borrower, Lender
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment, unavailable
 from rpcdist.transport.wire_messages import Loan, WireMessage
 
 __all__ = ["LentBuffers"]
 
 
-class _Nothing:
-    """Stands in a message's list of buffers for one that was lent: no chunk of it follows."""
-
-    view: Final = memoryview(b"")
-
-
-_NOTHING: Final = _Nothing()
+_NOTHING: Final = OutgoingBuffer(memoryview(b""))
+"""Stands in a message's list of buffers for one that was lent: no chunk of it follows."""
 
 
 class LentBuffers:
     """What a session does about shared memory; `Lender` and `Borrower` keep the accounts.
 
-    `put_in`, `news` and the properties may be used on any thread, the rest on the I/O loop.
+    `put_in`, `tell` and the properties may be used on any thread; the rest by whoever reads, one thread at a time, or
+    on the I/O loop.
 
     Args:
         allowed: whether this process wants to share memory; it refuses the peer's otherwise.
@@ -63,15 +60,15 @@ class LentBuffers:
         left = list(buffers)
         loans = []
         for index, buffer in enumerate(buffers):
-            number = self._lender.lend(buffer.view)
+            number = self._lender.lend(buffer.size, buffer.copy_to)
             if number is not None:
                 loans.append(Loan(index, number))
                 left[index] = _NOTHING
-            elif (made := self._lender.offer(buffer.view.nbytes)) is not None:
+            elif (made := self._lender.offer(buffer.size)) is not None:
                 pb = rpc_pb2.SegmentOffer(segment=made.number, size=made.segment.size_bytes)
                 offer(rpc_pb2.Message(segment_offer=pb), made.segment)
         if loans:
-            sizes = [buffer.view.nbytes for buffer in buffers]
+            sizes = [buffer.size for buffer in buffers]
             if isinstance(message, rpc_pb2.Message):
                 message.large.extend(sizes)
                 message.loans.extend(rpc_pb2.Loan(buffer=loan.buffer, segment=loan.segment) for loan in loans)
@@ -108,15 +105,21 @@ class LentBuffers:
         """Whether tensors here lie in memory of the peer, as far as is known."""
         return self._borrower.has_leases
 
-    def news(self) -> rpc_pb2.Message:
-        """What the peer should be told, as a message; it is told once."""
+    def tell(self, outgoing: Outgoing) -> None:
+        """Queues what the peer should be told; it is told once."""
         ended = self._borrower.take_ended()
-        news = rpc_pb2.SegmentNews(returned=ended.returned, kept=ended.kept, withdrawn=self._lender.take_withdrawn())
-        return rpc_pb2.Message(segment_news=news)
+        if ended.returned:  # with most messages that have large buffers, so it has a form of its own
+            outgoing.add_returned(ended.returned)
+        if ended.kept or self._lender.has_withdrawn:
+            news = rpc_pb2.SegmentNews(kept=ended.kept, withdrawn=self._lender.take_withdrawn())
+            outgoing.add(rpc_pb2.Message(segment_news=news))
+
+    def returned(self, numbers: Sequence[int]) -> None:
+        """The peer does not use these segments any more."""
+        self._lender.returned(numbers)
 
     def take_news(self, news: rpc_pb2.SegmentNews) -> None:
         """The peer tells us."""
-        self._lender.returned(news.returned)
         self._lender.kept(news.kept)
         self._borrower.withdrawn(news.withdrawn)
 
@@ -135,10 +138,6 @@ class LentBuffers:
             accepted = False
             os.close(descriptor)
         return rpc_pb2.Message(segment_answer=rpc_pb2.SegmentAnswer(segment=offer.segment, accepted=accepted))
-
-    def unread(self, numbers: Sequence[int]) -> None:
-        """Takes back what was lent for a message that the peer will not receive."""
-        self._lender.returned(numbers)
 
     def answered(self, answer: rpc_pb2.SegmentAnswer) -> None:
         """The peer has mapped memory that was offered, or does not want it."""

@@ -1,4 +1,4 @@
-"""Segments of shared memory that are mapped in this process, and how buffers get into them."""
+"""Segments of shared memory that are mapped in this process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from typing import Final
 
-from rpcdist.transport.memory_copies import copy_memory, declare
+from rpcdist.transport.memory_copies import declare
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
 __all__ = ["MappedSegment"]
@@ -50,12 +50,3 @@ class MappedSegment:
     def __del__(self) -> None:
         if self.address:
             self._unmap(self.address, self.size_bytes)
-
-    def copy_from(self, view: memoryview) -> None:
-        """Copies a buffer, which is no larger, to the begin of the segment."""
-        try:
-            source = ctypes.addressof(ctypes.c_char.from_buffer(view))
-        except TypeError:  # memory that may only be read has no address for ctypes
-            ctypes.memmove(self.address, bytes(view), view.nbytes)
-        else:
-            copy_memory(self.address, source, view.nbytes)

@@ -22,9 +22,17 @@ from typing import Any, Final
 
 from rpcdist.time_limits import COPY_TURN_LIMIT_S
 
-__all__ = ["TAKE_TURNS_FROM_BYTES", "TWO_THREADS_FROM_BYTES", "MemoryCopier", "copy_memory", "declare", "num_running"]
+__all__ = [
+    "TAKE_TURNS_FROM_BYTES",
+    "TWO_THREADS_FROM_BYTES",
+    "MemoryCopier",
+    "copy_memory",
+    "copy_view",
+    "declare",
+    "num_running",
+]
 
-TAKE_TURNS_FROM_BYTES: Final = 1 << 20
+TAKE_TURNS_FROM_BYTES: Final = 4 << 20
 TWO_THREADS_FROM_BYTES: Final = 16 << 20
 _LOADAVG_BYTES: Final = 128
 
@@ -159,3 +167,13 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 def copy_memory(target: int, source: int, num_bytes: int) -> None:
     """Copies memory, in turns with all others of this process that do; see `MemoryCopier.copy`."""
     _copier.copy(target, source, num_bytes)
+
+
+def copy_view(target: int, view: memoryview) -> None:
+    """Copies contiguous bytes to an address, as `copy_memory` does."""
+    try:
+        source = ctypes.addressof(ctypes.c_char.from_buffer(view))
+    except TypeError:  # memory that may only be read has no address for ctypes
+        ctypes.memmove(target, bytes(view), view.nbytes)
+    else:
+        copy_memory(target, source, view.nbytes)

@@ -18,12 +18,20 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
-from rpcdist.transport._framing.frames import CHUNK_HEAD_BYTES, CHUNK_WINDOW_BYTES, Chunk, ChunkHead, parse
+from rpcdist.transport._framing.frames import (
+    CHUNK_HEAD_BYTES,
+    CHUNK_WINDOW_BYTES,
+    Chunk,
+    ChunkHead,
+    ReturnedSegments,
+    parse,
+)
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
-from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
+from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.session_writer import SessionWriter
 from rpcdist.transport.shared_payloads import SharedPayloads
 from rpcdist.transport.wire_messages import WireMessage
@@ -142,12 +150,12 @@ class Session:
         self._direct = channel if isinstance(channel, DirectChannel) else None  # asked once: the check is slow
         self._handler = handler
         self._outgoing = Outgoing()
+        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self._shared = self._new_shared_payloads()
         self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
-        self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
         self.drain = self._writer.drain
@@ -159,7 +167,9 @@ class Session:
         if self._direct is None or not self._direct.passes_descriptors:
             return None
         handler, loop = self._handler, self._io.loop
-        return SharedPayloads(handler.shares_payloads, loop, self._direct, self._outgoing, self.send, handler.borrow)
+        return SharedPayloads(
+            handler.shares_payloads, loop, self._direct, self._outgoing, self.send, self._writer.flush, handler.borrow
+        )
 
     def __repr__(self) -> str:
         state = "open" if self.closed_reason is None else f"closed: {self.closed_reason}"
@@ -199,7 +209,7 @@ class Session:
         unread = self._outgoing.abort(number)
         if unread is not None:
             if self._shared is not None:
-                self._shared.lent.unread(unread)
+                self._shared.lent.returned(unread)  # the peer will not receive the message
             aborted = rpc_pb2.TransferAborted(transfer=number, reason=reason)
             self.send(rpc_pb2.Message(transfer_aborted=aborted))
 
@@ -297,6 +307,10 @@ class Session:
                 delivery = self._incoming.chunk(message)
                 if delivery is not None:
                     messages.append(delivery)
+                continue
+            elif isinstance(message, ReturnedSegments):
+                if self._shared is not None:
+                    self._shared.lent.returned(message.numbers)
                 continue
             delivery = self._incoming.announce(message) if message.large else (message, [])
             if delivery is not None:

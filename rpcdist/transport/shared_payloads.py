@@ -10,8 +10,9 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.time_limits import SEGMENTS_RETURN_S, SEGMENTS_TRIM_S
 from rpcdist.transport._channels.channel import DirectChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
-from rpcdist.transport._framing.outgoing import Outgoing, OutgoingBuffer
+from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.lent_buffers import LentBuffers
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["SharedPayloads"]
@@ -33,6 +34,7 @@ class SharedPayloads:
         channel: brings the descriptors of the peer's segments.
         outgoing: the session's queue.
         send: sends a message of its own accord.
+        flush: has written what is queued.
         receive: makes a received buffer of memory that the peer lends.
     """
 
@@ -43,6 +45,7 @@ class SharedPayloads:
         channel: DirectChannel,
         outgoing: Outgoing,
         send: Callable[[rpc_pb2.Message], object],
+        flush: Callable[[], object],
         receive: Callable[[memoryview], IncomingBuffer],
     ) -> None:
         self.lent = LentBuffers(allowed)
@@ -51,6 +54,7 @@ class SharedPayloads:
         self._channel = channel
         self._outgoing = outgoing
         self._send = send
+        self._flush = flush
         self._receive = receive
         self._trim_due = time.monotonic() + SEGMENTS_TRIM_S
         self._return_handle: asyncio.TimerHandle | None = None
@@ -69,7 +73,7 @@ class SharedPayloads:
         if buffers:
             buffers = self.lent.put_in(message, buffers, self._outgoing.add_offer)
         if self.lent.is_news_due:
-            self._outgoing.add(self.lent.news())
+            self.lent.tell(self._outgoing)
         return buffers
 
     def handle(self, kind: str, message: rpc_pb2.Message) -> None:
@@ -112,7 +116,8 @@ class SharedPayloads:
 
     def _tell_news(self) -> None:
         if self.lent.has_news:
-            self._send(self.lent.news())
+            self.lent.tell(self._outgoing)
+            self._flush()
 
     def close(self) -> None:
         """The session has ended; tensors that lie in the peer's memory keep it."""

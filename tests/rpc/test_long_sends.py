@@ -14,14 +14,13 @@ from rpcdist.collectives import HashStore
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._current import forget_agent, use_agent
 from rpcdist.rpc._start import node_options, start_agent
+from rpcdist.rpc._values.buffers import TAKES_LONG_FROM_BYTES, TensorBuffer
 from rpcdist.transport import Node
-from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
 
 LIMIT_S = 30.0
-MIB = 1 << 20
 NUM_SMALL_CALLS = 3
 
 
@@ -74,19 +73,19 @@ def in_thread(function: Callable[..., object], *arguments: object) -> None:
 def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
     agent: Agent, copied: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.arange(MIB // 4, dtype=torch.float32)
+    tensor = torch.arange(TAKES_LONG_FROM_BYTES // 4, dtype=torch.float32)
     results: list[int] = []
     begun: list[str] = []
-    copy_from = MappedSegment.copy_from
+    copy_to = TensorBuffer.copy_to
 
-    def copy_while_others_call(segment: MappedSegment, view: memoryview) -> None:
+    def copy_while_others_call(buffer: TensorBuffer, address: int) -> None:
         is_callee = threading.current_thread().name.startswith("rpcdist-worker")
         if is_callee == (copied == "the result") and not begun:
             begun.append(copied)
             in_thread(call, agent, results)
-        copy_from(segment, view)
+        copy_to(buffer, address)
 
-    monkeypatch.setattr(MappedSegment, "copy_from", copy_while_others_call)
+    monkeypatch.setattr(TensorBuffer, "copy_to", copy_while_others_call)
     with use_agent(agent):
         for _ in range(100):  # the first ones travel in the socket, and bring segments along
             assert torch.equal(rpc.rpc_sync("b", echo, (tensor,)), tensor)

@@ -19,6 +19,7 @@ from values_helpers import encode, round_trip, wire
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode
+from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 from rpcdist.rpc._values.dtypes import DTYPES
 from rpcdist.rpc._values.tensors import KEPT_HOLES_BYTES
 
@@ -438,3 +439,17 @@ def test_a_copy_of_a_large_buffer_is_independent() -> None:
     copied = LargeBuffer(memoryview(data)).copy()
     data[0] = 0
     assert bytes(copied.view) == b"abc"
+
+
+@pytest.mark.parametrize("shape", [(1 << 15,), (2, 1 << 14), (4, 1, 1 << 13)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int16, torch.float64], ids=str)
+def test_a_tensor_over_borrowed_memory_is_an_ordinary_one(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = (torch.rand(shape) > 0.5).to(dtype)
+    memory = memoryview(bytearray(tensor.view(torch.uint8).numpy().tobytes()))
+    header = compact_tensors([torch.empty(shape, dtype=dtype)])
+    assert header is not None
+    [received], _ = read_compact_tensors(header.body, 1, [ReceiveBuffer.borrowed(memory)])
+    assert torch.equal(received, tensor) and received.dtype == dtype
+    assert received.is_contiguous() and not received._is_view() and received.is_leaf
+    received.fill_(0)
+    assert bytes(memory) == bytes(len(memory))

@@ -10,6 +10,7 @@ from rpcdist.ids import Identity, new_incarnation
 from rpcdist.transport import Link, Node, NodeOptions, Session
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._framing.incoming import IncomingBuffer
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads
 
 __all__ = ["LIMIT_S", "TOKEN", "UNIT_S", "Memory", "Nodes", "Recorder", "is_local", "kind_of", "open_link"]
@@ -19,11 +20,11 @@ LIMIT_S = 20.0
 UNIT_S = 0.4
 
 
-class Memory:
+class Memory(OutgoingBuffer):
     """Bytes to be sent."""
 
     def __init__(self, data: bytes) -> None:
-        self.view = memoryview(data)
+        super().__init__(memoryview(data))
 
 
 class Recorder(HeapPayloads):

@@ -12,6 +12,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.errors import TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.socket_channel import SocketChannel
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.session import HeapPayloads, Session
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -20,11 +21,11 @@ __all__ = ["LIMIT_S", "Borrowed", "Bytes", "ChannelPair", "Handler", "Io", "Memo
 LIMIT_S = 20.0
 
 
-class Bytes:
+class Bytes(OutgoingBuffer):
     """A large buffer of the sender."""
 
     def __init__(self, data: bytes) -> None:
-        self.view = memoryview(data)
+        super().__init__(memoryview(data))
 
 
 def call(id: int, body: bytes = b"") -> rpc_pb2.Message:

@@ -12,7 +12,16 @@ from hypothesis import strategies as st
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
-from rpcdist.transport._framing.frames import MAX_FUNCTIONS, Chunk, call_frame, frame, parse, reply_frame
+from rpcdist.transport._framing.frames import (
+    MAX_FUNCTIONS,
+    Chunk,
+    ReturnedSegments,
+    call_frame,
+    frame,
+    parse,
+    reply_frame,
+    returned_frame,
+)
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.wire_messages import (
     MAX_NAME_BYTES,
@@ -56,7 +65,7 @@ CALLS = with_history(with_large(st.builds(CompactCall, U64, st.just("m:f"), U64,
 REPLIES = with_history(with_large(st.builds(CompactReply, U64, BODIES, U16, st.booleans())))
 
 
-def fields(message: WireMessage | Chunk) -> dict[str, Any]:
+def fields(message: WireMessage | Chunk | ReturnedSegments) -> dict[str, Any]:
     assert isinstance(message, CompactCall | CompactReply)
     return {name: getattr(message, name) for name in type(message).__slots__} | {
         "large": list(message.large),
@@ -74,6 +83,12 @@ def test_a_call_comes_back(call: CompactCall, number: int) -> None:
 def test_a_reply_comes_back(reply: CompactReply) -> None:
     [found] = parse(reply_frame(reply), [])
     assert fields(found) == fields(reply)
+
+
+@given(st.lists(U64))
+def test_returned_segments_come_back(numbers: list[int]) -> None:
+    [found] = parse(returned_frame(numbers), [])
+    assert isinstance(found, ReturnedSegments) and list(found.numbers) == numbers
 
 
 def test_a_function_is_named_once_in_the_order_of_numbers() -> None:
@@ -132,6 +147,7 @@ LARGE.large = [5]
         (reply_frame(LARGE)[:36] + b"\xff\xff" + reply_frame(LARGE)[38:], "65535 large buffers were announced"),
         (reply_frame(LARGE)[:36] + b"\0\0" + reply_frame(LARGE)[38:], "0 large buffers were announced"),
         (b"\0" * 28, "unknown kind (0)"),
+        (b"\x07" + returned_frame([])[1:] + bytes(7), "no envelope"),
         (frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function="m:f")))[:-1] + b"\xff", "no envelope"),
     ],
 )
@@ -151,7 +167,13 @@ def test_no_more_functions_than_the_limit_are_kept() -> None:
     assert len(names) == MAX_FUNCTIONS
 
 
-SAMPLES = [NAMED, reply_frame(LARGE), chunk_envelope(1, 0, 0, b"x" * 50), frame(rpc_pb2.Message(ack=rpc_pb2.Ack()))]
+SAMPLES = [
+    NAMED,
+    reply_frame(LARGE),
+    chunk_envelope(1, 0, 0, b"x" * 50),
+    frame(rpc_pb2.Message(ack=rpc_pb2.Ack())),
+    returned_frame([1, 2]),
+]
 
 
 @given(st.data())
@@ -166,7 +188,7 @@ def test_whatever_arrives_is_messages_or_a_violation(data: st.DataObject) -> Non
     except ProtocolViolation as exc:
         assert str(exc)
     else:
-        assert all(isinstance(message, WireMessage | Chunk) for message in found)
+        assert all(isinstance(message, WireMessage | Chunk | ReturnedSegments) for message in found)
         assert sum(len(m.body) for m in found if isinstance(m, CompactCall | CompactReply)) <= len(envelope)
 
 

@@ -20,6 +20,7 @@ from rpcdist.transport.lending import (
     Lender,
     size_class,
 )
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import unavailable
 
 pytestmark = pytest.mark.skipif(unavailable() is not None, reason=f"memory cannot be shared here: {unavailable()}")
@@ -33,6 +34,10 @@ class Pair:
     def __init__(self, max_bytes: int = 1 << 24) -> None:
         self.lender = Lender(max_bytes)
         self.borrower = Borrower()
+
+    def lend(self, data: memoryview) -> int | None:
+        """Lends a copy of the data."""
+        return self.lender.lend(data.nbytes, OutgoingBuffer(data).copy_to)
 
     def offer(self, size: int = SIZE) -> int | None:
         made = self.lender.offer(size)
@@ -64,35 +69,35 @@ def test_at_most_a_quarter_of_a_segment_is_unused(size: int) -> None:
 
 
 def test_the_bytes_are_there_without_a_copy_and_the_segment_comes_back(pair: Pair) -> None:
-    assert pair.lender.lend(memoryview(bytearray(SIZE))) is None  # no segment yet
+    assert pair.lend(memoryview(bytearray(SIZE))) is None  # no segment yet
     assert pair.offer() == 1
     data = os.urandom(SIZE)
-    assert pair.lender.lend(memoryview(data)) == 1
+    assert pair.lend(memoryview(data)) == 1
     view = pair.borrower.borrow(1, SIZE)
     assert view == data and not view.readonly
     part = view[10:20]
     del view
     assert pair.borrower.take_ended() == ([], [])  # a slice keeps it
-    assert pair.lender.lend(memoryview(data)) is None
+    assert pair.lend(memoryview(data)) is None
     assert part == data[10:20]
     del part
     pair.pass_back()
-    assert pair.lender.lend(memoryview(bytearray(data))) == 1
+    assert pair.lend(memoryview(bytearray(data))) == 1
     assert pair.borrower.borrow(1, SIZE) == data
 
 
 def test_the_last_one_that_came_back_is_used_first(pair: Pair) -> None:
     numbers = [pair.offer(), pair.offer()]
     assert numbers == [1, 2]
-    assert [pair.lender.lend(memoryview(bytearray(SIZE))) for _ in range(3)] == [2, 1, None]
+    assert [pair.lend(memoryview(bytearray(SIZE))) for _ in range(3)] == [2, 1, None]
     pair.lender.returned([2])
     pair.lender.returned([1])
-    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 1
+    assert pair.lend(memoryview(bytearray(SIZE))) == 1
 
 
 def test_small_buffers_are_not_lent(pair: Pair) -> None:
     pair.offer()
-    assert pair.lender.lend(memoryview(bytearray(SIZE - 1))) is None
+    assert pair.lend(memoryview(bytearray(SIZE - 1))) is None
     assert pair.lender.offer(SIZE - 1) is None
 
 
@@ -105,7 +110,7 @@ def test_nothing_is_lent_beyond_the_limit() -> None:
 def test_free_segments_of_other_sizes_make_room() -> None:
     pair = Pair(max_bytes=4 * SIZE)
     assert [pair.offer() for _ in range(4)] == [1, 2, 3, 4]
-    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 4
+    assert pair.lend(memoryview(bytearray(SIZE))) == 4
     assert pair.offer(2 * SIZE) == 5
     pair.pass_back()
     with pytest.raises(ProtocolViolation, match="segment 1, which is not known"):
@@ -119,10 +124,10 @@ def test_what_was_not_needed_for_a_while_is_given_back(pair: Pair) -> None:
         pair.offer()
     pair.lender.trim()  # nothing was free all the time until now
     pair.pass_back()
-    pair.lender.returned([n for n in [pair.lender.lend(memoryview(bytearray(SIZE)))] if n])
+    pair.lender.returned([n for n in [pair.lend(memoryview(bytearray(SIZE)))] if n])
     pair.lender.trim()
     assert sorted(pair.lender.take_withdrawn()) == [1, 2]
-    assert pair.lender.lend(memoryview(bytearray(SIZE))) == 3
+    assert pair.lend(memoryview(bytearray(SIZE))) == 3
 
 
 def test_offers_without_answer_are_few(pair: Pair) -> None:
@@ -135,7 +140,7 @@ def test_after_a_refusal_nothing_is_offered(pair: Pair) -> None:
     assert made is not None
     pair.lender.answered(made.number, False)
     assert pair.lender.offer(SIZE) is None
-    assert pair.lender.lend(memoryview(bytearray(SIZE))) is None
+    assert pair.lend(memoryview(bytearray(SIZE))) is None
 
 
 def test_a_borrower_refuses_what_is_not_as_announced(pair: Pair) -> None:
@@ -178,7 +183,7 @@ def test_memory_in_use_outlives_the_session_and_nothing_else_does() -> None:
     maps, descriptors = _num_maps(), len(os.listdir("/proc/self/fd"))
     pair = Pair()
     pair.offer()
-    assert pair.lender.lend(memoryview(b"\7" * SIZE)) == 1
+    assert pair.lend(memoryview(b"\7" * SIZE)) == 1
     view = pair.borrower.borrow(1, SIZE)
     pair.lender.close()
     pair.borrower.close()
@@ -193,14 +198,14 @@ def test_memory_in_use_outlives_the_session_and_nothing_else_does() -> None:
 def test_memory_that_a_forked_child_may_read_is_not_used_again(pair: Pair) -> None:
     pair.offer()
     pair.offer()
-    assert {pair.lender.lend(memoryview(b"\1" * SIZE)) for _ in range(2)} == {1, 2}
+    assert {pair.lend(memoryview(b"\1" * SIZE)) for _ in range(2)} == {1, 2}
     view = pair.borrower.borrow(1, SIZE)
     fork_and_end()
     later = pair.borrower.borrow(2, SIZE)
     del view, later
     pair.pass_back()
-    assert pair.lender.lend(memoryview(b"\2" * SIZE)) == 2
-    assert pair.lender.lend(memoryview(b"\3" * SIZE)) is None
+    assert pair.lend(memoryview(b"\2" * SIZE)) == 2
+    assert pair.lend(memoryview(b"\3" * SIZE)) is None
     assert repr(pair.lender) == f"<Lender 1 lent, 0 free, {SIZE} B>"
     assert repr(pair.borrower) == "<Borrower 0 in use of 1>"
     with pytest.raises(ProtocolViolation, match="was kept, but not lent"):
@@ -222,7 +227,7 @@ def _num_maps() -> int:
 def lend_and_free(pair: Pair, size: int) -> None:
     """A tensor of that size arrives and is freed; its segment was made for it."""
     pair.offer(size)
-    number = pair.lender.lend(memoryview(bytearray(size)))
+    number = pair.lend(memoryview(bytearray(size)))
     assert number is not None
     pair.borrower.borrow(number, size)
 

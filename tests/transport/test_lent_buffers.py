@@ -17,7 +17,7 @@ from session_pairs import LIMIT_S, Bytes, ChannelPair, call
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._channels.descriptors import MAX_DESCRIPTORS
-from rpcdist.transport._framing.frames import CHUNK_BYTES, frame
+from rpcdist.transport._framing.frames import CHUNK_BYTES, ReturnedSegments, frame, returned_frame
 from rpcdist.transport.lending import LEND_FROM_BYTES, RETURN_TOGETHER
 from rpcdist.transport.shared_memory import Segment, unavailable
 
@@ -155,8 +155,8 @@ async def closed_reason(pair: ChannelPair, side: int = 0) -> str:
     return await until(lambda: pair.sessions[side].closed_reason) or ""
 
 
-def raw(message: rpc_pb2.Message) -> bytes:
-    data = frame(message)
+def raw(message: rpc_pb2.Message | ReturnedSegments) -> bytes:
+    data = returned_frame(message.numbers) if isinstance(message, ReturnedSegments) else frame(message)
     return len(data).to_bytes(4, "little") + data
 
 
@@ -165,14 +165,16 @@ def raw(message: rpc_pb2.Message) -> bytes:
     [
         (rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE}), "without a descriptor"),
         (rpc_pb2.Message(segment_answer={"segment": 1, "accepted": True}), "was answered, but not offered"),
-        (rpc_pb2.Message(segment_news={"returned": [1]}), "was returned, but not lent"),
+        (ReturnedSegments([1]), "was returned, but not lent"),
         (rpc_pb2.Message(segment_news={"withdrawn": [1]}), "was withdrawn"),
         (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"segment": 7}]), "which is not known"),
         (rpc_pb2.Message(call={"id": 1}, transfer=1, large=[LARGE], loans=[{"buffer": 1}]), "buffer 1 of 1"),
     ],
     ids=["offer", "answer", "returned", "withdrawn", "loan", "index"],
 )
-async def test_a_lie_ends_the_session(pair: ChannelPair, message: rpc_pb2.Message, reason: str) -> None:
+async def test_a_lie_ends_the_session(
+    pair: ChannelPair, message: rpc_pb2.Message | ReturnedSegments, reason: str
+) -> None:
     pair.sockets[1].send(raw(message))
     assert reason in await closed_reason(pair)
 

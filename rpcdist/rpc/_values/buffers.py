@@ -16,6 +16,8 @@ import torch
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError, TransportError
+from rpcdist.transport.memory_copies import copy_memory
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
 __all__ = [
     "INLINE_LIMIT",
@@ -31,7 +33,7 @@ __all__ = [
 INLINE_LIMIT: Final = 32 * 1024
 """Buffers up to this many bytes travel inside the message. Copying 32 KiB costs 2 us; a transfer costs more."""
 
-TAKES_LONG_FROM_BYTES: Final = 1 << 20
+TAKES_LONG_FROM_BYTES: Final = 4 << 20
 
 MAX_BUFFER_SIZE: Final = 1 << 47
 """More bytes than a process can address: an announcement beyond it is damage, not data."""
@@ -55,23 +57,10 @@ def memory_view(address: int, size: int, owner: object) -> memoryview:
     return memoryview(memory).cast("B")[:size]
 
 
-class LargeBuffer:
-    """Bytes of the sender that are not copied. They must not change until they are sent.
+class LargeBuffer(OutgoingBuffer):
+    """Bytes of the sender that are not copied; the view keeps their owner (a tensor, an array) alive."""
 
-    Attributes:
-        size: size in bytes.
-        view: the bytes, contiguous; the view keeps their owner (a tensor, an array) alive.
-    """
-
-    __slots__ = ("_view", "size")
-
-    def __init__(self, view: memoryview) -> None:
-        self.size = view.nbytes
-        self._view = view
-
-    @property
-    def view(self) -> memoryview:
-        return self._view
+    __slots__ = ()
 
     def copy(self) -> ReceiveBuffer:
         """What the receiver would hold; for calls of a worker to itself."""
@@ -92,23 +81,37 @@ class TensorBuffer(LargeBuffer):
         tensors: those that lie there.
     """
 
-    __slots__ = ("_storages",)
+    __slots__ = ("_start", "_storages", "_tensors", "_viewed")
 
     def __init__(self, start: int, size: int, tensors: Sequence[torch.Tensor]) -> None:
+        self.size = size
+        self._start = start
+        self._tensors = tensors
         storages = [tensor.untyped_storage() for tensor in tensors]
-        super().__init__(memory_view(start, size, (tensors, storages)))
         self._storages = [(storage, storage.data_ptr(), storage.nbytes()) for storage in storages]
+        self._viewed: memoryview | None = None  # made when it is asked for: what is lent is copied without it
 
     @property
     def view(self) -> memoryview:
         """Raises `TransportError` if the memory is not there any more."""
+        self._check()
+        view = self._viewed
+        if view is None:
+            view = self._viewed = memory_view(self._start, self.size, (self._tensors, self._storages))
+        return view
+
+    def copy_to(self, address: int) -> None:
+        """Raises `TransportError` if the memory is not there any more."""
+        self._check()
+        copy_memory(address, self._start, self.size)
+
+    def _check(self) -> None:
         for storage, address, size in self._storages:
             if storage.data_ptr() != address or storage.nbytes() != size:
                 raise TransportError(
                     "the memory of a tensor was freed or resized while it was being sent; leave the storage of tensors "
                     "that a call carries alone until the call is done"
                 )
-        return self._view
 
 
 def takes_long(buffers: Sequence[LargeBuffer]) -> bool:
@@ -124,17 +127,36 @@ class ReceiveBuffer:
 
     Attributes:
         size: size in bytes.
-        view: writable bytes; the transport writes the chunks into it, from any thread, and must be done before
-            `decode`.
-        memory: the same bytes as a tensor of uint8; its storage is resizable, and aligned to 64 bytes.
     """
 
-    __slots__ = ("memory", "size", "view")
+    __slots__ = ("_memory", "_view", "size")
 
-    def __init__(self, memory: torch.Tensor) -> None:
-        self.size = memory.nbytes
-        self.memory = memory
-        self.view = memory_view(memory.data_ptr(), self.size, memory)
+    def __init__(self, size: int, memory: torch.Tensor | None, view: memoryview | None) -> None:
+        self.size = size
+        self._memory = memory  # of the two, one is made when it is asked for: most buffers need one only
+        self._view = view
+
+    @property
+    def view(self) -> memoryview:
+        """Writable bytes; the transport writes chunks into it, from any thread, and must be done before `decode`."""
+        view = self._view
+        if view is None:
+            assert self._memory is not None
+            view = self._view = memory_view(self._memory.data_ptr(), self.size, self._memory)
+        return view
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """The same bytes as a tensor of uint8, aligned to 64 bytes; its storage is resizable unless it is borrowed."""
+        memory = self._memory
+        if memory is None:
+            memory = self._memory = torch.frombuffer(self._view, dtype=torch.uint8)
+        return memory
+
+    @property
+    def borrowed_view(self) -> memoryview | None:
+        """The view that the buffer was made of by `borrowed`, unless it is a tensor by now."""
+        return self._view if self._memory is None else None
 
     @classmethod
     def allocate(cls, size: int) -> ReceiveBuffer:
@@ -151,7 +173,7 @@ class ReceiveBuffer:
             raise SerializationError(f"no memory for a value with a buffer of {size} bytes: {exc}") from exc
         if size >= HUGE_PAGES_FROM:
             _ask_for_huge_pages(memory.data_ptr(), size)
-        return cls(memory)
+        return cls(size, memory, None)
 
     @classmethod
     def borrowed(cls, view: memoryview) -> ReceiveBuffer:
@@ -159,7 +181,7 @@ class ReceiveBuffer:
 
         Its storage cannot grow, like that of tensors in shared memory.
         """
-        return cls(torch.frombuffer(view, dtype=torch.uint8))
+        return cls(view.nbytes, None, view)
 
     def __repr__(self) -> str:
         return f"<ReceiveBuffer {self.size} bytes>"

@@ -19,7 +19,7 @@ import torch
 
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, TensorBuffer
-from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
+from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES, DtypeInfo
 from rpcdist.rpc._values.plain import PlainWriter, read_plain
 from rpcdist.rpc._values.rebuild import contiguous_strides, over_storage
 from rpcdist.rpc._values.tensors import address_of
@@ -187,9 +187,8 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
         if flags & _SEPARATE:
             if num_large == len(large) or large[num_large].size != size or not size:
                 raise SerializationError(f"a tensor of {size} bytes did not arrive as announced")
-            memory = large[num_large].memory
+            tensor = _over_buffer(large[num_large], info, shape, stride)
             num_large += 1
-            tensor = over_storage(memory.untyped_storage(), 0, info, shape, stride)
         else:
             if at + size > len(body):
                 raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
@@ -201,3 +200,12 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
     if num_large != len(large):
         raise SerializationError(f"{len(large)} large buffers arrived for a value that has {num_large}")
     return tensors, at
+
+
+def _over_buffer(buffer: ReceiveBuffer, info: DtypeInfo, shape: list[int], stride: list[int]) -> torch.Tensor:
+    """A contiguous tensor that fills a buffer."""
+    view = buffer.borrowed_view
+    if view is None:
+        return over_storage(buffer.memory.untyped_storage(), 0, info, shape, stride)
+    tensor = torch.frombuffer(view, dtype=info.dtype)
+    return tensor if len(shape) == 1 else tensor.resize_(shape)

@@ -12,6 +12,7 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
     REPLY     flags, tensors, id                        what the flags announce, then the result
     CHUNK     function: buffer, id: transfer,           bytes of a large buffer
               timeout: offset
+    RETURNED  none                                      numbers (u64) of lent segments that may be used again
 
     flag      in        what it announces, in this order
     LARGE     both      transfer (u64), number of large buffers (u16), size (u64) and segment (u64, 0: none) of each
@@ -30,7 +31,8 @@ with the bytes that are there.
 
 from __future__ import annotations
 
-from struct import Struct
+from collections.abc import Sequence
+from struct import Struct, pack, unpack
 from struct import error as StructError
 from typing import Final, NamedTuple
 
@@ -57,12 +59,14 @@ __all__ = [
     "MAX_FUNCTIONS",
     "Chunk",
     "ChunkHead",
+    "ReturnedSegments",
     "call_frame",
     "chunk_head",
     "frame",
     "parse",
     "parse_chunk_head",
     "reply_frame",
+    "returned_frame",
 ]
 
 CHUNK_BYTES = 1 << 19
@@ -83,7 +87,7 @@ _pack, _unpack = _HEAD.pack, _HEAD.unpack_from
 _HEAD_BYTES: Final = _HEAD.size
 CHUNK_HEAD_BYTES: Final = _HEAD_BYTES
 
-_MESSAGE, _CALL, _REPLY, _CHUNK = range(1, 5)
+_MESSAGE, _CALL, _REPLY, _CHUNK, _RETURNED = range(1, 6)
 _LARGE, _NAMED, _RESULT, _TARGET, _CONTEXT, _HISTORY = 1, 2, 4, 8, 16, 32
 _CREATED: Final = 2
 _CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY
@@ -104,6 +108,12 @@ class Chunk(NamedTuple):
     buffer: int
     offset: int
     data: memoryview
+
+
+class ReturnedSegments(NamedTuple):
+    """Segments of the receiver that the sender does not use any more."""
+
+    numbers: Sequence[int]
 
 
 class ChunkHead(NamedTuple):
@@ -182,10 +192,16 @@ def chunk_head(transfer: int, buffer: int, offset: int, size: int) -> bytes:
     return _pack(size, _CHUNK, 0, 0, buffer, transfer, offset)
 
 
+def returned_frame(numbers: Sequence[int]) -> bytes:
+    """The numbers of segments which the peer has lent, and may use again."""
+    size = 8 * len(numbers)
+    return _pack(size, _RETURNED, 0, 0, 0, 0, 0) + pack(f"<{len(numbers)}Q", *numbers)
+
+
 # ---------------------------------------------------------------- reading
 
 
-def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk]:
+def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk | ReturnedSegments]:
     """Reads an envelope.
 
     Args:
@@ -195,7 +211,7 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
     Raises:
         ProtocolViolation: the bytes are no envelope.
     """
-    found: list[WireMessage | Chunk] = []
+    found: list[WireMessage | Chunk | ReturnedSegments] = []
     at, end = 0, len(data)
     try:
         while at < end:
@@ -226,6 +242,8 @@ def parse(data: bytes | bytearray, names: list[str]) -> list[WireMessage | Chunk
                 found.append(rpc_pb2.Message.FromString(bytes(data[body:at])))
             elif kind == _CHUNK:
                 found.append(Chunk(id, number, extra, memoryview(data)[body:at]))
+            elif kind == _RETURNED:
+                found.append(ReturnedSegments(unpack(f"<{size // 8}Q", data[body:at])))
             else:
                 raise ProtocolViolation(f"a frame of an unknown kind ({kind}) arrived")
     except (StructError, DecodeError, UnicodeDecodeError) as exc:

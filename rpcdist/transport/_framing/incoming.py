@@ -131,6 +131,8 @@ class Incoming:
         if len(sizes) > MAX_BUFFERS:
             raise ProtocolViolation(f"a message announced {len(sizes)} buffers; {MAX_BUFFERS} are allowed")
         lent = self._borrow(message) if message.loans else {}
+        if len(lent) == len(sizes) and not message.wrapped:  # nothing follows
+            return message, [lent[index] for index in range(len(sizes))]
         # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
         transfer = _IncomingTransfer(message, lent, heap_buffer if message.wrapped else self._allocate)
         if not transfer.missing:

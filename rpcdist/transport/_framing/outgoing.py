@@ -13,7 +13,6 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
-from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.frames import (
@@ -26,36 +25,17 @@ from rpcdist.transport._framing.frames import (
     chunk_head,
     frame,
     reply_frame,
+    returned_frame,
 )
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
-__all__ = ["Outgoing", "OutgoingBuffer"]
+__all__ = ["Outgoing"]
 
 
 Parts = tuple[bytes, memoryview | None]
 """An envelope: all of its bytes, or the first ones and the sender's own memory where the others are."""
-
-
-class OutgoingBuffer(Protocol):
-    """Memory to be sent; the object keeps it alive."""
-
-    @property
-    def view(self) -> memoryview:
-        """C-contiguous, one byte per item. It is asked for with every chunk, which is read when it is written.
-
-        Raises:
-            TransportError: the memory is not there any more; the session ends.
-        """
-
-
-class _Body:
-    """A message that is too long for a frame, as a buffer."""
-
-    __slots__ = ("view",)
-
-    def __init__(self, message: rpc_pb2.Message) -> None:
-        self.view = memoryview(message.SerializeToString())
 
 
 class _OutgoingTransfer:
@@ -180,7 +160,7 @@ class Outgoing:
         transfer = None
         if buffers:
             message.transfer = number = next(self._numbers)
-            sizes = [len(buffer.view) for buffer in buffers]
+            sizes = [buffer.size for buffer in buffers]
             if not message.large:  # else some of them were lent, and leave an empty view here
                 _set_sizes(message, sizes)
             transfer = _OutgoingTransfer(number, stream, buffers, sizes)
@@ -215,6 +195,10 @@ class Outgoing:
                 self._frames.append((call_frame(call, number, name), transfer, 0))
                 self._functions[function] = number  # last: whoever finds it there queues behind the frame that names it
 
+    def add_returned(self, segments: Sequence[int]) -> None:
+        """Queues the numbers of segments that the peer has lent, and may use again."""
+        self._frames.append((returned_frame(segments), None, 0))
+
     def add_offer(self, message: rpc_pb2.Message, segment: Segment) -> None:
         """Queues a message that a descriptor travels with; only the writer of a channel that passes them takes it."""
         self._offers.append((frame(message), segment))
@@ -226,8 +210,8 @@ class Outgoing:
     def _wrap(
         self, message: rpc_pb2.Message, number: int, stream: int, inner: _OutgoingTransfer | None
     ) -> tuple[bytes, _OutgoingTransfer]:
-        body = _Body(message)
-        size = len(body.view)
+        body = OutgoingBuffer(memoryview(message.SerializeToString()))
+        size = body.size
         announcement = frame(rpc_pb2.Message(transfer=number, large=[size], wrapped=True))
         # The same number is free again when the inner message is announced.
         loans = [loan.segment for loan in message.loans]
