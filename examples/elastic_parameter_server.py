@@ -31,24 +31,43 @@ from pathlib import Path
 from socket import socket
 
 import torch
-from parameter_server import (  # type: ignore[import-not-found]  # the example beside this one
-    initial_parameters,
-    load_digits,
-    measure_accuracy,
-    predict,
-)
-from torch import Tensor
-from torch.nn.functional import cross_entropy
+from _data import Digits, load_digits, percent_right
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, linear
 
 from rpcdist import placement_from_environment, rpc
 from rpcdist.errors import WorkerLost
 
+SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
 SAVED_EVERY = 10  # steps
 BATCH_SIZE = 64
 LEARNING_RATE = 0.3
 STEP_S = 0.02  # of each trainer, at least: with so small a model, all would be over before a new process has started
 GAP_S = 1.0
 RETURN_LIMIT_S = 300.0
+
+
+# ---- the model, as a function of one vector of parameters
+
+
+def initial_parameters(seed: int) -> Tensor:
+    torch.manual_seed(seed)
+    layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+    return nn.utils.parameters_to_vector(layers.parameters()).detach()
+
+
+def predict(parameters: Tensor, images: Tensor) -> Tensor:
+    """The scores (n, 10) of the digits."""
+    parts = parameters.split([math.prod(shape) for shape in SHAPES])
+    weight, bias, weight_out, bias_out = (part.view(shape) for part, shape in zip(parts, SHAPES, strict=True))
+    return linear(linear(images, weight, bias).relu(), weight_out, bias_out)
+
+
+@torch.no_grad()
+def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
+    """The percentage of images that the model labels correctly."""
+    images, labels = digits
+    return percent_right(predict(parameters, images), labels)
 
 
 @dataclass

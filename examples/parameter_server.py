@@ -5,13 +5,13 @@ The first line is the command, the second its last line of output (your digits d
 parameter server, the others are trainers that learn to read the 1,797 handwritten digits which scikit-learn ships, each
 on its own share of the images. With `--servers 3` each of three servers has a third of the parameters.
 
---mode async      Trainers push gradients, which are applied at once, without any lock (Hogwild: Recht et al., 2011),
-                  and get fresh parameters; with `--staleness 4`, a trainer that is more than 4 steps ahead of the
-                  slowest one waits (bounded staleness: Ho et al., 2013).
+--mode async      Trainers push gradients, which are applied at once, and get fresh parameters; with `--staleness 4`, a
+                  trainer that is more than 4 steps ahead of the slowest one waits (Ho et al., 2013).
 --mode sync       The servers wait for the gradients of all trainers, average them and take one step.
 --mode optimizer  Distributed autograd carries gradients to the servers, where `DistributedOptimizer` takes the steps.
 
---kill 1 kills trainer 1 in the middle of its work and starts it again; the others go on, and the picture shows when.
+`ParameterServer` of `rpcdist.parallel` does all that; what is here is the training, and the processes. --kill 1 kills
+trainer 1 in the middle of its work and starts it again; the others go on, and the picture shows when.
 
 It starts its processes itself. Under torchrun the first ranks are the servers, and all others are trainers:
 
@@ -20,13 +20,10 @@ It starts its processes itself. Under torchrun the first ranks are the servers, 
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import sys
-import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
@@ -74,8 +71,8 @@ class Options(ExampleOptions):
             raise ValueError("--staleness is a number of steps, for async and optimizer; in sync no trainer is ahead")
         if self.kill is not None and not 0 <= self.kill < self.trainers:
             raise ValueError(f"--kill {self.kill}: the trainers are 0 to {self.trainers - 1}")
-        if self.kill is not None and (self.mode != "async" or self.staleness is not None or self.epochs < 2):
-            raise ValueError("--kill is for --mode async without --staleness, where nobody waits, and 2 epochs")
+        if self.kill is not None and self.epochs < 2:
+            raise ValueError("--kill kills a trainer half-way: --epochs must be 2 or more")
 
     def __str__(self) -> str:
         servers = f"{self.servers} servers, " if self.servers > 1 else ""
@@ -100,175 +97,92 @@ import torch
 from _data import Digits, load_digits, percent_right
 from _pictures import draw_trainers
 from torch import Tensor, nn
-from torch.futures import Future
-from torch.nn.functional import cross_entropy, linear
+from torch.func import functional_call
+from torch.nn.functional import cross_entropy
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
 from rpcdist.errors import WorkerLost
 from rpcdist.optim import DistributedOptimizer
+from rpcdist.parallel import ParameterServer
 
-SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
-MOMENTUM = 0.9
-
-
-# ---- the model, as a function of one vector of parameters, which can be divided anywhere
+# ---- the training
 
 
-def initial_parameters(seed: int) -> Tensor:
-    torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return nn.utils.parameters_to_vector(layers.parameters()).detach()
+def new_model(options: Options) -> nn.Module:
+    torch.manual_seed(options.seed)
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
-def predict(parameters: Tensor, images: Tensor) -> Tensor:
-    """The scores (n, 10) of the digits."""
-    parts = parameters.split([math.prod(shape) for shape in SHAPES])
-    weight, bias, weight_out, bias_out = (part.view(shape) for part, shape in zip(parts, SHAPES, strict=True))
-    return linear(linear(images, weight, bias).relu(), weight_out, bias_out)
+def new_server(options: Options) -> ParameterServer:
+    """The parameters on the servers; the object may be sent to the trainers."""
+    return ParameterServer(
+        new_model(options),
+        [f"server{index}" for index in range(options.servers)],
+        torch.optim.SGD,
+        lr=options.lr,
+        momentum=0.9 if options.mode == "sync" else 0.0,
+        mode="sync" if options.mode == "sync" else "async",
+        staleness=options.staleness,
+        trainers=[f"trainer{index}" for index in range(options.trainers)],
+    )
 
 
 @torch.no_grad()
-def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
-    """The percentage of images that the model labels correctly."""
+def measure_accuracy(server: ParameterServer, model: nn.Module, digits: Digits) -> float:
+    """The percentage of images that the model on the servers labels correctly."""
     images, labels = digits
-    return percent_right(predict(parameters, images), labels)
-
-
-# ---- the parameter servers: trainers call their methods through remote references
-
-
-class Server:
-    """Owns a slice of the parameters. Calls of several trainers run on several threads."""
-
-    def __init__(self, options: Options, index: int) -> None:
-        shard = initial_parameters(options.seed).tensor_split(options.servers)[index]
-        self.options = options
-        self.parameter = nn.Parameter(shard.clone())
-        self.clocks = Clocks(options.trainers, 0 if options.mode == "sync" else options.staleness)
-
-    def fetch(self) -> Tensor:
-        """The current parameters; the trainer gets a copy, as with every value that is sent."""
-        return self.parameter
-
-    @rpc.functions.async_execution
-    def push(self, trainer: int, gradient: Tensor) -> Future[Tensor]:
-        """Applies a gradient. The call ends when the returned future completes; no thread waits for that."""
-        self.apply(gradient)
-        return self.clocks.tick(trainer).then(lambda _: self.parameter.detach())
-
-    @rpc.functions.async_execution
-    def tick(self, trainer: int) -> Future[None]:
-        return self.clocks.tick(trainer)
-
-    @torch.no_grad()
-    def apply(self, gradient: Tensor) -> None:
-        # No lock: a rare lost update costs less than waiting.
-        self.parameter.sub_(gradient, alpha=self.options.lr)
-
-
-class BatchServer(Server):
-    """Takes one step when the gradients of all trainers have arrived, so all trainers take the same step."""
-
-    def __init__(self, options: Options, index: int) -> None:
-        super().__init__(options, index)
-        self.optimizer = torch.optim.SGD([self.parameter], lr=options.lr, momentum=MOMENTUM)
-        self.lock = threading.Lock()
-        self.gradients: list[Tensor] = []
-
-    def apply(self, gradient: Tensor) -> None:
-        with self.lock:
-            self.gradients.append(gradient)
-            if len(self.gradients) == self.options.trainers:
-                self.parameter.grad = torch.stack(self.gradients).mean(dim=0)
-                self.optimizer.step()
-                self.gradients.clear()
-
-
-class Clocks:
-    """Counts the steps of each trainer, and holds those that are more than `staleness` ahead of the slowest."""
-
-    def __init__(self, num_trainers: int, staleness: int | None) -> None:
-        self.steps = [0] * num_trainers
-        self.staleness = math.inf if staleness is None else staleness
-        self.waiting: list[tuple[int, Future[None]]] = []
-        self.lock = threading.Lock()
-
-    def tick(self, trainer: int) -> Future[None]:
-        """Counts a step of a trainer; the future completes when it may take the next one."""
-        turn: Future[None] = Future()
-        with self.lock:
-            self.steps[trainer] += 1
-            self.waiting.append((self.steps[trainer], turn))
-            newest = min(self.steps) + self.staleness
-            free = [waiting for step, waiting in self.waiting if step <= newest]
-            self.waiting = [(step, waiting) for step, waiting in self.waiting if step > newest]
-        for each in free:  # outside the lock, since this sends the answers
-            each.set_result(None)
-        return turn
-
-
-Servers = Sequence[rpc.RRef[Server]]
-
-
-def fetch(servers: Servers) -> Tensor:
-    """All parameters; in a context of distributed autograd, their gradients go back to the servers."""
-    return torch.cat(rpc.wait_all([server.rpc_async().fetch() for server in servers]))
-
-
-# ---- the trainers
+    server.load_into(model)
+    return percent_right(model(images.to(next(model.parameters()).device)).cpu(), labels)
 
 
 def train(
-    servers: Servers, progress: rpc.RRef[Progress], trainer: int, share: Digits, test_digits: Digits, options: Options
+    server: ParameterServer, progress: rpc.RRef[Progress], trainer: int, share: Digits, test: Digits, options: Options
 ) -> None:
     """Trains on its share, from the first epoch that is not done; the first server calls this on each trainer."""
     first_epoch = 1 + progress.rpc_sync().num_epochs_done(trainer)
-    torch.manual_seed(options.seed + 1 + trainer + first_epoch)
     images, labels = (part.to(options.device) for part in share)
-    learner = (OptimizerLearner if options.mode == "optimizer" else PushLearner)(servers, trainer, options)
+    learner = (OptimizerLearner if options.mode == "optimizer" else PushLearner)(server, options)
+    torch.manual_seed(options.seed + 1 + trainer + first_epoch)
     for epoch in range(first_epoch, options.epochs + 1):
         if trainer == options.kill and first_epoch == 1 and epoch == 1 + options.epochs // 2:
             os.kill(os.getpid(), signal.SIGKILL)
         order = torch.randperm(len(labels))[: options.steps_per_epoch * options.batch_size]
-        losses = [learner.step((images[batch], labels[batch])) for batch in order.split(options.batch_size)]
-        accuracy = measure_accuracy(fetch(servers), test_digits)
+        losses = [learner.step(images[batch], labels[batch]) for batch in order.split(options.batch_size)]
+        accuracy = measure_accuracy(server, learner.model, test)
         progress.rpc_sync().epoch_done(trainer, epoch, losses, accuracy)
+    server.leave()  # the others need not wait for this trainer any more
 
 
 class PushLearner:
-    """Computes gradients with a copy of the parameters and pushes them; the reply has the next parameters."""
+    """Computes gradients with a copy of the model and pushes them; the reply has the next parameters."""
 
-    def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
-        self.servers, self.trainer, self.device = servers, trainer, options.device
-        self.parameters = fetch(servers)
+    def __init__(self, server: ParameterServer, options: Options) -> None:
+        self.server, self.model = server, new_model(options).to(options.device)
+        server.load_into(self.model)
 
-    def step(self, batch: Digits) -> float:
+    def step(self, images: Tensor, labels: Tensor) -> float:
         """Takes a step; returns the loss before it."""
-        parameters = self.parameters.detach().to(self.device).requires_grad_()
-        loss = cross_entropy(predict(parameters, batch[0]), batch[1])
-        (gradient,) = torch.autograd.grad(loss, parameters)
-        parts = gradient.cpu().tensor_split(len(self.servers))
-        pushed = [s.rpc_async().push(self.trainer, part) for s, part in zip(self.servers, parts, strict=True)]
-        self.parameters = torch.cat(rpc.wait_all(pushed))
+        loss = cross_entropy(self.model(images), labels)
+        loss.backward()
+        self.server.step(self.model)
         return loss.item()
 
 
 class OptimizerLearner:
     """Fetches the parameters and computes the loss; distributed autograd and optimizer do the rest."""
 
-    def __init__(self, servers: Servers, trainer: int, options: Options) -> None:
-        self.servers, self.trainer, self.options = servers, trainer, options
-        parameters = [server.remote().fetch() for server in servers]  # references: the values stay on the servers
-        self.optimizer = DistributedOptimizer(torch.optim.SGD, parameters, lr=options.lr)
+    def __init__(self, server: ParameterServer, options: Options) -> None:
+        self.server, self.model, self.device = server, new_model(options).to(options.device), options.device
+        self.optimizer = DistributedOptimizer(torch.optim.SGD, server.parameter_rrefs(), lr=options.lr)
 
-    def step(self, batch: Digits) -> float:
+    def step(self, images: Tensor, labels: Tensor) -> float:
         with autograd.context() as context_id:
-            loss = cross_entropy(predict(fetch(self.servers).to(self.options.device), batch[0]), batch[1])
+            parameters = {name: value.to(self.device) for name, value in self.server.pull(requires_grad=True).items()}
+            loss = cross_entropy(functional_call(self.model, parameters, (images,)), labels)
             autograd.backward(context_id, [loss])
             self.optimizer.step(context_id)
-        if self.options.staleness is not None:
-            self.servers[0].rpc_sync().tick(self.trainer)
+        self.server.tick()
         return loss.item()
 
 
@@ -311,16 +225,15 @@ class Progress:
 def drive(options: Options) -> float:
     """Run by rank 0: creates the servers, gives every trainer its share, and returns the test accuracy."""
     train_digits, test_digits = load_digits(options.seed)
-    kind = BatchServer if options.mode == "sync" else Server
-    servers = [rpc.remote(f"server{index}", kind, (options, index)) for index in range(options.servers)]
+    server = new_server(options)
     shares = zip(*(part.chunk(options.trainers) for part in train_digits), strict=True)
     progress = Progress(options)
-    arguments = [(servers, rpc.RRef(progress), i, share, test_digits, options) for i, share in enumerate(shares)]
+    arguments = [(server, rpc.RRef(progress), i, share, test_digits, options) for i, share in enumerate(shares)]
     with ThreadPoolExecutor(options.trainers) as threads:
         list(threads.map(partial(drive_trainer, progress), range(options.trainers), arguments))
     seconds = progress.elapsed_s()
     progress.bars.close()
-    accuracy = measure_accuracy(fetch(servers), test_digits)
+    accuracy = measure_accuracy(server, new_model(options), test_digits)
     draw_trainers(options.picture, f"Parameter server: {options}", progress.losses, progress.accuracies,
                   options.steps_per_epoch, progress.absence, options.kill)  # fmt: skip
     print(f"test accuracy {accuracy:.1f} % ({options}, {seconds:.1f} s), picture: {options.picture}", flush=True)

@@ -234,7 +234,8 @@ ANNOUNCE_LIMIT_S: Final = 2.0
 LATE_JOINERS_LIMIT_S: Final = 5.0
 """A coordinator whose job did not form stays this long to tell the other workers why."""
 MISSING_NAMES_LIMIT_S: Final = 2.0
-"""After a gathering timed out, its leader is asked who is missing; without an answer the error says so."""
+"""After a gathering, or a step at parameter servers, timed out, its leader, or the servers, are asked who is missing;
+without an answer the error says so, or names nobody."""
 PARKED_LIMIT_S: Final = 7 * 24 * 3600.0
 """No request may wait for longer at the store or the coordinator, whatever it asks for; the server measures."""
 GROUP_TIMEOUT_S: Final = 1800.0

@@ -1,4 +1,4 @@
-"""Training one model on many workers: pipelines of stages, and data parallelism.
+"""Training one model on many workers: pipelines of stages, data parallelism, and parameter servers.
 
 A name is imported when it is first used, so that a script that needs one part does not load the others.
 """
@@ -13,9 +13,12 @@ if TYPE_CHECKING:
     from rpcdist.parallel import comm_hooks as comm_hooks
     from rpcdist.parallel import distributed as distributed
     from rpcdist.parallel import model_averaging as model_averaging
+    from rpcdist.parallel import parameter_server as parameter_server
     from rpcdist.parallel import pipeline as pipeline
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from rpcdist.parallel.parameter_server import ParameterServer as ParameterServer
+    from rpcdist.parallel.parameter_server import ShardedEmbedding as ShardedEmbedding
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
     from rpcdist.parallel.sync_batch_norm import SyncBatchNorm as SyncBatchNorm
     from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
@@ -23,13 +26,16 @@ if TYPE_CHECKING:
 __all__ = [
     "DistributedDataParallel",
     "Join",
+    "ParameterServer",
     "Pipeline",
+    "ShardedEmbedding",
     "SyncBatchNorm",
     "ZeroRedundancyOptimizer",
     "algorithms",
     "comm_hooks",
     "distributed",
     "model_averaging",
+    "parameter_server",
     "pipeline",
     "sync_batch_norm",
     "zero_redundancy",
@@ -39,13 +45,16 @@ __all__ = [
 _HOMES: dict[str, str | None] = {
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "Join": "rpcdist.parallel.algorithms",
+    "ParameterServer": "rpcdist.parallel.parameter_server",
     "Pipeline": "rpcdist.parallel.pipeline",
+    "ShardedEmbedding": "rpcdist.parallel.parameter_server",
     "SyncBatchNorm": "rpcdist.parallel.sync_batch_norm",
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
     "algorithms": None,
     "comm_hooks": None,
     "distributed": None,
     "model_averaging": None,
+    "parameter_server": None,
     "pipeline": None,
     "sync_batch_norm": None,
     "zero_redundancy": None,

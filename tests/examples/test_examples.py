@@ -70,8 +70,9 @@ def test_elastic_parameter_server_goes_on_after_a_restart_by_torchrun(tmp_path: 
 @pytest.mark.multiproc
 @pytest.mark.timeout(500)
 @FULL_ONLY
-def test_parameter_server_outlives_a_trainer(tmp_path: Path) -> None:
-    arguments = ("--kill", "1", *SHORT, "--picture", tmp_path / "picture.png")
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_parameter_server_outlives_a_trainer(mode: str, tmp_path: Path) -> None:
+    arguments = ("--mode", mode, "--kill", "1", *SHORT, "--picture", tmp_path / "picture.png")
     result = run(sys.executable, PARAMETER_SERVER, *arguments, limit_s=400.0)  # torch is imported twice, in turn
     assert last_accuracy(result) >= SHORT_ACCURACY
     said = [line.split(" after")[0] for line in result.stdout.splitlines()]
@@ -104,25 +105,6 @@ def test_parameter_server_learns(arguments: str, said: str, tmp_path: Path) -> N
     trainers = int(said[-len("3 trainers")])
     assert [sum(f"trainer {trainer}: epoch" in line for line in lines) for trainer in range(trainers)] == [8] * trainers
     assert picture.read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.parametrize(
-    ("staleness", "free"),
-    [
-        # Trainer 0 takes four steps, trainer 1 one, and then another: which of 0's may be followed by its next one?
-        (None, ["1111", "1111", "1111"]),
-        (0, ["0000", "1000", "1100"]),
-        (1, ["1000", "1100", "1110"]),
-        (3, ["1110", "1111", "1111"]),
-    ],
-)
-def test_bounded_staleness(staleness: int | None, free: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(EXAMPLES)
-    clocks = importlib.import_module("parameter_server").Clocks(2, staleness)
-    turns = [clocks.tick(0) for _ in range(4)]
-    for expected in free:
-        assert "".join(str(int(turn.done())) for turn in turns) == expected
-        assert clocks.tick(1).done()  # the slowest one never waits
 
 
 @FULL_ONLY
@@ -186,7 +168,7 @@ def test_ctrl_c_during_the_start(tmp_path: Path) -> None:
         (("--mode", "sync", "--staleness", "2"), "for async and optimizer; in sync no trainer is ahead"),
         (("--staleness", "-1"), "--staleness is a number of steps"),
         (("--kill", "2"), "--kill 2: the trainers are 0 to 1"),
-        (("--kill", "1", "--mode", "sync"), "--kill is for --mode async without --staleness"),
+        (("--kill", "1", "--epochs", "1"), "--kill kills a trainer half-way: --epochs must be 2 or more"),
         (("--servers", "0"), "--servers: '0' is not a positive whole number"),
         (("--servers", "999"), "choose fewer, or add --yes"),
     ],

@@ -1,0 +1,181 @@
+"""`ParameterServer`: a model's parameters on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import rpcdist.rpc as rpc
+from rpcdist.errors import ConfigError
+from rpcdist.parallel.parameter_server._row_layout import RowLayout
+from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard
+from rpcdist.parallel.parameter_server._sharded_parameters import ShardedParameters, make_config, values_of
+
+__all__ = ["ParameterServer"]
+
+
+class ParameterServer(ShardedParameters):
+    """The parameters of a model, on one or several workers, for trainers which push gradients and take new values.
+
+        server = ParameterServer(Net(), ["server0", "server1"], torch.optim.SGD, lr=0.1, trainers=["trainer0", ...])
+
+        def train(server: ParameterServer) -> None:         # on each trainer, which gets the object in a call
+            model = Net()
+            server.load_into(model)
+            for images, labels in batches:
+                cross_entropy(model(images), labels).backward()
+                server.step(model)                          # pushes the gradients, and takes the new values
+            server.leave()
+
+    The rows of each parameter are divided among the servers, where the optimizer takes its steps. With `mode="async"`
+    each gradient is applied at once; with a `staleness` of k, a trainer that is more than k steps ahead of the slowest
+    one waits for it. With `mode="sync"` the servers wait for all trainers, and take one step with the mean of their
+    gradients (added in the order of the trainers' names): with one trainer, the numbers are those of one process to the
+    bit.
+
+    A trainer is a worker, known by its name. One that dies or leaves the job holds nobody; its replacement, and any
+    other worker, takes part from its first step on. A server that dies takes its part with it: its loss is an error on
+    all trainers, and a new `ParameterServer` begins with the last `state_dict`.
+
+    Args:
+        parameters: a module, or tensors by name, which are copied. The optimizer has those that require gradients.
+        servers: names of workers.
+        optimizer_class: makes the optimizer at each server, for its rows. One that works on whole matrices (LARS, Muon)
+            would work on parts of them.
+        mode: "async" or "sync".
+        staleness: steps that a trainer may be ahead; None for any number.
+        trainers: names of the workers that take part from the beginning; needed where trainers wait for each other.
+        device: of the servers' tensors. Values and gradients travel on the CPU.
+        timeout: limit in seconds of each call, the wait for other trainers included; 0 for none, by default that of
+            `init_rpc`.
+        **defaults: options of `optimizer_class`.
+
+    Raises:
+        ConfigError: the arguments do not fit together.
+        Exception: a server could not make its part.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, Tensor] | nn.Module,
+        servers: Sequence[str],
+        optimizer_class: Callable[..., torch.optim.Optimizer],
+        *,
+        mode: Mode = "async",
+        staleness: int | None = None,
+        trainers: Sequence[str] = (),
+        device: str | torch.device = "cpu",
+        timeout: float = rpc.constants.UNSET_RPC_TIMEOUT,
+        **defaults: Any,
+    ) -> None:
+        config = make_config(servers, optimizer_class, defaults, mode, staleness, trainers, device)
+        values = values_of(parameters)
+        is_module = isinstance(parameters, nn.Module)
+        trained = [name for name, value in values.items() if value.requires_grad or not is_module]
+        if not trained:
+            raise ConfigError("no parameter of the module requires gradients: there is nothing to train")
+        layouts = {name: RowLayout.in_blocks(value.shape, len(servers)) for name, value in values.items()}
+        parts = [layouts[name].split(value.detach().cpu()) for name, value in values.items()]
+        shards = [
+            rpc.remote(
+                server,
+                ParameterShard,
+                (config, [part[index] for part in parts], [name in trained for name in values]),
+                timeout=timeout,
+            )
+            for index, server in enumerate(servers)
+        ]
+        super().__init__(shards, layouts, trained, config.steps_apart is not None, timeout)
+
+    # ------------------------------------------------------------ values
+
+    def pull(self, requires_grad: bool = False) -> dict[str, Tensor]:
+        """The values by name, on the CPU; nobody waits.
+
+        Args:
+            requires_grad: inside `autograd.context()`, gradients flow back to the servers, where a
+                `DistributedOptimizer` over `parameter_rrefs()` steps with them.
+        """
+        return self._merged(self._ask("pull", requires_grad))
+
+    def load_into(self, module: nn.Module) -> None:
+        """Copies the values into the parameters of a module with the same names and shapes, on any device."""
+        self._write(self._ask("pull"), module)
+
+    def parameter_rrefs(self) -> list[rpc.RRef[Tensor]]:
+        """References to the parts of all trained parameters, for `DistributedOptimizer`."""
+        numbers = [number for number, name in enumerate(self._layouts) if name in self._trained]
+        return [shard.remote(self._timeout).parameter(number) for shard in self._shards for number in numbers]
+
+    # ------------------------------------------------------------ steps
+
+    def push(self, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+        """Pushes gradients, by name; parameters that are missing have none.
+
+        Returns:
+            The new values, when this trainer may take its next step.
+
+        Raises:
+            ConfigError: a gradient does not fit its parameter.
+            DeadlineExceeded: the time is over; the text says for whom the servers waited. The gradients count.
+            OwnerLost, WorkerLost: a server died.
+        """
+        return self._merged(self._push(self._divided(gradients), wants_values=True))
+
+    def step(self, module: nn.Module) -> None:
+        """Pushes the `.grad` of a module's parameters, copies the new values into them, and clears the gradients.
+
+        Raises as `push`; the gradients are kept then.
+        """
+        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        self._write(self._push(self._divided(gradients), wants_values=True), module)
+        module.zero_grad(set_to_none=True)
+
+    def tick(self) -> None:
+        """Counts a step whose gradients took another way (a `DistributedOptimizer`), and waits as `push` does."""
+        self._push([[]] * len(self._shards), wants_values=False)
+
+    # ------------------------------------------------------------ inside
+
+    def _divided(self, gradients: Mapping[str, Tensor | None]) -> list[list[Tensor | None]]:
+        """The gradients for each server, in the order of the parameters."""
+        if unknown := gradients.keys() - self._layouts.keys():
+            raise ConfigError(f"the servers have no parameters {sorted(unknown)}; they have {list(self._layouts)}")
+        parts: list[list[Tensor | None]] = [[] for _ in self._shards]
+        for name, layout in self._layouts.items():
+            gradient = gradients.get(name)
+            if gradient is None:
+                divided: Sequence[Tensor | None] = [None] * len(parts)
+            else:
+                _check_gradient(name, layout, gradient)
+                divided = layout.split(gradient.detach().cpu())
+            for part, piece in zip(parts, divided, strict=True):
+                part.append(piece)
+        return parts
+
+    def _merged(self, of_servers: Sequence[Sequence[Tensor]]) -> dict[str, Tensor]:
+        return {
+            name: layout.merge(parts)
+            for (name, layout), parts in zip(self._layouts.items(), zip(*of_servers, strict=True), strict=True)
+        }
+
+    @torch.no_grad()
+    def _write(self, of_servers: Sequence[Sequence[Tensor]], module: nn.Module) -> None:
+        targets = values_of(module)
+        shapes = {name: tuple(target.shape) for name, target in targets.items()}
+        if shapes != {name: layout.shape for name, layout in self._layouts.items()}:
+            raise ConfigError(f"the module's parameters {shapes} are not those of {self!r}")
+        for (name, layout), parts in zip(self._layouts.items(), zip(*of_servers, strict=True), strict=True):
+            layout.write(parts, targets[name])
+
+
+def _check_gradient(name: str, layout: RowLayout, gradient: Tensor) -> None:
+    if gradient.layout is not torch.strided:
+        raise ConfigError(f"the gradient of {name!r} is sparse; a ShardedEmbedding pushes sparse gradients")
+    if tuple(gradient.shape) != layout.shape:
+        raise ConfigError(
+            f"the gradient of {name!r} is of shape {tuple(gradient.shape)}, its parameter of {layout.shape}"
+        )

@@ -1,0 +1,245 @@
+"""What one server keeps: its rows of the parameters, their optimizer, and the trainers that wait for each other."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.futures import Future
+
+import rpcdist.rpc as rpc
+from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, mean_gradient
+from rpcdist.parallel.parameter_server._step_clock import StepClock
+
+__all__ = ["Mode", "ParameterShard", "ShardConfig", "ShardState", "new_embedding_shard"]
+
+Mode = Literal["async", "sync"]
+Values = list[Tensor]
+Reply = Future[tuple[bool, Values | None]]
+"""Whether the trainer takes part, and the new values if it wanted them."""
+
+Ticket = tuple[Reply, bool, bool]
+"""Of a call that waits: its reply, whether the trainer takes part, and whether it wants the new values."""
+
+ShardState = dict[str, Any]
+"""`values`, the tensors by number, and `optimizer`, the state of the optimizer of `torch.optim`; on the CPU."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShardConfig:
+    """The same for all servers; `ParameterServer` explains the parts."""
+
+    optimizer_class: Callable[..., torch.optim.Optimizer]
+    defaults: Mapping[str, Any]
+    mode: Mode = "async"
+    staleness: int | None = None
+    trainers: tuple[str, ...] = ()
+    device: str = "cpu"
+
+    @property
+    def steps_apart(self) -> int | None:
+        """Steps that a trainer may be ahead of the slowest one; None if nobody waits for anybody."""
+        return 0 if self.mode == "sync" else self.staleness
+
+
+class ParameterShard:
+    """Rows of parameters on this server. Calls of several trainers run on several threads.
+
+    One lock guards the values: a gradient is applied as a whole, and what trainers get is of one moment.
+
+    Args:
+        config: the rules.
+        values: the rows of each parameter; copied.
+        is_trained: of each parameter, whether the optimizer has it.
+    """
+
+    def __init__(self, config: ShardConfig, values: Sequence[Tensor], is_trained: Sequence[bool]) -> None:
+        self._config = config
+        self._parameters = [
+            value.detach().to(config.device, copy=True).requires_grad_(trained)
+            for value, trained in zip(values, is_trained, strict=True)
+        ]
+        trained_ones = [parameter for parameter in self._parameters if parameter.requires_grad]
+        self._optimizer = config.optimizer_class(trained_ones, **config.defaults)
+        self._lock = threading.Lock()
+        self._clock: StepClock[Ticket] | None = None
+        self._rounds: dict[int, dict[str, Sequence[Gradient]]] = {}  # by step and trainer; they wait for the others'
+        self._gone: set[str] = set()  # workers that were lost or have left
+        if config.steps_apart is not None:
+            self._clock = StepClock(config.trainers, config.steps_apart)
+            _watch_trainers(self)
+
+    # ------------------------------------------------------------ values
+
+    def pull(self, requires_grad: bool = False) -> Values:
+        """The values; with `requires_grad`, in a context of distributed autograd, gradients come back to them."""
+        with self._lock:
+            return self._copies(requires_grad)
+
+    def _copies(self, requires_grad: bool = False) -> Values:
+        return [each.clone() if requires_grad else each.detach().clone() for each in self._parameters]
+
+    def pull_rows(self, rows: Tensor) -> Tensor:
+        """Rows (n, ...) of the first parameter, by their numbers (n,) on this server."""
+        with self._lock:
+            return self._parameters[0].detach()[rows.to(self._config.device)]
+
+    def parameter(self, number: int) -> Tensor:
+        """The parameter itself; for `rref.remote()`."""
+        return self._parameters[number]
+
+    # ------------------------------------------------------------ steps
+
+    def floor(self) -> int:
+        """The step after which a trainer that begins now counts its own."""
+        if self._clock is None:
+            return 0
+        with self._lock:
+            return self._clock.floor
+
+    @rpc.functions.async_execution
+    def push(self, trainer: str, step: int, begins: bool, gradients: Sequence[Gradient], wants_values: bool) -> Reply:
+        """A step of a trainer. The call ends when it may take the next one; no thread waits for that.
+
+        Args:
+            trainer: name of the worker.
+            step: its number.
+            begins: whether it is the first one after `floor`.
+            gradients: of each parameter; none at all for a step whose gradients take another way.
+            wants_values: whether the result has the new values.
+        """
+        reply: Reply = Future()
+        with self._lock:
+            if self._config.mode == "async":
+                self._step(gradients)
+            if self._clock is None:
+                free = [(reply, True, wants_values)]
+            else:
+                takes_part = trainer in self._clock or (begins and self._lives(trainer))
+                step = step if takes_part else self._clock.floor + 1
+                if self._config.mode == "sync" and step > self._clock.floor:  # else the round is over: a newcomer's
+                    self._rounds.setdefault(step, {})[trainer] = gradients
+                free = self._clock.arrive(trainer, step, (reply, takes_part, wants_values), takes_part)
+            answer = self._go_on(free)
+        answer()
+        return reply
+
+    def leave(self, trainer: str) -> None:
+        """A trainer takes no more steps: the others go on without it."""
+        if self._clock is None:
+            return
+        with self._lock:
+            answer = self._go_on(self._clock.remove(trainer))
+        answer()
+
+    def slowest(self) -> dict[str, int]:
+        """The trainers for which others wait, with the number of their steps."""
+        if self._clock is None:
+            return {}
+        with self._lock:
+            return self._clock.slowest()
+
+    def _lives(self, trainer: str) -> bool:
+        """False for one whose call arrived after its death: nobody shall wait for it."""
+        return trainer not in self._gone or any(worker.name == trainer for worker in rpc.workers())
+
+    def on_change(self, change: rpc.MembershipChange) -> None:
+        """A worker came or went."""
+        with self._lock:
+            (self._gone.discard if change.kind == "joined" else self._gone.add)(change.worker.name)
+        if change.kind != "joined":
+            self.leave(change.worker.name)
+
+    def _go_on(self, free: Sequence[Ticket]) -> Callable[[], None]:
+        """Some trainers may take the next step; in sync mode a round is over, and its step is taken. The lock is held.
+
+        Returns:
+            What answers them, for after the lock, since it sends.
+        """
+        values: Values | None = None
+        error: Exception | None = None
+        try:
+            for ended in [step for step in sorted(self._rounds) if self._clock and step <= self._clock.floor]:
+                gradients = self._rounds.pop(ended)
+                self._step(*(gradients[trainer] for trainer in sorted(gradients)))
+            if any(wants_values for _, _, wants_values in free):
+                values = self._copies()
+        except Exception as exc:  # of the optimizer: all that waited for its step get it
+            error = exc
+
+        def answer() -> None:
+            for reply, takes_part, wants_values in free:
+                if error is None:
+                    reply.set_result((takes_part, values if wants_values else None))
+                else:
+                    reply.set_exception(error)  # type: ignore[arg-type]  # torch annotates it with its type variable
+
+        return answer
+
+    def _step(self, *of_trainers: Sequence[Gradient]) -> None:
+        """Steps with the mean of the gradients of some trainers. The lock is held."""
+        pushed = [gradients for gradients in of_trainers if gradients]
+        if not pushed:
+            return
+        try:
+            for number, parameter in enumerate(self._parameters):
+                if parameter.requires_grad:
+                    parameter.grad = mean_gradient(parameter, [gradients[number] for gradients in pushed])
+            self._optimizer.step()
+        finally:
+            self._optimizer.zero_grad(set_to_none=True)
+
+    # ------------------------------------------------------------ options and state
+
+    def set_options(self, options: Mapping[str, Any]) -> None:
+        """Changes options of the optimizer, the learning rate for example."""
+        with self._lock:
+            for group in self._optimizer.param_groups:
+                group.update(options)
+
+    def state(self) -> ShardState:
+        """A copy of everything."""
+        with self._lock:
+            values = [parameter.detach().to("cpu", copy=True) for parameter in self._parameters]
+            return {"values": values, "optimizer": _copied(self._optimizer.state_dict())}
+
+    def load_state(self, state: ShardState) -> None:
+        with self._lock, torch.no_grad():
+            self._optimizer.load_state_dict(_copied(state["optimizer"]))
+            for parameter, value in zip(self._parameters, state["values"], strict=True):
+                parameter.copy_(value)
+
+
+def new_embedding_shard(config: ShardConfig, shape: tuple[int, ...], dtype: torch.dtype, seed: int) -> ParameterShard:
+    """A shard whose one parameter is drawn here from the normal distribution, as `torch.nn.Embedding` does."""
+    generator = torch.Generator(config.device).manual_seed(seed)
+    rows = torch.empty(shape, dtype=dtype, device=config.device).normal_(generator=generator)
+    return ParameterShard(config, [rows], [True])
+
+
+def _watch_trainers(shard: ParameterShard) -> None:
+    """Has the shard told of workers that leave or are lost, as long as it lives."""
+    known = weakref.ref(shard)
+
+    def on_change(change: rpc.MembershipChange) -> None:
+        living = known()
+        stop_watching() if living is None else living.on_change(change)
+
+    stop_watching = rpc.on_membership_change(on_change)
+
+
+def _copied(value: Any) -> Any:
+    """A copy of a state on the CPU; sparse tensors, as SGD keeps them for sparse gradients, become dense."""
+    if isinstance(value, Tensor):
+        dense = value.to_dense() if value.is_sparse else value
+        return dense.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_copied(item) for item in value)
+    return value

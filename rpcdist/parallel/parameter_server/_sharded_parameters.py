@@ -1,0 +1,165 @@
+"""What `ParameterServer` and `ShardedEmbedding` have in common: calls to all servers, and the whole state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import rpcdist.rpc as rpc
+from rpcdist.errors import ConfigError, DeadlineExceeded
+from rpcdist.parallel.parameter_server._pushed_gradients import Gradient
+from rpcdist.parallel.parameter_server._row_layout import RowLayout
+from rpcdist.parallel.parameter_server._shard import Mode, ParameterShard, ShardConfig
+from rpcdist.parallel.parameter_server._shard_state import join_states, split_state
+from rpcdist.time_limits import MISSING_NAMES_LIMIT_S
+
+__all__ = ["ShardedParameters", "make_config", "values_of"]
+
+
+class ShardedParameters:
+    """Parameters whose rows live on several servers. It may be sent to other workers, as an argument of a call.
+
+    The parameters live as long as one such object on any worker. Its methods may be called on any thread, those that
+    take a step one at a time.
+
+    Args:
+        shards: one on each server.
+        layouts: of the parameters, by name.
+        trained: the names of those that the optimizer has.
+        waits: whether trainers wait for each other.
+        timeout: of each call, in seconds.
+    """
+
+    def __init__(
+        self,
+        shards: Sequence[rpc.RRef[ParameterShard]],
+        layouts: Mapping[str, RowLayout],
+        trained: Sequence[str],
+        waits: bool,
+        timeout: float,
+    ) -> None:
+        self._shards = list(shards)
+        self._layouts = dict(layouts)
+        self._trained = tuple(trained)
+        self._waits = waits
+        self._timeout = timeout
+        self._step: int | None = None  # the last one of this trainer; None before it takes part
+        self._ask("slowest")  # waits until all shards exist, and raises the error if one cannot be made
+
+    def __repr__(self) -> str:
+        size = sum(layout.num_elements for layout in self._layouts.values())
+        return f"<{type(self).__name__} of {size:,} elements on {', '.join(self.servers)}>"
+
+    @property
+    def servers(self) -> tuple[str, ...]:
+        """Names of the workers that have the parameters."""
+        return tuple(shard.owner_name() for shard in self._shards)
+
+    def leave(self) -> None:
+        """This trainer takes no more steps: nobody waits for it. It takes part again by its next step."""
+        self._step = None
+        self._ask("leave", _my_name())
+
+    def set_options(self, **options: Any) -> None:
+        """Changes options of the optimizer on all servers, for example `lr=0.01`."""
+        self._ask("set_options", options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """All parameters and the state of their optimizer on the CPU, in the form of one process.
+
+        `parameters` has the tensors by name, `optimizer` what an optimizer of `torch.optim` over all of them has.
+        Each server's part is of one moment; where trainers push meanwhile, those of different servers may differ by a
+        step.
+        """
+        return join_states(self._layouts, self._trained, self._ask("state"))
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Loads what `state_dict` returned, also from another number of servers.
+
+        Raises:
+            ConfigError: it is of other parameters.
+        """
+        parts = split_state(self._layouts, self._trained, state)
+        self._ask_each("load_state", [(part,) for part in parts])
+
+    def _push(self, parts: Sequence[Sequence[Gradient]], wants_values: bool) -> list[Any]:
+        """Pushes the gradients for each server; what the servers answer when this trainer may go on."""
+        me, begins = _my_name(), self._step is None
+        last = self._step
+        if last is None:
+            last = self._shards[0].rpc_sync(self._timeout).floor() if self._waits else 0
+        try:
+            answers = self._ask_each("push", [(me, last + 1, begins, part, wants_values) for part in parts])
+        except DeadlineExceeded as exc:
+            if slowest := self._slowest():
+                raise DeadlineExceeded(
+                    f"{me!r} waited for other trainers until the time was over: {slowest}. If one of them has ended, "
+                    "let it call leave() before; if it is only slow, give a longer timeout, or allow more staleness"
+                ) from exc
+            raise
+        # A server that took this worker for dead does not count it any more: it begins anew.
+        self._step = last + 1 if all(takes_part for takes_part, _ in answers) else None
+        return [values for _, values in answers]
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_step": None}  # whoever gets it is another trainer
+
+    def _slowest(self) -> str:
+        """For whom the servers wait, as far as they can be asked in a moment."""
+        found: dict[str, int] = {}
+        for call in [shard.rpc_async(MISSING_NAMES_LIMIT_S).slowest() for shard in self._shards]:
+            if call.exception(timeout=None) is None:
+                found |= call.value()
+        return ", ".join(f"{name!r} has taken {step} steps" for name, step in sorted(found.items()))
+
+    def _ask(self, method: str, *args: object) -> list[Any]:
+        """Calls a method of all shards at the same time, with the same arguments."""
+        return self._ask_each(method, [args] * len(self._shards))
+
+    def _ask_each(self, method: str, args: Sequence[tuple[object, ...]]) -> list[Any]:
+        calls = [
+            getattr(shard.rpc_async(self._timeout), method)(*each)
+            for shard, each in zip(self._shards, args, strict=True)
+        ]
+        return rpc.wait_all(calls)
+
+
+def make_config(
+    servers: Sequence[str],
+    optimizer_class: Callable[..., torch.optim.Optimizer],
+    defaults: Mapping[str, Any],
+    mode: Mode,
+    staleness: int | None,
+    trainers: Sequence[str],
+    device: str | torch.device,
+) -> ShardConfig:
+    """The rules of the servers.
+
+    Raises:
+        ConfigError: the arguments do not fit together.
+    """
+    if isinstance(servers, str) or not servers or len(set(servers)) < len(servers):
+        raise ConfigError(f"servers are the names of different workers, such as ['server0'], but got {servers!r}")
+    if mode not in ("async", "sync"):
+        raise ConfigError(f"mode {mode!r}: write 'async' or 'sync'")
+    if staleness is not None and (mode == "sync" or staleness < 0):
+        raise ConfigError(
+            f"staleness {staleness} is a number of steps from 0 on, for mode='async'; with 'sync', no trainer is ahead"
+        )
+    if isinstance(trainers, str) or len(set(trainers)) < len(trainers):
+        raise ConfigError(f"trainers are the names of different workers, such as ['trainer0'], but got {trainers!r}")
+    if not trainers and (mode == "sync" or staleness is not None):
+        raise ConfigError("name the trainers that wait for each other: trainers=['trainer0', 'trainer1']")
+    return ShardConfig(optimizer_class, dict(defaults), mode, staleness, tuple(trainers), str(device))
+
+
+def _my_name() -> str:
+    return rpc.get_worker_info().name
+
+
+def values_of(parameters: Mapping[str, Tensor] | torch.nn.Module) -> dict[str, Tensor]:
+    """The parameters by name."""
+    return dict(parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters)

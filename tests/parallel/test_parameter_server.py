@@ -1,0 +1,345 @@
+"""Parameter servers and sharded embeddings: numbers against one process, trainers that die, and what errors say."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from docs_programs import run_page
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
+
+from rpcdist import autograd, rpc
+from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost
+from rpcdist.optim import DistributedOptimizer
+from rpcdist.parallel import ParameterServer, ShardedEmbedding
+from rpcdist.testing import InProcessCluster, eventually
+
+LIMIT_S = 30.0
+SERVERS = ("server0", "server1", "server2")
+TRAINERS = ("trainer0", "trainer1")
+NUM_STEPS = 6
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster(*SERVERS, *TRAINERS) as cluster:
+        yield cluster
+
+
+def network() -> nn.Module:
+    """Always the same; trainers are threads here, so the seed of the process is not used."""
+    generator = torch.Generator().manual_seed(0)
+    model = nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, generator=generator)
+    return model
+
+
+def batch(trainer: int, step: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1000 * trainer + step)
+    return torch.randn(4, 5, generator=generator), torch.randint(3, (4,), generator=generator)
+
+
+def train(server: ParameterServer, trainer: int, num_steps: int = NUM_STEPS) -> dict[str, Tensor]:
+    model = network()
+    server.load_into(model)
+    for step in range(num_steps):
+        inputs, labels = batch(trainer, step)
+        cross_entropy(model(inputs), labels).backward()
+        server.step(model)
+    server.leave()
+    return {name: value.detach() for name, value in model.named_parameters()}
+
+
+def train_alone(
+    optimizer_class: Callable[..., torch.optim.Optimizer], num_trainers: int, **defaults: Any
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """The same in one process: the mean of the trainers' gradients, added in their order."""
+    model = network()
+    optimizer = optimizer_class(model.parameters(), **defaults)
+    for step in range(NUM_STEPS):
+        for trainer in range(num_trainers):
+            inputs, labels = batch(trainer, step)
+            cross_entropy(model(inputs), labels).backward()
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            parameter.grad /= num_trainers
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: value.detach() for name, value in model.named_parameters()}, optimizer.state_dict()
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=0, atol=0)
+
+
+OPTIMIZERS = [
+    (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01}),
+    (torch.optim.Adam, {"lr": 0.01}),
+    (torch.optim.Adagrad, {"lr": 0.01}),
+]
+
+
+@pytest.mark.parametrize(("optimizer_class", "defaults"), OPTIMIZERS, ids=["sgd", "adam", "adagrad"])
+@pytest.mark.parametrize("num_servers", [1, 3])
+def test_synchronous_training_is_that_of_one_process_to_the_bit(
+    cluster: InProcessCluster, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any], num_servers: int
+) -> None:
+    with cluster.use(SERVERS[0]):
+        server = ParameterServer(
+            network(), SERVERS[:num_servers], optimizer_class, mode="sync", trainers=TRAINERS, **defaults
+        )
+        calls = [rpc.rpc_async(name, train, (server, number)) for number, name in enumerate(TRAINERS)]
+        expected, state = train_alone(optimizer_class, len(TRAINERS), **defaults)
+        for found in rpc.wait_all(calls):
+            assert_equal(found, expected)
+        whole = server.state_dict()
+        assert_equal(whole["parameters"], expected)
+        torch.testing.assert_close(whole["optimizer"], state, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("staleness", [None, 0, 2])
+def test_an_asynchronous_trainer_alone_is_one_process(cluster: InProcessCluster, staleness: int | None) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer(
+            network(), SERVERS, torch.optim.Adam, lr=0.01, staleness=staleness, trainers=["trainer0"]
+        )
+        assert_equal(train(server, 0), train_alone(torch.optim.Adam, 1, lr=0.01)[0])
+
+
+def test_a_state_goes_on_with_another_number_of_servers(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        first = ParameterServer(network(), SERVERS, torch.optim.Adam, lr=0.01)
+        train(first, 0, NUM_STEPS)
+        second = ParameterServer(nn.Sequential(*network().children()), SERVERS[:2], torch.optim.Adam, lr=0.5)
+        second.load_state_dict(first.state_dict())
+        alone = torch.optim.Adam((model := network()).parameters(), lr=0.5)
+        model.load_state_dict(first.state_dict()["parameters"])
+        alone.load_state_dict(first.state_dict()["optimizer"])
+        gradients = {name: torch.ones_like(value) for name, value in model.named_parameters()}
+        for name, parameter in model.named_parameters():
+            parameter.grad = gradients[name]
+        alone.step()
+        expected = {name: value.detach() for name, value in model.named_parameters()}
+        assert_equal(first.push(gradients), expected)
+        assert_equal(second.push(gradients), expected)
+        second.set_options(lr=0.0)
+        assert_equal(second.push(gradients), expected)
+        with pytest.raises(ConfigError, match="of other parameters"):
+            second.load_state_dict({**first.state_dict(), "parameters": {"bias": torch.ones(1)}})
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_a_dead_trainer_holds_nobody_and_its_replacement_takes_part(cluster: InProcessCluster, mode: Any) -> None:
+    """Trainer 1 dies before its first step: trainer 0 waits for it until its death is known, and goes on."""
+    with cluster.use(SERVERS[0]):
+        server = ParameterServer(
+            network(), SERVERS, torch.optim.SGD, lr=0.1, mode=mode, staleness=None if mode == "sync" else 0,
+            trainers=TRAINERS,
+        )  # fmt: skip
+        waiting = rpc.rpc_async("trainer0", train, (server, 0))
+        eventually(lambda: "trainer1" in server._slowest(), "trainer 0 waits")
+        cluster.kill("trainer1")
+        alone = waiting.wait(LIMIT_S)
+        if mode == "sync":
+            assert_equal(alone, train_alone(torch.optim.SGD, 1, lr=0.1)[0])
+        cluster.restart("trainer1")
+        calls = [rpc.rpc_async(name, train, (server, number)) for number, name in enumerate(TRAINERS)]
+        for found in rpc.wait_all(calls, LIMIT_S):
+            assert not torch.equal(found["2.bias"], alone["2.bias"])
+
+
+def test_a_trainer_that_leaves_holds_nobody(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer(network(), SERVERS, torch.optim.SGD, lr=0.1, mode="sync", trainers=TRAINERS)
+        rpc.rpc_sync("trainer1", leave, (server,))
+        assert_equal(train(server, 0), train_alone(torch.optim.SGD, 1, lr=0.1)[0])
+
+
+def leave(server: ParameterServer) -> None:
+    server.leave()
+
+
+def test_who_was_waited_for_is_in_the_error(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer(
+            network(), SERVERS, torch.optim.SGD, lr=0.1, mode="sync", trainers=TRAINERS, timeout=0.2
+        )
+        with pytest.raises(DeadlineExceeded, match=r"'trainer0' waited .*: 'trainer1' has taken 0 steps\. If one"):
+            train(server, 0, 1)
+
+
+def test_a_dead_server_is_an_error_that_names_it(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer(network(), SERVERS[1:], torch.optim.SGD, lr=0.1)
+        train(server, 0, 1)
+        cluster.kill("server1")
+        with pytest.raises(WorkerLost, match="server1"):
+            train(server, 0, 1)
+
+
+def test_what_the_optimizer_raises_reaches_all_trainers_of_the_round(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        table = ShardedEmbedding(6, 2, SERVERS, torch.optim.Adam, lr=0.1, mode="sync", trainers=TRAINERS)
+        calls = [rpc.rpc_async(name, look_up, (table, [0, 1, 2])) for name in TRAINERS]
+        for call in calls:
+            with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+                call.wait(LIMIT_S)
+
+
+def test_gradients_flow_through_distributed_autograd(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer(network(), SERVERS, torch.optim.SGD, lr=0.1, staleness=1, trainers=["trainer0"])
+        optimizer = DistributedOptimizer(torch.optim.SGD, server.parameter_rrefs(), lr=0.1)
+        model = network()
+        for step in range(NUM_STEPS):
+            inputs, labels = batch(0, step)
+            with autograd.context() as context_id:
+                scores = torch.func.functional_call(model, server.pull(requires_grad=True), (inputs,))
+                autograd.backward(context_id, [cross_entropy(scores, labels)])
+                optimizer.step(context_id)
+            server.tick()
+        assert_equal(server.pull(), train_alone(torch.optim.SGD, 1, lr=0.1)[0])
+        del optimizer
+
+
+# ---- embeddings
+
+
+def look_up(table: ShardedEmbedding, ids: list[int]) -> Tensor:
+    """A step whose loss uses some rows, some of them twice, in two lookups."""
+    first, second = table(torch.tensor(ids)), table(torch.tensor([ids[:2], ids[-2:]]))
+    (first.pow(2).sum() + second.sum()).backward()
+    table.step()
+    return table(torch.tensor(ids)).detach()
+
+
+def look_up_alone(table: nn.Embedding, ids: list[int]) -> None:
+    (table(torch.tensor(ids)).pow(2).sum() + table(torch.tensor([ids[:2], ids[-2:]])).sum()).backward()
+
+
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled")  # torch's Adagrad itself
+@pytest.mark.parametrize(
+    ("optimizer_class", "defaults"),
+    [
+        (torch.optim.SGD, {"lr": 0.1}),
+        (torch.optim.SparseAdam, {"lr": 0.01}),
+        (torch.optim.Adagrad, {"lr": 0.1}),
+    ],
+    ids=["sgd", "sparse_adam", "adagrad"],
+)
+def test_a_sharded_embedding_is_one_embedding(
+    cluster: InProcessCluster, optimizer_class: type[torch.optim.Optimizer], defaults: dict[str, Any]
+) -> None:
+    """To the last bits: the gradients of a row are added in another order."""
+    weight = torch.randn(11, 4, generator=torch.Generator().manual_seed(1))
+    batches = [([1, 5, 5, 7], [0, 1, 10, 1]), ([3, 3, 3, 3], [4, 6, 6, 8]), ([2, 9, 0, 0], [2, 9, 0, 0])]
+    alone = nn.Embedding.from_pretrained(weight.clone(), freeze=False, sparse=True)
+    optimizer = optimizer_class(alone.parameters(), **defaults)
+    for ids in batches:
+        for each in ids:
+            look_up_alone(alone, each)
+        assert alone.weight.grad is not None
+        alone.weight.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+    with cluster.use("trainer0"):
+        table = ShardedEmbedding(
+            11, 4, SERVERS, optimizer_class, weight=weight, mode="sync", trainers=TRAINERS, **defaults
+        )
+        for ids in batches:
+            calls = [rpc.rpc_async(name, look_up, (table, each)) for name, each in zip(TRAINERS, ids, strict=True)]
+            for found, each in zip(rpc.wait_all(calls), ids, strict=True):
+                assert found.shape == (4, 4) and torch.equal(found, table(torch.tensor(each)))
+        state = table.state_dict()
+        torch.testing.assert_close(state["parameters"]["weight"], alone.weight.detach())
+        torch.testing.assert_close(state["optimizer"]["state"], optimizer.state_dict()["state"])
+        again = ShardedEmbedding(11, 4, SERVERS[:2], optimizer_class, seed=7, **defaults)
+        again.load_state_dict(state)
+        assert torch.equal(again.state_dict()["parameters"]["weight"], state["parameters"]["weight"])
+
+
+def test_only_gradients_of_backward_passes_are_pushed(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        table = ShardedEmbedding(5, 2, SERVERS, torch.optim.SGD, lr=1.0)
+        before = table.state_dict()["parameters"]["weight"]
+        assert not torch.equal(before[0], before[1])
+        ids = torch.tensor([1, 4])
+        with torch.no_grad():
+            assert torch.equal(table(ids), before[ids])
+        table(ids).sum()  # no backward
+        table.step()
+        assert torch.equal(table.state_dict()["parameters"]["weight"], before)
+        table(ids).sum().backward()
+        table.zero_grad()
+        table.step()
+        assert torch.equal(table.state_dict()["parameters"]["weight"], before)
+        loss = table(ids).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        table.step()
+        expected = before.clone()
+        expected[ids] -= 2
+        assert torch.equal(table.state_dict()["parameters"]["weight"], expected)
+        assert table(torch.empty(0, 3, dtype=torch.long)).shape == (0, 3, 2)
+        for wrong in (-1, 5):
+            with pytest.raises(IndexError, match=rf"no row {wrong}: this table has the rows 0 to 4"):
+                table(torch.tensor([0, wrong]))
+
+
+def test_the_page_runs(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        run_page("docs/parameter_server.md")
+        gc.collect()  # references in cycles of the page's names
+
+
+# ---- what errors say
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"servers": "server0"}, "names of different workers"),
+        ({"servers": []}, "names of different workers"),
+        ({"servers": ["server0", "server0"]}, "names of different workers"),
+        ({"mode": "both"}, "write 'async' or 'sync'"),
+        ({"mode": "sync"}, "name the trainers that wait for each other"),
+        ({"staleness": 3}, "name the trainers that wait for each other"),
+        ({"mode": "sync", "staleness": 3}, "with 'sync', no trainer is ahead"),
+        ({"staleness": -1, "trainers": ["a"]}, "from 0 on"),
+        ({"trainers": "trainer0"}, "names of different workers"),
+        ({"parameters": nn.ReLU()}, "nothing to train"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str) -> None:
+    right = {"parameters": network(), "servers": ["server0"], "optimizer_class": torch.optim.SGD, "lr": 0.1}
+    with pytest.raises(ConfigError, match=message):
+        ParameterServer(**{**right, **arguments})
+
+
+def test_wrong_gradients_and_models_are_explained(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        server = ParameterServer({"a": torch.zeros(2, 3), "b": torch.tensor(1.0)}, SERVERS, torch.optim.SGD, lr=1.0)
+        assert repr(server) == "<ParameterServer of 7 elements on server0, server1, server2>"
+        with pytest.raises(ConfigError, match=r"no parameters \['c'\]; they have \['a', 'b'\]"):
+            server.push({"c": torch.zeros(1)})
+        with pytest.raises(ConfigError, match=r"'a' is of shape \(3, 2\), its parameter of \(2, 3\)"):
+            server.push({"a": torch.zeros(3, 2)})
+        with pytest.raises(ConfigError, match="a ShardedEmbedding pushes sparse gradients"):
+            server.push({"a": torch.zeros(2, 3).to_sparse()})
+        with pytest.raises(ConfigError, match="are not those of <ParameterServer"):
+            server.load_into(network())
+        found = server.push({"b": torch.tensor(0.5)})
+        assert found["b"].item() == 0.5 and found["b"].shape == () and torch.equal(found["a"], torch.zeros(2, 3))
+        with pytest.raises(ConfigError, match=r"2 rows are too few for 3 servers"):
+            ShardedEmbedding(2, 2, SERVERS, torch.optim.SGD, lr=1.0)
+        with pytest.raises(ConfigError, match=r"weight has the shape \(2, 2\)"):
+            ShardedEmbedding(4, 2, SERVERS, torch.optim.SGD, lr=1.0, weight=torch.zeros(2, 2))
+        with pytest.raises(ValueError, match="Invalid learning rate"):
+            ParameterServer(network(), SERVERS, torch.optim.SGD, lr=-1.0)
