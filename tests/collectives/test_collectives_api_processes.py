@@ -1,12 +1,8 @@
-"""The functions on real processes: rendezvous by the environment, beside RPC, and under torchrun."""
+"""The functions on real processes, which meet by the environment and run beside RPC."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
@@ -72,16 +68,6 @@ BY_ENVIRONMENT = """
     print("with rpc", flush=True)
 """
 
-BY_TORCHRUN = """
-    for attempt in range(2):
-        c.init_process_group()
-        rank = c.get_rank()
-        assert c.get_node_local_rank() == rank and c.is_torchelastic_launched()
-        operations()
-        c.destroy_process_group()
-    print(f"rank {rank} done", flush=True)
-"""
-
 
 def program(main: str) -> str:
     return textwrap.dedent(RANK) + textwrap.dedent(main)
@@ -97,20 +83,3 @@ def test_by_environment_and_beside_rpc() -> None:
     ):
         for expected in ("again and again", "with rpc"):
             assert first.line() == expected and second.line() == expected
-
-
-def test_torchrun(tmp_path: Path) -> None:
-    script = tmp_path / "job.py"
-    script.write_text(program(BY_TORCHRUN))
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    done = subprocess.run(
-        [sys.executable, *command],
-        cwd=tmp_path,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert sorted(done.stdout.split("\n")) == ["", "rank 0 done", "rank 1 done"]

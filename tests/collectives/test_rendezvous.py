@@ -24,7 +24,7 @@ from rpcdist.collectives import (
     register_rendezvous_handler,
     rendezvous,
 )
-from rpcdist.collectives.rendezvous import open_rendezvous
+from rpcdist.collectives.rendezvous import ATTEMPT_VARIABLE, job_attempt, open_rendezvous
 from rpcdist.errors import ConfigError, ConnectFailed
 from rpcdist.testing import Program, free_port
 
@@ -226,24 +226,24 @@ def test_torchruns_agent_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         next(rendezvous("env://", timeout=0.3))
 
 
-@pytest.mark.multiproc
-def test_torchrun(tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(
-        "import sys\n"
-        "from rpcdist.collectives import rendezvous\n"
-        "store, rank, world_size = next(rendezvous('env://', timeout=60))\n"
-        "store.set(f'rank{rank}', str(rank))\n"
-        "got = store.multi_get(['rank0', 'rank1'])\n"
-        "store.barrier('end', 2)\n"
-        "open(f'{sys.argv[1]}/{rank}', 'w').write(f'{type(store).__name__} {got} of {world_size}')\n"
-    )
-    code = "from torch.distributed.run import main; main()"
-    arguments = ("--standalone", "--nproc-per-node=2", program, tmp_path)
-    with Program(code, *arguments, environment={"OMP_NUM_THREADS": "1", "PYTHONPATH": None}) as script:
-        assert script.end(100) == 0, script.output
-    for rank in range(2):
-        assert (tmp_path / str(rank)).read_text() == "TorchStoreAdapter [b'0', b'1'] of 2"
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, "0.0"),
+        ({"TORCHELASTIC_RESTART_COUNT": "3"}, "0.3"),
+        ({"TORCHELASTIC_RESTART_COUNT": "3", "SLURM_RESTART_COUNT": "2"}, "2.3"),
+        ({"TORCHELASTIC_RESTART_COUNT": "3", ATTEMPT_VARIABLE: "run-7"}, "run-7"),
+        ({ATTEMPT_VARIABLE: ""}, "0.0"),
+    ],
+)
+def test_the_attempt_is_named_by_whoever_starts_the_job(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], expected: str
+) -> None:
+    for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", ATTEMPT_VARIABLE):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert job_attempt() == expected
 
 
 # ---------------------------------------------------------------- several processes

@@ -63,23 +63,12 @@ def test_the_first_program_of_the_readme_is_the_example() -> None:
 
 
 @pytest.mark.multiproc
-def test_the_job_of_the_readme_runs_by_hand_and_under_torchrun(tmp_path: Path) -> None:
+def test_the_job_of_the_readme_runs_by_hand(tmp_path: Path) -> None:
     [source] = [code for _, code in blocks(page("README.md"), "python") if code.startswith("# job.py\n")]
     (tmp_path / "job.py").write_text(source)
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
     by_hand = run([([sys.executable, "job.py"], environment(**address, RANK=rank)) for rank in "01"], tmp_path)
     assert sorted(by_hand) == ["", "6\n"]
-    torchrun = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "--master-port",
-        str(free_port()),
-    ]
-    [printed] = run([([*torchrun, "job.py"], environment())], tmp_path)
-    assert printed == "6\n"
 
 
 @pytest.mark.multiproc

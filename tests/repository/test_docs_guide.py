@@ -1,13 +1,12 @@
-"""The program in docs/guide.md does what the page says, and what docs/clusters.md says works beside us does."""
+"""The program in docs/guide.md does what the page says."""
 
 from __future__ import annotations
 
 import ast
 import sys
-from pathlib import Path
 
 import pytest
-from docs_programs import ROOT, blocks, environment, free_port, page, run, script_of
+from docs_programs import ROOT, environment, page, run, script_of
 
 
 def test_the_script_of_the_guide_is_what_the_page_says() -> None:
@@ -24,12 +23,3 @@ def test_the_guide_for_newcomers_prints_what_it_says() -> None:
     assert len(expected) >= 15
     [printed] = run([([sys.executable, "guide.py"], environment(OMP_NUM_THREADS="1"))], ROOT / "docs")
     assert printed.splitlines() == expected
-
-
-@pytest.mark.multiproc
-def test_torchs_fsdp_works_beside(tmp_path: Path) -> None:
-    [source] = [code for _, code in blocks(page("docs/clusters.md"), "python") if code.startswith("# beside.py\n")]
-    (tmp_path / "beside.py").write_text(source)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port"]
-    [printed] = run([([*torchrun, str(free_port()), "beside.py"], environment(OMP_NUM_THREADS="1"))], tmp_path)
-    assert printed == "learned True\n"

@@ -18,6 +18,7 @@ import pytest
 import rpc_functions
 import rpc_stream_functions
 import torch
+from parameter_ids import short_repr
 from rpc_cluster import Cluster
 
 import rpcdist.rpc as rpc
@@ -99,7 +100,7 @@ CALLABLES: list[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any], Any]]
 ]
 
 
-@pytest.mark.parametrize("case", CALLABLES, ids=lambda case: str(case[0])[:50])
+@pytest.mark.parametrize("case", CALLABLES, ids=lambda case: short_repr(case[0]))
 def test_what_can_be_called(cluster: Cluster, case: tuple[Any, tuple[Any, ...], dict[str, Any], Any]) -> None:
     function, args, kwargs, expected = case
     for to in ("worker1", cluster.me):

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-import textwrap
 import time
-from contextlib import ExitStack
 from pathlib import Path
 from socket import socket
 
 import pytest
 import rpc_victim_functions as functions
 import rpc_victim_references as references
-from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
+from peer_timeouts import CALM_S, UNIT_S
 
 from rpcdist import rpc
 from rpcdist.errors import (
@@ -147,77 +142,6 @@ def test_a_port_in_use_is_named(worker_pool: WorkerPool) -> None:
 
 
 # ---------------------------------------------------------------- how a job starts
-
-MEMBER = """
-    import sys
-    import torch
-    from rpcdist import rpc
-
-    def add(a, b):
-        return a + b
-
-    def run(rank, url, world_size, name=None):
-        options = rpc.RpcOptions(init_method=url)
-        rpc.init_rpc(name or f"w{rank}", rank=rank, world_size=world_size, rpc_backend_options=options)
-        me = rpc.get_worker_info()
-        others = [info for info in rpc._get_current_rpc_agent().get_worker_infos() if info.id != me.id]
-        got = [rpc.rpc_sync(info, add, (torch.ones(2), me.id)).sum().item() for info in others]
-        rpc.shutdown()
-        sys.stdout.write(f"{me.id}:{len(others)}:{got[0]}\\n")  # in one chunk: they share it
-"""
-
-
-def write(folder: Path, main: str) -> Path:
-    script = folder / "member.py"
-    text = textwrap.dedent(MEMBER) + '\nif __name__ == "__main__":\n' + textwrap.indent(textwrap.dedent(main), "    ")
-    script.write_text(text)
-    return script
-
-
-def outputs(commands: list[list[str]], environments: list[dict[str, str]]) -> list[str]:
-    """Runs the commands at the same time; what each printed."""
-    with ExitStack() as stack:
-        processes = [
-            stack.enter_context(
-                subprocess.Popen(command, env={**os.environ, **extra}, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-            )
-            for command, extra in zip(commands, environments, strict=True)
-        ]
-        try:
-            ended = [process.communicate(timeout=LIMIT_S) for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    for process, (_, errors) in zip(processes, ended, strict=True):
-        assert process.returncode == 0, errors.decode()
-    return [output.decode().strip() for output, _ in ended]
-
-
-def test_started_by_torch_multiprocessing_spawn(tmp_path: Path) -> None:
-    """And a function of `__main__`."""
-    script = write(
-        tmp_path,
-        """
-        import torch.multiprocessing
-        torch.multiprocessing.spawn(run, (sys.argv[1], 2), nprocs=2)
-        """,
-    )
-    (output,) = outputs([[sys.executable, str(script), f"tcp://127.0.0.1:{free_port()}"]], [{}])
-    assert sorted(output.split()) == ["0:1:2.0", "1:1:4.0"]
-
-
-def test_started_by_torchrun(tmp_path: Path) -> None:
-    script = write(tmp_path, "import os\nrun(int(os.environ['RANK']), 'env://', None)\n")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-    (output,) = outputs([command], [{"OMP_NUM_THREADS": "1"}])
-    assert sorted(output.split()) == ["0:1:2.0", "1:1:4.0"]
-
-
-def test_started_by_hand_in_several_shells(tmp_path: Path) -> None:
-    script = write(tmp_path, "run(-1, 'env://', None, 'w' + sys.argv[1])\n")
-    common = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "2"}
-    commands = [[sys.executable, str(script), str(rank)] for rank in range(2)]
-    assert outputs(commands, [{**common, "RANK": str(rank)} for rank in range(2)]) == ["0:1:2.0", "1:1:4.0"]
 
 
 @pytest.mark.parametrize("scheme", ["tcp", "env", "file"])

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import rpc_functions
 import torch
+from parameter_ids import short_repr
 from rpc_cluster import Cluster
 
 import rpcdist.rpc as rpc
@@ -51,7 +52,7 @@ EVERYDAY: list[Any] = [
 
 
 @EVERYWHERE
-@pytest.mark.parametrize("value", EVERYDAY, ids=lambda value: repr(value)[:30].encode("ascii", "replace").decode())
+@pytest.mark.parametrize("value", EVERYDAY, ids=lambda value: short_repr(value, 30))
 def test_everyday_values_come_back_equal(cluster: Cluster, worker: str, value: Any) -> None:
     result = rpc.rpc_sync(worker, remote_side.echo, (value,))
     assert type(result) is type(value)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from parameter_ids import short_repr
 from values_helpers import Box, Boxes, encode, round_trip, wire
 
 from rpcdist._proto import value_pb2
@@ -177,7 +178,7 @@ class Number(int):
         ((torch.ones(2).to_sparse(),), r"value\[0\] is a tensor of torch\.sparse_coo"),
         ((Box("b"),), r"Box"),
     ],
-    ids=repr,
+    ids=short_repr,
 )
 def test_what_is_not_plain_is_refused_by_its_path(obj: object, where: str) -> None:
     with pytest.raises(SerializationError, match=where):

@@ -1,0 +1,76 @@
+"""Programs that torchrun starts, in the processes of one job: importing torch in each is what takes the time.
+
+Each finds what its predecessors left in these processes and in the store of torchrun's agent, which ends with the job.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from docs_programs import environment
+
+__all__ = ["Program", "Ran", "run_under_torchrun"]
+
+DRIVER = Path(__file__).with_name("torchrun_driver.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """One of the job's: the first `world_size` ranks take part."""
+
+    script: Path
+    arguments: tuple[str, ...] = ()
+    world_size: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What became of it: the status of rank 0, and what each rank printed. `folder` was the current one."""
+
+    folder: Path
+    returncode: int
+    outputs: tuple[str, ...]
+    errors: tuple[str, ...]
+
+    @property
+    def stdout(self) -> str:
+        return "".join(self.outputs)
+
+    @property
+    def stderr(self) -> str:
+        return "".join(self.errors)
+
+
+def run_under_torchrun(programs: Sequence[Program], folder: Path, limit_s: float) -> list[Ran]:
+    """Runs `programs` in turn; a program that fails does not keep the others from running."""
+    listed = [(str(program.script), program.arguments, program.world_size) for program in programs]
+    (folder / "programs.json").write_text(json.dumps(listed))
+    num_ranks = max(program.world_size for program in programs)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    with subprocess.Popen(
+        [*command, DRIVER, folder],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(OMP_NUM_THREADS="1"),
+    ) as job:
+        try:
+            said, _ = job.communicate(timeout=limit_s)
+        except BaseException:
+            job.terminate()  # torchrun ends its ranks
+            raise
+    assert job.returncode == 0, said
+    return [_ran(folder / str(number), program.world_size) for number, program in enumerate(programs)]
+
+
+def _ran(folder: Path, world_size: int) -> Ran:
+    outputs, errors = (
+        tuple((folder / f"{rank}.{descriptor}").read_text() for rank in range(world_size)) for descriptor in (1, 2)
+    )
+    return Ran(folder, int((folder / "0.status").read_text()), outputs, errors)
