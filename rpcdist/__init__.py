@@ -17,6 +17,7 @@ from rpcdist import _upper_layers
 
 if TYPE_CHECKING:
     from rpcdist import autograd as autograd
+    from rpcdist import checkpoint as checkpoint
     from rpcdist import collectives as collectives
     from rpcdist import data as data
     from rpcdist import deadline as deadline
@@ -38,6 +39,7 @@ __all__ = [
     "Placement",
     "__version__",
     "autograd",
+    "checkpoint",
     "collectives",
     "data",
     "deadline",

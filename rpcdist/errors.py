@@ -18,6 +18,7 @@
     ├── UnknownWorker
     ├── DeadlineExceeded (TimeoutError)
     ├── Cancelled
+    ├── CheckpointError                     a checkpoint could not be written or read together
     ├── ProcessFailed                       a process that `rpcdist.launch` started failed
     ├── SerializationError (TypeError)      a value cannot be sent, or cannot be rebuilt
     ├── RemoteError                         the other side failed, and its exception could not be rebuilt here
@@ -54,6 +55,7 @@ __all__ = [
     "BlockingInLoop",
     "CallRefused",
     "Cancelled",
+    "CheckpointError",
     "CollectiveError",
     "CollectiveMismatch",
     "CollectiveTimeout",
@@ -247,6 +249,10 @@ class DeadlineExceeded(RpcdistError, TimeoutError):
 
 class Cancelled(RpcdistError):
     """The call was cancelled by the caller."""
+
+
+class CheckpointError(RpcdistError):
+    """Saving or loading a checkpoint failed on another rank, or workers do not see one folder; the text says where."""
 
 
 class ProcessFailed(RpcdistError):

@@ -1,0 +1,14 @@
+"""Checkpoints: what a job holds, on all of its workers, in one folder, which is always a whole one.
+
+    checkpoint.save("out/checkpoint", {"model": model, "optimizer": optimizer, "table": rref, "step": 7})
+    checkpoint.load("out/checkpoint", state)        # the same keys: objects are changed in place, `step` is replaced
+
+The format is that of `torch.distributed.checkpoint`. docs/checkpoints.md is the guide.
+"""
+
+from __future__ import annotations
+
+from rpcdist.checkpoint._loading import load
+from rpcdist.checkpoint._saving import save
+
+__all__ = ["load", "save"]

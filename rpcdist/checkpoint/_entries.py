@@ -1,0 +1,126 @@
+"""A value as what `torch.distributed.checkpoint` stores, tensors and other objects by key, and back.
+
+A tensor is one entry. A module has one for each tensor of its state. The state of anything else is a structure, an
+entry in which markers stand for its tensors, and one entry for each tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from torch import Tensor, nn
+
+from rpcdist.errors import ConfigError
+
+__all__ = ["Entries", "Stateful", "Stored", "entries_of", "restore"]
+
+Entries = dict[str, Any]
+"""Tensors, which may be those of a model itself, and other objects."""
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """An optimizer, a scheduler, a pipeline, parameter servers: whatever has a state."""
+
+    def state_dict(self) -> Mapping[Any, Any]: ...
+
+    def load_state_dict(self, state_dict: Any, /) -> object: ...
+
+
+@dataclass(frozen=True, slots=True)
+class TensorAt:
+    """Stands in a structure for the tensor of an entry."""
+
+    key: str
+
+
+class Stored(Protocol):
+    """Entries of a checkpoint, for reading."""
+
+    def read(self, entries: Entries) -> None:
+        """Fills in tensors in place, and replaces the other objects. Raises `ConfigError` for what does not fit."""
+
+    def empty(self, key: str) -> Tensor:
+        """A tensor for an entry, on the CPU."""
+
+
+def entries_of(key: str, value: object) -> Entries:
+    """The entries of a value.
+
+    Raises:
+        ConfigError: two of them would have one key.
+    """
+    if isinstance(value, Tensor):
+        return {key: value.detach()}
+    if isinstance(value, nn.Module):
+        return _of_module(key, value)
+    entries: Entries = {}
+    entries[key] = _taken_apart(key, value.state_dict() if _is_stateful(value) else value, entries)
+    return entries
+
+
+def restore(key: str, value: object, stored: Stored) -> object:
+    """Gives a value what was stored: in place where it has a state; else the result takes its place.
+
+    Raises:
+        ConfigError: the checkpoint has other entries, or other shapes.
+    """
+    if isinstance(value, Tensor):
+        stored.read({key: value.detach()})
+        return value
+    if isinstance(value, nn.Module):
+        entries = _of_module(key, value)
+        stored.read(entries)
+        value.load_state_dict({name.removeprefix(f"{key}."): entry for name, entry in entries.items()})
+        return value
+    structure: Entries = {key: None}
+    stored.read(structure)
+    tensors: Entries = {}
+
+    def tensor_of(marker: TensorAt) -> Tensor:
+        tensor = tensors[marker.key] = stored.empty(marker.key)
+        return tensor
+
+    found = _put_together(structure[key], tensor_of)
+    stored.read(tensors)
+    if not _is_stateful(value):
+        return found
+    value.load_state_dict(found)
+    return value
+
+
+def _is_stateful(value: object) -> TypeGuard[Stateful]:
+    return isinstance(value, Stateful) and not isinstance(value, type)
+
+
+def _of_module(key: str, module: nn.Module) -> Entries:
+    return {
+        f"{key}.{name}": entry.detach() if isinstance(entry, Tensor) else entry
+        for name, entry in module.state_dict().items()
+    }
+
+
+def _taken_apart(key: str, value: Any, tensors: Entries) -> Any:
+    """The structure of a value, whose tensors go into `tensors`."""
+    if isinstance(value, Tensor):
+        if key in tensors:
+            raise ConfigError(f"two tensors of the state would have the key {key!r}: rename one")
+        tensors[key] = value.detach()
+        return TensorAt(key)
+    if type(value) is dict:
+        return {name: _taken_apart(f"{key}.{name}", item, tensors) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_taken_apart(f"{key}.{number}", item, tensors) for number, item in enumerate(value))
+    return value
+
+
+def _put_together(structure: Any, tensor_of: Callable[[TensorAt], Tensor]) -> Any:
+    if isinstance(structure, TensorAt):
+        return tensor_of(structure)
+    if type(structure) is dict:
+        return {name: _put_together(item, tensor_of) for name, item in structure.items()}
+    if type(structure) in (list, tuple):
+        return type(structure)(_put_together(item, tensor_of) for item in structure)
+    return structure

@@ -1,0 +1,102 @@
+"""`save`: all processes plan, the first one divides the work, all write, the first one publishes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.distributed.checkpoint import SavePlan
+from torch.distributed.checkpoint.storage import WriteResult
+
+import rpcdist.rpc as rpc
+from rpcdist.checkpoint import _folders
+from rpcdist.checkpoint._entries import Entries, entries_of
+from rpcdist.checkpoint._owners import by_owner, new_part
+from rpcdist.checkpoint._participants import Ranks
+from rpcdist.checkpoint._storage import CheckpointPart, end_with_index, plan_together
+from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import ConfigError
+
+__all__ = ["save"]
+
+
+def save(
+    path: str | os.PathLike[str],
+    state: Mapping[str, object],
+    *,
+    group: ProcessGroup | None = None,
+    timeout: float = rpc.constants.UNSET_RPC_TIMEOUT,
+) -> None:
+    """Saves a state in one folder; blocks until it is on the disk. All ranks of the group call it.
+
+    Values are tensors, modules, remote references, objects with `state_dict` (optimizers, pipelines, parameter servers,
+    schedulers), and anything that can be pickled. What is behind a reference is written by its owner. An entry that
+    several ranks have, as those of a replicated model, is written once; the others count as equal. Do not change the
+    values meanwhile.
+
+    The old checkpoint stays until the new one is whole: whoever dies meanwhile, `path` leads to one of the two.
+
+    Args:
+        path: becomes a link to the folder; on a file system that all workers and ranks share.
+        state: the values by key.
+        group: the ranks that save together, by default the default group, if there is one. Without a group this process
+            saves alone, with the owners of its references.
+        timeout: limit in seconds of each call to an owner; 0 for none, by default that of `init_rpc`.
+
+    Raises:
+        ConfigError: something else is at `path`, or two entries have one key.
+        CheckpointError: it failed on another rank, or files of other workers are not seen here.
+        WorkerLost: an owner died. RankLost: a rank died.
+    """
+    target = Path(path).absolute()
+    ranks = Ranks(group)
+    folder = Path(ranks.first("making the folder", lambda: str(_folders.new_folder(target))))
+    try:
+        parts = _Parts(str(folder), timeout)
+        plans = ranks.all("planning", lambda: parts.plan(state))
+        flat = [plan for of_rank in plans for plan in of_rank]
+        together = ranks.first("planning", lambda: plan_together(str(folder), flat))
+        own = sum(len(of_rank) for of_rank in plans[: ranks.rank])
+        results = ranks.all("writing", lambda: parts.write(together[0][own : own + len(plans[ranks.rank])]))
+        written = [of_part for of_rank in results for of_part in of_rank]
+
+        def end() -> None:
+            end_with_index(str(folder), together[1], written)
+            _folders.publish(folder, target)
+
+        ranks.first("ending", end)
+    except BaseException:
+        if ranks.is_first:
+            _folders.discard(folder)
+        raise
+
+
+class _Parts:
+    """What this process writes, and what the owners of its references write."""
+
+    def __init__(self, folder: str, timeout: float) -> None:
+        self._folder = folder
+        self._timeout = timeout
+        self._own: CheckpointPart | None = None
+        self._others: list[rpc.RRef[CheckpointPart]] = []
+
+    def plan(self, state: Mapping[str, object]) -> list[SavePlan]:
+        here, there = by_owner(state)
+        entries: Entries = {}
+        for key, value in here.items():
+            found = entries_of(key, value)
+            if twice := entries.keys() & found.keys():
+                raise ConfigError(f"two values of the state have the entry {min(twice)!r}: rename one")
+            entries |= found
+        self._own = CheckpointPart(self._folder, entries)
+        self._others = [
+            rpc.remote(owner, new_part, (self._folder, references), timeout=self._timeout)
+            for owner, references in there.items()
+        ]
+        return [self._own.plan(), *rpc.wait_all([each.rpc_async(self._timeout).plan() for each in self._others])]
+
+    def write(self, plans: list[SavePlan]) -> list[list[WriteResult]]:
+        assert self._own is not None  # plan() came before
+        calls = [each.rpc_async(self._timeout).write(plan) for each, plan in zip(self._others, plans[1:], strict=True)]
+        return [self._own.write(plans[0]), *rpc.wait_all(calls)]

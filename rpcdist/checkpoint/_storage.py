@@ -1,0 +1,117 @@
+"""Plans, files and their index, by the planners and the file system of `torch.distributed.checkpoint`.
+
+Their functions `save` and `load` ask torch's own process groups who takes part. What they do in between is here, so
+that it can be asked of ranks of our groups, and of owners of remote references.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    FileSystemReader,
+    FileSystemWriter,
+    Metadata,
+    SavePlan,
+)
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.storage import WriteResult
+
+from rpcdist.checkpoint._entries import Entries
+from rpcdist.errors import CheckpointError, ConfigError
+
+__all__ = ["CheckpointPart", "StoredEntries", "end_with_index", "plan_together"]
+
+
+class CheckpointPart:
+    """What one process writes: first its plan, then, when all plans are known, its share of the files.
+
+    Args:
+        folder: where to.
+        entries: of this process.
+    """
+
+    def __init__(self, folder: str, entries: Entries) -> None:
+        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._writer = FileSystemWriter(folder)
+        self._planner.set_up_planner(entries, self._writer.storage_meta(), is_coordinator=False)
+        self._writer.set_up_storage_writer(is_coordinator=False)
+
+    def plan(self) -> SavePlan:
+        """All of its entries; `plan_together` leaves each to one process."""
+        return self._writer.prepare_local_plan(self._planner.create_local_plan())
+
+    def write(self, plan: SavePlan) -> list[WriteResult]:
+        """Writes what is left of its plan, to the disk itself."""
+        return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+
+
+def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+    """Which process writes what, and the index. An entry that several have is written once."""
+    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    together, metadata = planner.create_global_plan(list(plans))
+    return FileSystemWriter(folder).prepare_global_plan(together), metadata
+
+
+def end_with_index(folder: str, metadata: Metadata, results: Sequence[list[WriteResult]]) -> None:
+    """Writes the index, when all files are there.
+
+    Raises:
+        CheckpointError: a file that another process has written is not in the folder.
+    """
+    written = {result.storage_data.relative_path for of_part in results for result in of_part}
+    missing = sorted(name for name in written if not (Path(folder) / name).exists())
+    if missing:
+        raise CheckpointError(
+            f"other workers wrote {', '.join(missing)}, which this one does not see in {folder}: a checkpoint needs a "
+            "folder on a file system that all workers share"
+        )
+    FileSystemWriter(folder).finish(metadata, list(results))
+
+
+class StoredEntries:
+    """A checkpoint that is read by this process.
+
+    Raises:
+        ConfigError: there is none.
+    """
+
+    def __init__(self, folder: str) -> None:
+        self._reader = FileSystemReader(folder)
+        try:
+            self._metadata = self._reader.read_metadata()
+        except FileNotFoundError as exc:
+            raise ConfigError(f"there is no checkpoint at {folder}: checkpoint.save() writes one") from exc
+
+    def read(self, entries: Entries) -> None:
+        """Fills in tensors in place, and replaces the other objects."""
+        for key, entry in entries.items():
+            self._check(key, entry)
+        planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        planner.set_up_planner(entries, self._metadata, is_coordinator=False)
+        self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
+        plan = self._reader.prepare_local_plan(planner.create_local_plan())
+        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    def empty(self, key: str) -> Tensor:
+        """A tensor for an entry, on the CPU."""
+        found = self._metadata.state_dict_metadata.get(key)
+        if not isinstance(found, TensorStorageMetadata):
+            raise CheckpointError(f"the checkpoint's structure names a tensor {key!r} that it does not have")
+        return torch.empty(found.size, dtype=found.properties.dtype)
+
+    def _check(self, key: str, entry: object) -> None:
+        found = self._metadata.state_dict_metadata.get(key)
+        if found is None:
+            known = ", ".join(sorted(self._metadata.state_dict_metadata)[:10])
+            raise ConfigError(f"the checkpoint has no entry {key!r}; it has {known}, ...")
+        shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
+        wanted = tuple(entry.shape) if isinstance(entry, Tensor) else None
+        if shape != wanted:
+            stored, expected = (f"a tensor {size}" if size is not None else "no tensor" for size in (shape, wanted))
+            raise ConfigError(f"the entry {key!r} of the checkpoint is {stored}, but {expected} was to be loaded")
