@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv/ and works from a fresh clone; nothing has to be activated.
 BIN := .venv/bin
 READY := .venv/.ready
+# Processes that share the tests, whose time is mostly waiting.
+TEST_WORKERS ?= 2
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
 .PHONY: setup demo test check fmt proto bench conformance stress clean
@@ -21,7 +23,7 @@ demo: $(READY)  ## trains the parameter-server example
 	$(BIN)/python examples/parameter_server.py --min-accuracy 95
 
 test: check  ## every check there is
-	$(BIN)/pytest
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
 
 check: $(READY)  ## the checks that run no test
 	$(BIN)/ruff check

@@ -39,11 +39,11 @@ class Ran:
 
     @property
     def stdout(self) -> str:
-        return "".join(self.outputs)
+        return "".join(reversed(self.outputs))  # the last line is one of rank 0
 
     @property
     def stderr(self) -> str:
-        return "".join(self.errors)
+        return "".join(reversed(self.errors))
 
 
 def run_under_torchrun(programs: Sequence[Program], folder: Path, limit_s: float) -> list[Ran]:
