@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from docs_programs import environment, free_port, run
+from full_sets import FULL_ONLY
 
 from rpcdist.__main__ import main
 
@@ -23,15 +24,11 @@ def under_compat(script: Path, *arguments: str) -> list[str | Path]:
 def test_unmodified_programs_run(tmp_path: Path) -> None:
     local = environment(OMP_NUM_THREADS="1")
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", f"--master-port={free_port()}"]
-    [names, ddp, zero, recurrent] = run(
+    [names, ddp, zero] = run(
         [
             (under_compat(HERE / "names_under_compat.py", "--flag", "value"), local),
             (under_compat(HERE / "unmodified_ddp.py", str(free_port()), str(tmp_path)), local),
             ([*torchrun, "-m", "rpcdist", "run", "--compat", HERE / "unmodified_zero.py"], local),
-            (
-                under_compat(PORTED / "ported_recurrent_net.py"),
-                {**local, "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())},
-            ),
         ],
         tmp_path,
     )
@@ -41,6 +38,13 @@ def test_unmodified_programs_run(tmp_path: Path) -> None:
             f"rank {rank}: total 3, DDP of rpcdist.parallel.distributed, not of torch.nn.parallel.data_parallel" in ddp
         )
         assert f"rank {rank}: {3 + rank} inputs, rpcdist.parallel.zero_redundancy" in zero
+
+
+@FULL_ONLY  # `test_ported_scripts.py` always runs it with changed imports
+@pytest.mark.multiproc
+def test_an_unmodified_program_of_rpc_runs(tmp_path: Path) -> None:
+    local = environment(OMP_NUM_THREADS="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
+    [recurrent] = run([(under_compat(PORTED / "ported_recurrent_net.py"), local)], tmp_path)
     assert ": loss " in recurrent
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from socket import socket
 
 import pytest
+from torchrun_job import Ran
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -28,7 +29,7 @@ def torchrun(processes: int) -> tuple[str, ...]:
     return (sys.executable, *command)
 
 
-def last_line(result: subprocess.CompletedProcess[str], pattern: str) -> re.Match[str]:
+def last_line(result: subprocess.CompletedProcess[str] | Ran, pattern: str) -> re.Match[str]:
     """The last line of a run that went well, which has this form."""
     assert result.returncode == 0, result.stdout + result.stderr
     found = re.fullmatch(pattern, result.stdout.splitlines()[-1])

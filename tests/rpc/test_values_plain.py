@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_sets import num_examples
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from parameter_ids import short_repr
@@ -98,7 +99,7 @@ plain_values = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 @given(plain_values)
 @example(())
 @example({})
@@ -263,13 +264,13 @@ def decode_whatever(body: bytes, **parts: Any) -> None:
         pass
 
 
-@settings(max_examples=1500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=num_examples(500, 1500), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.binary(max_size=60))
 def test_random_bodies_never_crash(body: bytes) -> None:
     decode_whatever(body, tensors=[torch.ones(1)], buffers=[b"abc"])
 
 
-@settings(max_examples=1000, deadline=None)
+@settings(max_examples=num_examples(200, 1000), deadline=None)
 @given(plain_values, st.data())
 def test_damaged_bodies_never_crash(obj: object, data: st.DataObject) -> None:
     body = bytearray(encode(obj, plain_only=True).value.body)

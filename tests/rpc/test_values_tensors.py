@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from full_sets import num_examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -88,7 +89,7 @@ def test_every_dtype_and_layout(dtype: torch.dtype, size: Any, stride: Any, offs
     assert not result._is_view()
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(100, 300), deadline=None)
 @given(st.data())
 def test_random_layouts_and_aliasing(data: st.DataObject) -> None:
     dtype = data.draw(st.sampled_from([torch.uint8, torch.float16, torch.float32, torch.complex128]))
