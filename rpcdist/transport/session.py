@@ -330,8 +330,8 @@ class Session:
     def _handle(self, kind: str, message: rpc_pb2.Message) -> None:
         """Takes a message between the two sessions; nobody else hears of it."""
         if kind == "chunk_credit":
-            self._outgoing.grant(message.chunk_credit.bytes)
-            self._io.call_soon(self._writer.wake)
+            if self._outgoing.grant(message.chunk_credit.bytes):
+                self._io.call_soon(self._writer.wake)
         elif kind == "transfer_aborted":
             self._incoming.abort(message.transfer_aborted.transfer)
         elif self._shared is not None:

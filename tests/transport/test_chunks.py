@@ -154,10 +154,11 @@ def test_no_more_chunks_than_the_peer_has_granted_and_messages_pass() -> None:
     outgoing.add(call(2))
     assert shape(outgoing.next_envelope() or b"") == "2"
     assert outgoing.next_envelope() is None
-    outgoing.grant(len(sent[1]))
+    assert outgoing.grant(len(sent[1]))  # a transfer waited for it
     assert chunk_of(outgoing.next_envelope() or b"") is not None
     outgoing.grant(CHUNK_WINDOW_BYTES)
     assert len(written(outgoing)) == 2 and outgoing.is_empty
+    assert not outgoing.grant(CHUNK_WINDOW_BYTES)
 
 
 def shape(envelope: bytes) -> str:

@@ -215,10 +215,7 @@ class SocketChannel:
         """Takes some of what has arrived; False if nothing has."""
         target = self._target
         if target is not None:
-            num_bytes = self._receive_into(target[self._num_target :])
-            self._num_target += num_bytes or 0
-            if self._num_target == len(target):
-                self._complete(receiver)
+            num_bytes = self._receive_large(target[self._num_target :], receiver)
         else:
             if self._num_scratch or self._room < _SCRATCH_BYTES:
                 num_bytes = self._receive_into(self._scratch[self._num_scratch :][: self._room])
@@ -232,14 +229,33 @@ class SocketChannel:
             raise TransportError(f"the connection with {self._address} broke: the process there is gone")
         return num_bytes is not None
 
-    def _receive_into(self, place: memoryview) -> int | None:
+    def _receive_large(self, rest: memoryview, receiver: FrameReceiver) -> int | None:
+        """As `_receive_into`, for the rest of a large frame, and the beginning of the next one."""
+        num_left = len(rest)
+        if self._tls is None:
+            num_bytes = self._receive_into(rest, self._scratch[:_PEEK_BYTES])
+        else:
+            num_bytes = self._receive_into(rest)
+        if num_bytes is None or num_bytes < num_left:
+            self._num_target += num_bytes or 0
+            return num_bytes
+        self._num_scratch = num_bytes - num_left
+        self._complete(receiver)
+        if self._num_scratch:
+            self._room = _SCRATCH_BYTES
+            self._split()
+        return num_bytes
+
+    def _receive_into(self, *places: memoryview) -> int | None:
         """How many bytes have come; 0 at the end, None if there are none yet."""
         try:
             # Over TCP there are no descriptors; while nobody is proven, the kernel drops those that a stranger sends.
             if self._receiver is None or not self.passes_descriptors:
-                return int(self._socket.recv_into(place))
+                if len(places) == 1:
+                    return int(self._socket.recv_into(places[0]))
+                return int(self._socket.recvmsg_into(places)[0])
             num_bytes: int
-            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into([place], ANCILLARY_BYTES, CLOSE_ON_EXEC)
+            num_bytes, ancillary, flags, _ = self._socket.recvmsg_into(places, ANCILLARY_BYTES, CLOSE_ON_EXEC)
             if ancillary or flags & CUT_OFF:
                 self._descriptors.add(ancillary, flags)
             return num_bytes

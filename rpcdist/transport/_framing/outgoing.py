@@ -138,10 +138,12 @@ class Outgoing:
     def is_empty(self) -> bool:
         return not (self._frames or self._transfers)
 
-    def grant(self, num_bytes: int) -> None:
-        """The peer has taken so many bytes of envelopes with chunks."""
+    def grant(self, num_bytes: int) -> bool:
+        """The peer has taken so many bytes of envelopes with chunks; whether a transfer waited for that."""
         with self._lock:
+            had_none = self._credit_bytes <= 0
             self._credit_bytes += num_bytes
+            return had_none and bool(self._transfers)
 
     def add(self, message: WireMessage, buffers: Sequence[OutgoingBuffer] = ()) -> int:
         """Queues a message with its large buffers; returns the number of its transfer, 0 if it needs none."""
