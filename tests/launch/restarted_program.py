@@ -14,6 +14,7 @@ from datetime import timedelta
 import torch
 import torch.distributed
 
+import rpcdist.collectives.torch_backend  # noqa: F401  (registers the backend)
 from rpcdist import collectives, rpc
 
 LIMIT = timedelta(seconds=60)

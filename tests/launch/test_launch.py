@@ -239,6 +239,8 @@ def test_a_port_in_use_is_an_error(no_launcher: None) -> None:
             launch(functions.wait_for_ever, workers=1, master_port=port)
 
 
-def test_a_function_that_cannot_be_sent_is_an_error(no_launcher: None) -> None:
+def test_a_function_that_cannot_be_sent_is_an_error(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    main = sys.modules["__main__"]  # pytest's script, or the `python -c` of a process that shares its tests
+    monkeypatch.setattr(main, "__file__", getattr(main, "__file__", __file__), raising=False)
     with pytest.raises(SerializationError, match="Define the function at the top of a module"):
         launch(lambda rank: None, workers=1)
