@@ -1,7 +1,8 @@
+from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -34,23 +35,35 @@ class Hello(_message.Message):
     channel: str
     def __init__(self, version: _Optional[int] = ..., nonce: _Optional[bytes] = ..., job: _Optional[str] = ..., role: _Optional[str] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., purpose: _Optional[str] = ..., channel: _Optional[str] = ...) -> None: ...
 
+class CertificateProof(_message.Message):
+    __slots__ = ("chain", "signature")
+    CHAIN_FIELD_NUMBER: _ClassVar[int]
+    SIGNATURE_FIELD_NUMBER: _ClassVar[int]
+    chain: _containers.RepeatedScalarFieldContainer[bytes]
+    signature: bytes
+    def __init__(self, chain: _Optional[_Iterable[bytes]] = ..., signature: _Optional[bytes] = ...) -> None: ...
+
 class Challenge(_message.Message):
-    __slots__ = ("nonce", "proof", "identity", "stream_port")
+    __slots__ = ("nonce", "proof", "identity", "stream_port", "certificate")
     NONCE_FIELD_NUMBER: _ClassVar[int]
     PROOF_FIELD_NUMBER: _ClassVar[int]
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     STREAM_PORT_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     nonce: bytes
     proof: bytes
     identity: Identity
     stream_port: int
-    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., stream_port: _Optional[int] = ...) -> None: ...
+    certificate: CertificateProof
+    def __init__(self, nonce: _Optional[bytes] = ..., proof: _Optional[bytes] = ..., identity: _Optional[_Union[Identity, _Mapping]] = ..., stream_port: _Optional[int] = ..., certificate: _Optional[_Union[CertificateProof, _Mapping]] = ...) -> None: ...
 
 class Proof(_message.Message):
-    __slots__ = ("proof",)
+    __slots__ = ("proof", "certificate")
     PROOF_FIELD_NUMBER: _ClassVar[int]
+    CERTIFICATE_FIELD_NUMBER: _ClassVar[int]
     proof: bytes
-    def __init__(self, proof: _Optional[bytes] = ...) -> None: ...
+    certificate: CertificateProof
+    def __init__(self, proof: _Optional[bytes] = ..., certificate: _Optional[_Union[CertificateProof, _Mapping]] = ...) -> None: ...
 
 class Welcome(_message.Message):
     __slots__ = ("session_id", "proof")
@@ -72,6 +85,7 @@ class Refusal(_message.Message):
         POLICY: _ClassVar[Refusal.Code]
         CHANNEL: _ClassVar[Refusal.Code]
         BUSY: _ClassVar[Refusal.Code]
+        CERTIFICATE: _ClassVar[Refusal.Code]
     UNSPECIFIED: Refusal.Code
     VERSION: Refusal.Code
     JOB: Refusal.Code
@@ -80,6 +94,7 @@ class Refusal(_message.Message):
     POLICY: Refusal.Code
     CHANNEL: Refusal.Code
     BUSY: Refusal.Code
+    CERTIFICATE: Refusal.Code
     REASON_FIELD_NUMBER: _ClassVar[int]
     CODE_FIELD_NUMBER: _ClassVar[int]
     reason: str

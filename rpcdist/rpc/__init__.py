@@ -77,7 +77,7 @@ from rpcdist.rpc.membership import (
     wait_for_worker,
     workers,
 )
-from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
+from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions, TlsOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 
@@ -94,6 +94,7 @@ __all__ = [
     "Stream",
     "TensorPipeAgent",
     "TensorPipeRpcBackendOptions",
+    "TlsOptions",
     "WorkerInfo",
     "api",
     "as_completed",

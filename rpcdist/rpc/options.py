@@ -12,8 +12,6 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from os import PathLike
 
 import torch
 
@@ -28,6 +26,7 @@ from rpcdist.rpc.constants import (
     DEFAULT_PEER_TIMEOUT_SEC,
     DEFAULT_RPC_TIMEOUT_SEC,
 )
+from rpcdist.transport import TlsOptions
 
 __all__ = [
     "DeviceMap",
@@ -106,23 +105,6 @@ class RpcBackendOptions:
         return url
 
 
-@dataclass(frozen=True, slots=True)
-class TlsOptions:
-    """Files of one's own for TLS, in place of the certificates that the job token vouches for; not supported yet.
-
-    `RpcOptions(tls=...)` refuses them, so that nobody believes them to be in use.
-
-    Attributes:
-        certificate: this worker's certificate chain, PEM.
-        key: the private key of that certificate, PEM.
-        ca: the certificates that peers' certificates must be signed by, PEM.
-    """
-
-    certificate: str | PathLike[str]
-    key: str | PathLike[str]
-    ca: str | PathLike[str]
-
-
 class RpcOptions(RpcBackendOptions):
     """Everything that `init_rpc` can be told. All arguments are keywords, and all have defaults.
 
@@ -146,7 +128,8 @@ class RpcOptions(RpcBackendOptions):
         job: the job's name; by default `RPCDIST_JOB`, or else "default". Processes of another job are refused, even if
             they have the token.
         token: the job's secret; by default `RPCDIST_TOKEN`, or else a file that only this user can read.
-        tls: False turns encryption off, for networks that are declared trusted; None does what `RPCDIST_TLS` says.
+        tls: False turns encryption off, for networks that are declared trusted; None does what `RPCDIST_TLS` says;
+            `TlsOptions` names certificates of your own.
         by_value: send functions that the callee cannot import (lambdas, local functions) as code, by cloudpickle.
         allow_functions: patterns `module:qualname` of the callables that peers may call; None allows all. `*` and `?`
             are wildcards, so `torch:*` allows every function of the module `torch`, but not of `torch.nn`.
@@ -358,14 +341,9 @@ def _at_least_one(name: str, num: int) -> int:
     return num
 
 
-def _tls(tls: object) -> bool | None:
-    if isinstance(tls, TlsOptions):
-        raise ConfigError(
-            "certificates of your own are not supported yet. Leave tls out: connections are encrypted, and the "
-            "certificates are those that the job token vouches for."
-        )
-    if tls is not None and not isinstance(tls, bool):
-        raise TypeError(f"tls is True, False or None, but got {tls!r}")
+def _tls(tls: object) -> bool | TlsOptions | None:
+    if tls is not None and not isinstance(tls, bool | TlsOptions):
+        raise TypeError(f"tls is True, False, TlsOptions or None, but got {tls!r}")
     return tls
 
 

@@ -130,6 +130,8 @@ class Connector:
             except ConnectFailed as exc:
                 if not self._credentials.tls_policy.encrypts_grpc:
                     exc.reason += f" ({TLS_VARIABLE} is off here; is it off there, too?)"
+                elif self._credentials.tls_policy.files is not None:
+                    exc.reason += f" (or does not trust {self._credentials.tls_source}, or they expired by its clock)"
                 if not retry:
                     raise
                 pause_s = next(pauses)
@@ -176,7 +178,7 @@ class Connector:
                 link = await prove_client(channel, handshake, try_tcp if may_be_tcp else None)
         except AuthenticationFailed as exc:
             await connection.close()
-            source = self._credentials.token_source
+            source = self._credentials.tls_source
             if handshake.failure is None and source is not None:  # it was TLS that failed
                 raise AuthenticationFailed(f"{exc} This process uses {source}.") from exc
             raise

@@ -18,7 +18,10 @@ The transcript is all of hello and challenge but the proofs, each part with its 
     hook `accept` runs after that.
  3. Either side may send a refusal instead of its next message; both then fail with `AuthenticationFailed`.
  4. A message out of order, too large or malformed raises `ProtocolViolation`.
- 5. After any failure the machine stays closed: it has no peer and no session, and takes no message.
+ 5. Where processes have certificates of their own, challenge and proof carry them, too, with a signature over the
+    transcript and over the channel as the signer sees it, which the verifier compares with what it sees itself. So who
+    holds the token, and a certificate of another worker, can neither answer for this one nor stand in between.
+ 6. After any failure the machine stays closed: it has no peer and no session, and takes no message.
 
 How a channel drives one side (`send` and `read` are the channel's, with its own time limit around all of it):
 
@@ -36,15 +39,24 @@ import hmac
 import re
 import secrets
 from collections.abc import Callable
-from enum import Enum
 from typing import Final
 
 from rpcdist._proto import handshake_pb2 as pb
-from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.errors import ConfigError, ProtocolViolation
 from rpcdist.ids import Identity
-from rpcdist.transport.identities import identity_fields, identity_from_proto, identity_to_proto, matches, named
-from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, SessionKeys, framed, mac
-from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
+from rpcdist.transport.handshake_side import (
+    MAX_HANDSHAKE_BYTES,
+    NONCE_BYTES,
+    PROTOCOL_VERSION,
+    CertificateProofs,
+    Code,
+    HandshakeSide,
+    HandshakeState,
+    refusal,
+)
+from rpcdist.transport.identities import identity_from_proto, identity_to_proto, matches, named
+from rpcdist.transport.keys import PROOF_BYTES, SESSION_ID_BYTES, mac
+from rpcdist.transport.peer_text import is_name, printable
 
 __all__ = [
     "MAX_HANDSHAKE_BYTES",
@@ -52,140 +64,24 @@ __all__ = [
     "NONCE_BYTES",
     "PROTOCOL_VERSION",
     "TOKEN_ADVICE",
+    "CertificateProofs",
     "ClientHandshake",
     "ServerHandshake",
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 4
-NONCE_BYTES: Final = 32
-MAX_HANDSHAKE_BYTES: Final = 4096
-"""Channels refuse a larger message before they parse it; `receive` checks again."""
 MAX_PURPOSE_BYTES: Final = 600
 _MAX_CHANNEL_LENGTH: Final = 300
 
 _ROLE = re.compile(r"[a-z0-9_.\-]{1,32}\Z")
 
-Code = pb.Refusal.Code
 TOKEN_ADVICE = (
     "The job tokens differ. Set RPCDIST_TOKEN to the same value in every process of the job, or give every host the "
     "same token file (RPCDIST_TOKEN_FILE, by default ~/.config/rpcdist/token, mode 0600)."
 )
 
 
-class HandshakeState(Enum):
-    START = "start"
-    HELLO_SENT = "hello sent"
-    CHALLENGE_SENT = "challenge sent"
-    PROOF_SENT = "proof sent"
-    DONE = "done"
-    FAILED = "failed"
-
-
-class _HandshakeSide:
-    """Base of the two state machines: checks of every message, the outcome, and how a failure is reported."""
-
-    def __init__(self, token: bytes, job: str, identity: Identity, token_source: str | None) -> None:
-        if not token:
-            raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
-        if job and not is_name(job):
-            raise ConfigError(f"a job name has up to {MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}")
-        self._token = token
-        self._job = job
-        self._identity = identity
-        self._token_source = token_source
-        self._state = HandshakeState.START
-        self._hello = pb.Hello()
-        self._transcript = b""
-        self._peer: Identity | None = None
-        self._session: SessionKeys | None = None
-        self.failure: AuthenticationFailed | None = None
-        self.refusal_code: pb.Refusal.Code = Code.UNSPECIFIED
-
-    @property
-    def done(self) -> bool:
-        """True once the peer is proven and the session is open."""
-        return self._state is HandshakeState.DONE
-
-    @property
-    def peer(self) -> Identity:
-        """Who the peer proved to be. Raises `AuthenticationFailed` before that."""
-        if self._peer is None or not self.done:
-            raise AuthenticationFailed("the peer has not proven the job token")
-        return self._peer
-
-    @property
-    def session(self) -> SessionKeys:
-        """The keys of the open session. Raises `AuthenticationFailed` before there is one."""
-        if self._session is None or not self.done:
-            raise AuthenticationFailed("the peer has not proven the job token")
-        return self._session
-
-    def check(self) -> None:
-        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer learns why, too."""
-        if self.failure is not None:
-            raise self.failure
-
-    def _open(self, message: pb.Handshake) -> str:
-        """Checks what holds for every message, and returns which step it is."""
-        if self._state in (HandshakeState.DONE, HandshakeState.FAILED):
-            raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
-        if message.ByteSize() > MAX_HANDSHAKE_BYTES:
-            raise self._violation(f"a handshake message is larger than {MAX_HANDSHAKE_BYTES} bytes")
-        step: str | None = message.WhichOneof("step")
-        if step is None:
-            raise self._violation("a handshake message is empty or of an unknown kind")
-        return step
-
-    def _violation(self, text: str) -> ProtocolViolation:
-        if self._state is not HandshakeState.DONE:  # what comes after the handshake does not undo it; the caller closes
-            self._state = HandshakeState.FAILED
-        return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
-
-    def _unexpected(self, step: str) -> ProtocolViolation:
-        return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
-
-    def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
-        """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
-        self._fail(code, local or reason)
-        return refusal(code, reason)
-
-    def _refused_by_peer(self, message: pb.Refusal, who: str) -> None:
-        self._fail(message.code, f"{who} refused the connection: {_reason(message)}")
-
-    def _fail(self, code: pb.Refusal.Code, text: str) -> None:
-        if code == Code.TOKEN and self._token_source is not None:
-            text = f"{text} This process uses {self._token_source}."
-        self._state = HandshakeState.FAILED
-        self.refusal_code = code
-        self.failure = AuthenticationFailed(text)
-
-    def _identity_of(self, message: pb.Hello | pb.Challenge) -> Identity:
-        try:
-            return identity_from_proto(message.identity)
-        except ProtocolViolation as exc:
-            raise self._violation(str(exc)) from None
-
-    def _record(self, server_nonce: bytes, stream_port: int, client: Identity, server: Identity) -> None:
-        hello = self._hello
-        texts = (hello.role, hello.job, hello.purpose, hello.channel)
-        self._transcript = framed(
-            hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
-            stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
-        )  # fmt: skip
-
-    def _proof(self, direction: bytes) -> bytes:
-        return mac(self._token, b"rpcdist " + direction + b" proof", self._transcript)
-
-    def _session_keys(self, session_id: bytes) -> SessionKeys:
-        return SessionKeys(session_id, mac(self._token, b"rpcdist session key", self._transcript, session_id))
-
-    def __repr__(self) -> str:
-        peer = "?" if self._peer is None else self._peer.name
-        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
-
-
-class ClientHandshake(_HandshakeSide):
+class ClientHandshake(HandshakeSide):
     """The side that opened the connection.
 
     Args:
@@ -197,6 +93,7 @@ class ClientHandshake(_HandshakeSide):
         channel: the kind of connection, and its two ends as this side sees them.
         expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
         token_source: `token.describe_token_source()`, for the local error only.
+        certificates: where processes have certificates of their own; the peer must show one, too.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -214,8 +111,9 @@ class ClientHandshake(_HandshakeSide):
         channel: str = "",
         expected: Identity | None = None,
         token_source: str | None = None,
+        certificates: CertificateProofs | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source)
+        super().__init__(token, job, identity, token_source, certificates)
         if not _ROLE.match(role):
             raise ConfigError(f"a role has 1 to 32 characters of a-z, 0-9, '.', '_' and '-', but it is {role[:64]!r}")
         if not _is_purpose(purpose):
@@ -284,10 +182,15 @@ class ClientHandshake(_HandshakeSide):
                 f"{named(peer)} answers at the address of {named(self._expected)}: that process has ended, or two "
                 "workers published the same address. Ask the coordinator for its present address.",
             )
+        seen = self._hello.channel
+        reason = self._certificate_refusal(challenge.certificate, b"server", seen, peer)
+        if reason is not None:
+            return self._refuse(Code.CERTIFICATE, reason, f"{named(peer)} at this address is refused: {reason}")
         self._peer = peer
         self._stream_port = challenge.stream_port
         self._state = HandshakeState.PROOF_SENT
-        return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client")))
+        shown = self._shown_certificate(b"client", seen)
+        return pb.Handshake(proof=pb.Proof(proof=self._proof(b"client"), certificate=shown))
 
     def _receive_welcome(self, welcome: pb.Welcome) -> pb.Handshake | None:
         if len(welcome.session_id) != SESSION_ID_BYTES or len(welcome.proof) != PROOF_BYTES:
@@ -301,7 +204,7 @@ class ClientHandshake(_HandshakeSide):
         return None
 
 
-class ServerHandshake(_HandshakeSide):
+class ServerHandshake(HandshakeSide):
     """The side that accepted the connection.
 
     Args:
@@ -309,11 +212,12 @@ class ServerHandshake(_HandshakeSide):
         job: the job's name.
         identity: who this process is.
         channel: the kind of connection and its two ends as this side sees them; the client must see the same. It is
-            called, if it can be, when the client has proven itself: on a raw connection TLS comes after the accepting.
+            called, if it can be, when the hello has come: on a raw connection TLS comes after the accepting.
         stream_port: where this process takes raw connections, to tell the client; 0: nowhere.
         accept: policy, asked once with the hello of a peer that is proven: returns None to accept, or why not (the peer
             is told).
         token_source: `token.describe_token_source()`, for the local error only.
+        certificates: where processes have certificates of their own; the peer must show one, too.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -330,8 +234,9 @@ class ServerHandshake(_HandshakeSide):
         channel: str | Callable[[], str] = "",
         stream_port: int = 0,
         token_source: str | None = None,
+        certificates: CertificateProofs | None = None,
     ) -> None:
-        super().__init__(token, job, identity, token_source)
+        super().__init__(token, job, identity, token_source, certificates)
         self._accept = accept
         self._channel = channel
         self._stream_port = stream_port
@@ -394,10 +299,14 @@ class ServerHandshake(_HandshakeSide):
         self._record(self._nonce, self._stream_port, peer, self._identity)
         self._peer = peer
         self._state = HandshakeState.CHALLENGE_SENT
-        me, proof = identity_to_proto(self._identity), self._proof(b"server")
-        return pb.Handshake(
-            challenge=pb.Challenge(nonce=self._nonce, proof=proof, identity=me, stream_port=self._stream_port)
+        challenge = pb.Challenge(
+            nonce=self._nonce,
+            proof=self._proof(b"server"),
+            identity=identity_to_proto(self._identity),
+            stream_port=self._stream_port,
+            certificate=self._shown_certificate(b"server", self._seen_channel()),
         )
+        return pb.Handshake(challenge=challenge)
 
     def _receive_proof(self, proof: pb.Proof) -> pb.Handshake:
         if len(proof.proof) != PROOF_BYTES:
@@ -405,13 +314,18 @@ class ServerHandshake(_HandshakeSide):
         who = f"the client, which calls itself {self._hello.identity.name!r},"
         if not hmac.compare_digest(proof.proof, self._proof(b"client")):
             return self._refuse(Code.TOKEN, TOKEN_ADVICE, f"{who} did not prove the job token. {TOKEN_ADVICE}")
-        channel = self._channel() if callable(self._channel) else self._channel
+        channel = self._seen_channel()
         if self._hello.channel != channel:
             return self._refuse(
                 Code.CHANNEL,
                 f"the client sees the connection as {printable(self._hello.channel)!r}, the server as "
                 f"{channel!r}: something between them relays it or translates addresses",
             )
+        reason = self._certificate_refusal(
+            proof.certificate, b"client", channel, identity_from_proto(self._hello.identity)
+        )
+        if reason is not None:
+            return self._refuse(Code.CERTIFICATE, reason, f"{who} is refused: {reason}")
         reason = None if self._accept is None else self._accept(self._hello)
         if reason is not None:
             return self._refuse(Code.POLICY, reason, f"{who} is not accepted: {reason}")
@@ -420,15 +334,9 @@ class ServerHandshake(_HandshakeSide):
         proof_bytes = mac(self._session.key, b"rpcdist welcome")
         return pb.Handshake(welcome=pb.Welcome(session_id=self._session.session_id, proof=proof_bytes))
 
-
-def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:
-    """The message of a side that refuses."""
-    return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
+    def _seen_channel(self) -> str:
+        return self._channel() if callable(self._channel) else self._channel
 
 
 def _is_purpose(purpose: str) -> bool:
     return (not purpose or purpose.isprintable()) and len(purpose.encode()) <= MAX_PURPOSE_BYTES
-
-
-def _reason(message: pb.Refusal) -> str:
-    return printable(message.reason[:MAX_REASON_LENGTH]) or "no reason given"

@@ -27,6 +27,7 @@ from rpcdist.transport import fork
 from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.server import Method, Server
 from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._tls.tls_options import TlsOptions
 from rpcdist.transport._tls.tls_policy import TlsPolicy
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.connector import Connector
@@ -56,7 +57,8 @@ class NodeOptions:
         token: the job's secret; by default `RPCDIST_TOKEN` or the per-user file.
         job: a name that keeps jobs with one token apart; by default `RPCDIST_JOB`, or else "default".
         peer_timeout_s: silence after which a peer is declared lost, in seconds.
-        tls: False turns encryption off, where only loopback and trusted networks are used; None: as `RPCDIST_TLS` says.
+        tls: False turns encryption off, where only loopback and trusted networks are used; None: as `RPCDIST_TLS` says;
+            or certificates of one's own.
         ports: where it may listen if nobody says where, such as "29600-29700"; None: as `RPCDIST_PORTS` says, or else
             at whichever the system picks.
     """
@@ -64,7 +66,7 @@ class NodeOptions:
     token: str | None = field(default=None, repr=False)  # reprs end in logs
     job: str = field(default_factory=_job_of_environment)
     peer_timeout_s: float = PEER_TIMEOUT_S
-    tls: bool | None = None
+    tls: bool | TlsOptions | None = None
     ports: str | None = None
 
 
@@ -114,6 +116,7 @@ class Node:
 
     @identity.setter
     def identity(self, identity: Identity) -> None:
+        self.credentials.check_name(identity)
         self.credentials.identity = identity
 
     @property

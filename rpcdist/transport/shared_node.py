@@ -9,6 +9,7 @@ from collections.abc import Callable
 from rpcdist.errors import ConfigError
 from rpcdist.transport import fork
 from rpcdist.transport._server.port_range import PORTS_VARIABLE, PortRange
+from rpcdist.transport._tls.tls_options import CERTIFICATE_VARIABLE
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.node import Node, NodeOptions
 from rpcdist.transport.token import job_token
@@ -53,8 +54,9 @@ class SharedNode:
         if TlsPolicy.of_environment(options.tls) != mine.tls_policy:
             node.release()
             raise ConfigError(
-                f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r}: set it by "
-                f"{TLS_VARIABLE}, which counts for stores, groups and RPC alike"
+                f"this process already communicates with TLS set to {mine.tls_policy.mode.value!r} and "
+                f"{mine.tls_policy.files or 'certificates of the job token'}: set it by {TLS_VARIABLE}, and files by "
+                f"{CERTIFICATE_VARIABLE} and its like, which count for stores, groups and RPC alike"
             )
         if PortRange.of_environment(options.ports) != node.ports:
             node.release()

@@ -12,7 +12,7 @@ import torch
 from rpcdist.errors import ConfigError
 from rpcdist.rpc import backend_registry, constants
 from rpcdist.rpc.functions import async_execution, is_async_execution
-from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions, TlsOptions
+from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 from rpcdist.rpc.worker_info import WorkerInfo
 
 CUDA = [torch.device("cuda", index) for index in range(4)]
@@ -72,12 +72,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: RpcOptions(port=70000), ConfigError, "port must be 0"),
     (lambda: RpcOptions(token=""), ConfigError, "token must not be empty"),
     (lambda: RpcOptions(token=as_any(3)), TypeError, "token is str or bytes"),  # type: ignore[arg-type]
-    (
-        lambda: RpcOptions(tls=TlsOptions("a.pem", "a.key", "ca.pem")),
-        ConfigError,
-        "certificates of your own are not supported yet",
-    ),
-    (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls is True, False or None"),  # type: ignore[arg-type]
+    (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls is True, False, TlsOptions or None"),  # type: ignore[arg-type]
     (lambda: RpcOptions(allow_functions=["torch"]), ConfigError, "module:qualname"),
 ]
 

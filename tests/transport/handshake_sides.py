@@ -9,7 +9,7 @@ import pytest
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import AuthenticationFailed
 from rpcdist.ids import Identity
-from rpcdist.transport.handshake import ClientHandshake, ServerHandshake
+from rpcdist.transport.handshake import CertificateProofs, ClientHandshake, ServerHandshake
 
 __all__ = ["ALICE", "BOB", "TOKEN", "client", "server", "shake", "text_of", "wire"]
 
@@ -19,15 +19,26 @@ BOB = Identity("bob", 0, 22)
 
 
 def client(
-    token: bytes = TOKEN, job: str = "digits", role: str = "rpc", expected: Identity | None = None
+    token: bytes = TOKEN,
+    job: str = "digits",
+    role: str = "rpc",
+    expected: Identity | None = None,
+    channel: str = "",
+    certificates: CertificateProofs | None = None,
 ) -> ClientHandshake:
-    return ClientHandshake(token, job, role, ALICE, expected=expected, token_source="a test")
+    return ClientHandshake(
+        token, job, role, ALICE, expected=expected, token_source="a test", channel=channel, certificates=certificates
+    )
 
 
 def server(
-    token: bytes = TOKEN, job: str = "digits", accept: Callable[[pb.Hello], str | None] | None = None
+    token: bytes = TOKEN,
+    job: str = "digits",
+    accept: Callable[[pb.Hello], str | None] | None = None,
+    channel: str = "",
+    certificates: CertificateProofs | None = None,
 ) -> ServerHandshake:
-    return ServerHandshake(token, job, BOB, accept, token_source="a test")
+    return ServerHandshake(token, job, BOB, accept, token_source="a test", channel=channel, certificates=certificates)
 
 
 def wire(message: pb.Handshake | None) -> pb.Handshake:

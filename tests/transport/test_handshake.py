@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 from handshake_sides import ALICE, BOB, TOKEN, client, server, shake, text_of, wire
+from own_certificates import OwnAuthority
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.errors import ConfigError, ProtocolViolation
@@ -147,6 +148,18 @@ def _identity(part: str, name: str, value: object) -> Change:
     return lambda message: setattr(getattr(message, part).identity, name, value)
 
 
+def _certificate(part: str, change: Callable[[pb.CertificateProof], None]) -> Change:
+    return lambda message: change(getattr(message, part).certificate)
+
+
+def _flip_chain(proof: pb.CertificateProof) -> None:
+    proof.chain[0] = proof.chain[0][:-1] + _other(proof.chain[0][-1:])
+
+
+def _flip_signature(proof: pb.CertificateProof) -> None:
+    proof.signature = proof.signature[:-1] + _other(proof.signature[-1:])
+
+
 TAMPERING: dict[str, tuple[int, Change]] = {
     "hello.version": (0, _set("hello", "version", PROTOCOL_VERSION + 1)),
     "hello.nonce": (0, _flip("hello", "nonce")),
@@ -163,6 +176,10 @@ TAMPERING: dict[str, tuple[int, Change]] = {
     "challenge.identity.name": (1, _identity("challenge", "name", "mallory")),
     "challenge.identity.id": (1, _identity("challenge", "id", 7)),
     "challenge.identity.incarnation": (1, _identity("challenge", "incarnation", 7)),
+    "challenge.certificate.chain": (1, _certificate("challenge", _flip_chain)),
+    "challenge.certificate.signature": (1, _certificate("challenge", _flip_signature)),
+    "proof.certificate.chain": (2, _certificate("proof", _flip_chain)),
+    "proof.certificate.signature": (2, _certificate("proof", _flip_signature)),
     "proof.proof": (2, _flip("proof", "proof")),
     "welcome.session_id": (3, _flip("welcome", "session_id")),
     "welcome.proof": (3, _flip("welcome", "proof")),
@@ -172,7 +189,9 @@ TAMPERING: dict[str, tuple[int, Change]] = {
 @pytest.mark.parametrize("field", TAMPERING)
 def test_tampering_with_any_field_ends_the_handshake(field: str) -> None:
     at, change = TAMPERING[field]
-    a, b = client(), server()
+    authority = OwnAuthority()
+    a = client(certificates=authority.issue("alice").prover("digits"))
+    b = server(certificates=authority.issue("bob").prover("digits"))
     message: pb.Handshake | None = a.start()
     for step in range(4):
         message = wire(message)

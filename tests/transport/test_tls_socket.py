@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from rpcdist.ids import Identity
+from rpcdist.transport._tls.issued_certificates import IssuedCertificates
 from rpcdist.transport._tls.tls_identity import TlsIdentity
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
@@ -21,7 +22,7 @@ TOKEN = b"a token for these tests only"
 
 
 def identity(token: bytes = TOKEN, name: str = "worker") -> TlsIdentity:
-    return TlsIdentity(token, "default", lambda: Identity(name, 0, 1))
+    return TlsIdentity(IssuedCertificates(token, "default", lambda: Identity(name, 0, 1)))
 
 
 def end(raw: socket.socket, server_side: bool, token: bytes = TOKEN) -> TlsSocket:

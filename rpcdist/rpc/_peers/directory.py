@@ -240,6 +240,11 @@ class Directory:
         """Whether another process has taken the place of this one, which may not know it yet."""
         return identity in self._replaced
 
+    def holder_of(self, id: int) -> str | None:
+        """The name of the worker that lives at a rank; None if nobody does, as far as is known here."""
+        member = self._living.get(id)
+        return None if member is None else member.identity.name
+
     # ------------------------------------------------------------ looking up
 
     def resolve(self, to: object) -> int:

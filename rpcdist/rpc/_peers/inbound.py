@@ -53,7 +53,13 @@ class Inbound:
         return f"<Inbound [{len(self.sessions)} sessions]>"
 
     def refusal(self, identity: Identity) -> str | None:
-        """Why a worker may not connect, or None."""
+        """Why a worker may not connect, or None.
+
+        Peers are known by their ranks, and what proves them (the handshake, a certificate of their own) names workers.
+        """
+        holder = self._directory.holder_of(identity.id)
+        if identity.id < 0 or holder not in (None, identity.name):
+            return f"{identity.name!r} is not the worker of rank {identity.id} here, which is {holder!r}"
         if not self._directory.was_replaced(identity):
             return None
         return (

@@ -22,7 +22,7 @@ from rpcdist.errors import (
 )
 from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
-from rpcdist.transport._tls.certificate import PEER_NAME, Certificate, fingerprint_of_pem
+from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport._tls.tls_failures import tls_failure
 
 __all__ = [
@@ -103,7 +103,7 @@ def connect_grpc(address: str, shown: Certificate | None) -> grpc.aio.Channel:
     if shown is None:
         return grpc.aio.insecure_channel(address, options=CHANNEL_OPTIONS)
     credentials = grpc.ssl_channel_credentials(shown.authority, shown.key, shown.chain)
-    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", PEER_NAME)]
+    options = [*CHANNEL_OPTIONS, ("grpc.ssl_target_name_override", shown.server_name)]
     return grpc.aio.secure_channel(address, credentials, options=options)
 
 

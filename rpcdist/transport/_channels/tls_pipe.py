@@ -10,9 +10,9 @@ from typing import Final
 from rpcdist.errors import AuthenticationFailed, ProtocolViolation, TransportError
 from rpcdist.transport._channels.socket_pipe import RawPipe, SocketPipe
 from rpcdist.transport._channels.stream_sockets import connected_ends
+from rpcdist.transport._tls.tls_failures import STRANGE_CERTIFICATE
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.credentials import Credentials
-from rpcdist.transport.handshake import TOKEN_ADVICE
 from rpcdist.waiters import wake
 
 __all__ = ["AcceptedPipe", "TlsPipe", "connected_pipe"]
@@ -45,7 +45,7 @@ async def connected_pipe(
     if raw.family == socket.AF_UNIX or not credentials.tls_policy.encrypts_raw(str(raw.getpeername()[0])):
         return raw, SocketPipe(raw, address), ends
     tls = wrapped(raw, credentials, server_side=False)
-    pipe = TlsPipe(tls, address, credentials.token_source)
+    pipe = TlsPipe(tls, address, credentials.tls_source)
     await pipe.shake_hands()
     return tls, pipe, f"{tls.ends()}, {ends}"
 
@@ -56,13 +56,13 @@ class TlsPipe(RawPipe):
     Args:
         connection: before or after its TLS handshake; it stays its owner's.
         address: of the peer, for messages.
-        token_source: where the token comes from, for messages.
+        tls_source: see `Credentials.tls_source`, for messages.
     """
 
-    def __init__(self, connection: TlsSocket, address: str, token_source: str | None = None) -> None:
+    def __init__(self, connection: TlsSocket, address: str, tls_source: str | None = None) -> None:
         super().__init__(address)
         self._connection = connection
-        self._token_source = token_source
+        self._tls_source = tls_source
 
     async def shake_hands(self) -> None:
         """The TLS handshake; the caller limits the time.
@@ -102,10 +102,9 @@ class TlsPipe(RawPipe):
 
     def _broken(self, exc: OSError) -> TransportError:
         if isinstance(exc, ssl.SSLError) and not isinstance(exc, ssl.SSLEOFError | ssl.SSLZeroReturnError):
-            source = f" This process uses {self._token_source}." if self._token_source else ""
+            source = f" This process uses {self._tls_source}." if self._tls_source else ""
             return AuthenticationFailed(
-                f"TLS with {self._address} failed ({exc.reason or exc}): it did not prove the job token. "
-                f"{TOKEN_ADVICE}{source}"
+                f"TLS with {self._address} failed ({exc.reason or exc}): it {STRANGE_CERTIFICATE}{source}"
             )
         return super()._broken(exc)
 
@@ -136,7 +135,7 @@ class AcceptedPipe:
         if self._pipe is None:
             if await self._speaks_tls():
                 self.tls = wrapped(self._raw, self._credentials, server_side=True)
-                pipe = self._pipe = TlsPipe(self.tls, self._address, self._credentials.token_source)
+                pipe = self._pipe = TlsPipe(self.tls, self._address, self._credentials.tls_source)
                 await pipe.shake_hands()
             else:
                 self._pipe = self._plain

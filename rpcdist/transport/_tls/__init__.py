@@ -1,3 +1,3 @@
-"""TLS between the processes of a job: certificates that the job token vouches for, and where they are used."""
+"""TLS between the processes of a job: certificates, the job token's or one's own, and where they are used."""
 
 __all__: list[str] = []

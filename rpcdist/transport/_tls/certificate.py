@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import ssl
 from datetime import datetime
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, Protocol
 
-__all__ = ["PEER_NAME", "Certificate", "fingerprint", "fingerprint_of_pem"]
+__all__ = ["PEER_NAME", "Certificate", "CertificateSource", "fingerprint", "fingerprint_of_pem"]
 
 PEER_NAME: Final = "worker.rpcdist.internal"
 """What certificates are issued to: an address says nothing about who may listen there, and the authority does."""
@@ -24,6 +24,7 @@ class Certificate(NamedTuple):
         authority: whose signature peers need, PEM.
         fingerprint: SHA-256 of the certificate, in hexadecimal.
         renew_at: from then on another one is to be shown, in UTC.
+        server_name: the name that gRPC's clients look for in the certificate of a server.
     """
 
     key: bytes
@@ -31,9 +32,17 @@ class Certificate(NamedTuple):
     authority: bytes
     fingerprint: str
     renew_at: datetime
+    server_name: str = PEER_NAME
 
     def __repr__(self) -> str:  # the key stays out of logs and tracebacks
         return f"<Certificate {self.fingerprint[:16]} [renewed at {self.renew_at:%Y-%m-%d %H:%M} UTC]>"
+
+
+class CertificateSource(Protocol):
+    """Where the certificate comes from that a process shows. Any thread may ask, at each connection."""
+
+    def current(self) -> Certificate:
+        """What is to be shown now: the same object as before if nothing has changed."""
 
 
 def fingerprint(der: bytes) -> str:

@@ -6,9 +6,15 @@ from typing import Final
 
 from rpcdist.transport.handshake import TOKEN_ADVICE
 
-__all__ = ["tls_failure"]
+__all__ = ["STRANGE_CERTIFICATE", "tls_failure"]
+
+STRANGE_CERTIFICATE: Final = (
+    f"did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE} Either all processes "
+    "use certificates of their own (RpcOptions(tls=TlsOptions(...))), all of one authority, or none does."
+)
 
 _FAILED: Final = "TSI_PROTOCOL_FAILURE"  # gRPC's word; connections that break in a handshake have others
+_WRONG_NAME: Final = "Hostname Verification Check failed"
 _PLAIN_PEER: Final = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "UNEXPECTED_MESSAGE", "INVALID_ALERT")
 
 
@@ -21,6 +27,11 @@ def tls_failure(details: str) -> str | None:
     Returns:
         The reason and what to do; None if it was something else.
     """
+    if _WRONG_NAME in details:
+        return (
+            "the server's certificate does not have the DNS name that all certificates of the job need. Set "
+            "TlsOptions(server_name=...), or RPCDIST_TLS_SERVER_NAME, to one that they have, the same in all processes."
+        )
     if _FAILED not in details:
         return None
     if any(word in details for word in _PLAIN_PEER):
@@ -30,7 +41,7 @@ def tls_failure(details: str) -> str | None:
         )
     if "expired" in details or "not yet valid" in details:
         return (
-            f"the server's certificate is out of its time ({details.rpartition(': ')[2]}). Are the clocks of the two "
-            "hosts right? They may differ by a day."
+            f"the server's certificate {'has expired' if 'expired' in details else 'is not valid yet'}. Are the clocks "
+            "of the two hosts right? They may differ by a day. A certificate of one's own has to be renewed in time."
         )
-    return f"the server did not prove the job token, or shows a certificate of another authority. {TOKEN_ADVICE}"
+    return f"the server {STRANGE_CERTIFICATE}"

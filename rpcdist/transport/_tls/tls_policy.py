@@ -15,6 +15,7 @@ from enum import Enum
 from typing import Final
 
 from rpcdist.errors import ConfigError
+from rpcdist.transport._tls.tls_options import TlsOptions
 from rpcdist.transport.addresses import is_loopback
 
 __all__ = ["TLS_VARIABLE", "TRUSTED_NETWORKS_VARIABLE", "TlsMode", "TlsPolicy"]
@@ -45,24 +46,29 @@ class TlsPolicy:
     Attributes:
         mode: see there.
         trusted_networks: where plain connections are allowed, beside loopback.
+        files: certificates of one's own; None: those that the job token vouches for.
     """
 
     mode: TlsMode = TlsMode.AUTO
     trusted_networks: tuple[Network, ...] = ()
+    files: TlsOptions | None = None
 
     def __repr__(self) -> str:
         return f"<TlsPolicy {self.mode.value} [trusted: {', '.join(map(str, self.trusted_networks)) or 'loopback'}]>"
 
     @classmethod
-    def of_environment(cls, tls: bool | None = None) -> TlsPolicy:
-        """What `RPCDIST_TLS` and `RPCDIST_TRUSTED_NETWORKS` say.
+    def of_environment(cls, tls: bool | TlsOptions | None = None) -> TlsPolicy:
+        """What `RPCDIST_TLS`, `RPCDIST_TRUSTED_NETWORKS` and the variables of `TlsOptions` say.
 
         Args:
             tls: an option's word: False is "off" whatever the variable says, and True "auto" where that says "off".
+                Certificate files count instead of those that the variables name, and mean True.
 
         Raises:
-            ConfigError: one of the two variables cannot be understood.
+            ConfigError: a variable cannot be understood, or there are certificate files, and TLS is off.
         """
+        files = tls if isinstance(tls, TlsOptions) else TlsOptions.of_environment()
+        tls = True if isinstance(tls, TlsOptions) else tls
         text = os.environ.get(TLS_VARIABLE) or "auto"
         if tls is not None and (text == "off") == tls:
             text = "auto" if tls else "off"
@@ -70,7 +76,9 @@ class TlsPolicy:
             mode = TlsMode(text)
         except ValueError:
             raise ConfigError(f"{TLS_VARIABLE} is 'auto', 'always' or 'off', not {text!r}") from None
-        return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")))
+        if files is not None and mode is TlsMode.OFF:
+            raise ConfigError(f"TLS is off, and {files} would do nothing: leave one of the two out")
+        return cls(mode, _networks(os.environ.get(TRUSTED_NETWORKS_VARIABLE, "")), files)
 
     @property
     def encrypts_grpc(self) -> bool:

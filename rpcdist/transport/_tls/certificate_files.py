@@ -1,0 +1,164 @@
+"""Certificate files of one's own, which are read again when they have been replaced.
+
+`cryptography` takes 80 ms to import; import this module where it is needed, and not before.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import NamedTuple, TypeVar
+
+from cryptography import x509
+from cryptography.hazmat.primitives.asymmetric import ec, rsa
+from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+
+from rpcdist.errors import AuthenticationFailed, ConfigError
+from rpcdist.ids import Identity
+from rpcdist.transport._tls.certificate import Certificate, fingerprint
+from rpcdist.transport._tls.certificate_proof import CertificateProver, PrivateKey, chain_refusal, dns_names
+from rpcdist.transport._tls.tls_options import TlsOptions
+
+__all__ = ["CertificateFiles"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+_Stamp = tuple[tuple[int, int, int], ...]
+
+
+class _Loaded(NamedTuple):
+    stamp: _Stamp  # of the files when they were read
+    certificate: Certificate
+    prover: CertificateProver
+
+
+class CertificateFiles:
+    """See `CertificateSource`. Reads the files when it is made, and when one of them has changed.
+
+    Files that cannot be used, perhaps because not all of them have been replaced yet, leave what was shown before.
+
+    Args:
+        options: names the files.
+        job: the job's name.
+
+    Raises:
+        ConfigError: a file cannot be read or used, or they do not fit together.
+    """
+
+    def __init__(self, options: TlsOptions, job: str) -> None:
+        self._options = options
+        self._job = job
+        self._lock = threading.Lock()
+        self._refused: _Stamp | None = None  # what the log has told of
+        self._loaded = self._load(self._stamp())
+
+    def __repr__(self) -> str:
+        return f"<CertificateFiles {self._loaded.certificate!r} from {self._options.certificate}>"
+
+    def current(self) -> Certificate:
+        """What is to be shown now. Raises `AuthenticationFailed` if it has expired."""
+        shown = self._latest().certificate
+        if datetime.now(UTC) > shown.renew_at:
+            raise AuthenticationFailed(
+                f"the certificate of this process, {self._options.certificate}, expired on "
+                f"{shown.renew_at:%Y-%m-%d %H:%M} UTC; replace it and its key: the next connection shows the new one"
+            )
+        return shown
+
+    def prover(self) -> CertificateProver:
+        """Signs with what is to be shown now."""
+        return self._latest().prover
+
+    def check_name(self, identity: Identity) -> None:
+        """Raises `ConfigError` if peers would not believe that this process is a worker of that name."""
+        names = self._latest().prover.names
+        if identity.id >= 0 and identity.name not in names:
+            raise ConfigError(
+                f"the certificate {self._options.certificate} names {', '.join(sorted(names)) or 'no worker'} for job "
+                f"{self._job!r}, and not worker {identity.name!r}: give it the URI rpcdist://{self._job}/"
+                f"{identity.name}, or the name as its common name or a DNS name"
+            )
+
+    def _latest(self) -> _Loaded:
+        with self._lock:
+            try:
+                stamp = self._stamp()
+                if stamp != self._loaded.stamp:
+                    self._loaded = self._load(stamp)
+                    logger.info("new certificate files are used from now on: %s", self._options)
+            except ConfigError as exc:
+                self._tell_once(exc)
+            return self._loaded
+
+    def _tell_once(self, error: ConfigError) -> None:
+        try:
+            stamp = self._stamp()
+        except ConfigError:
+            stamp = ()
+        if stamp != self._refused:
+            self._refused = stamp
+            logger.warning("new certificate files cannot be used, and the old ones stay: %s", error)
+
+    def _stamp(self) -> _Stamp:
+        options = self._options
+        found = [_of_file(path, os.stat) for path in (options.certificate, options.key, options.authority)]
+        return tuple((file.st_mtime_ns, file.st_size, file.st_ino) for file in found)
+
+    def _load(self, stamp: _Stamp) -> _Loaded:
+        options = self._options
+        texts = [_of_file(path, _content) for path in (options.certificate, options.key, options.authority)]
+        chain = _certificates(options.certificate, texts[0])
+        key = _private_key(options.key, texts[1])
+        authorities = _certificates(options.authority, texts[2])
+        if key.public_key() != chain[0].public_key():
+            raise ConfigError(f"the key {options.key} is not the one of the certificate {options.certificate}")
+        reason = chain_refusal(chain, authorities)
+        if reason is not None:
+            raise ConfigError(f"{options.certificate} with the authority {options.authority}: {reason}")
+        if options.server_name.lower() not in map(str.lower, dns_names(chain[0])):
+            raise ConfigError(
+                f"the certificate {options.certificate} does not have the DNS name {options.server_name}, which all "
+                "certificates of a job need beside those of their workers; TlsOptions(server_name=...) names another"
+            )
+        certificate = Certificate(
+            key=texts[1],
+            chain=b"".join(one.public_bytes(Encoding.PEM) for one in chain),
+            authority=texts[2],
+            fingerprint=fingerprint(chain[0].public_bytes(Encoding.DER)),
+            renew_at=chain[0].not_valid_after_utc,
+            server_name=options.server_name,
+        )
+        return _Loaded(stamp, certificate, CertificateProver(chain, key, authorities, self._job))
+
+
+def _of_file(path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], T]) -> T:
+    try:
+        return read(path)
+    except OSError as exc:
+        raise ConfigError(f"the TLS file {path} cannot be read: {exc.strerror or exc}") from exc
+
+
+def _content(path: str | os.PathLike[str]) -> bytes:
+    with open(path, "rb") as file:
+        return file.read()
+
+
+def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certificate]:
+    try:
+        return x509.load_pem_x509_certificates(pem)
+    except ValueError as exc:
+        raise ConfigError(f"{path} holds no certificate in PEM: {exc}") from exc
+
+
+def _private_key(path: str | os.PathLike[str], pem: bytes) -> PrivateKey:
+    try:
+        key = load_pem_private_key(pem, password=None)
+    except (ValueError, TypeError) as exc:  # TypeError: it has a password
+        raise ConfigError(f"{path} holds no private key in PEM that can be used without a password: {exc}") from exc
+    if not isinstance(key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
+        raise ConfigError(f"the key {path} is of another kind than RSA and P-256, P-384 or P-521")
+    return key

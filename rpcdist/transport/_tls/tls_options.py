@@ -1,0 +1,66 @@
+"""Which certificate files of one's own a process shows, in place of the certificates that the job token vouches for."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from os import PathLike, fspath
+from typing import Final
+
+from rpcdist.errors import ConfigError
+from rpcdist.transport._tls.certificate import PEER_NAME
+
+__all__ = ["AUTHORITY_VARIABLE", "CERTIFICATE_VARIABLE", "KEY_VARIABLE", "SERVER_NAME_VARIABLE", "TlsOptions"]
+
+CERTIFICATE_VARIABLE: Final = "RPCDIST_TLS_CERTIFICATE"
+KEY_VARIABLE: Final = "RPCDIST_TLS_KEY"
+AUTHORITY_VARIABLE: Final = "RPCDIST_TLS_AUTHORITY"
+SERVER_NAME_VARIABLE: Final = "RPCDIST_TLS_SERVER_NAME"
+
+
+@dataclass(frozen=True, slots=True)
+class TlsOptions:
+    """Certificates of your own: peers need one of your authority, with the name of their worker, beside the job token.
+
+    Files that are replaced while the process runs count from the next connection on. The key is of RSA (2048 bits or
+    more) or of the curves P-256, P-384 or P-521, and has no password.
+
+    Attributes:
+        certificate: PEM file with this worker's certificate, perhaps followed by intermediate ones. It names the worker
+            as `rpcdist://JOB/WORKER` (a URI), or else as its common name or one of its DNS names; it may name several.
+        key: PEM file with the private key of that certificate.
+        authority: PEM file with the certificates by which those of the peers must be signed.
+        server_name: a DNS name that all certificates of the job have, beside those of their workers: gRPC asks for one.
+    """
+
+    certificate: str | PathLike[str]
+    key: str | PathLike[str]
+    authority: str | PathLike[str]
+    server_name: str = PEER_NAME
+
+    def __post_init__(self) -> None:
+        for name in ("certificate", "key", "authority"):  # plain texts, so that equal options compare equal
+            object.__setattr__(self, name, os.path.abspath(fspath(getattr(self, name))))
+
+    def __str__(self) -> str:
+        return f"the certificate {self.certificate} and the authority {self.authority}"
+
+    @classmethod
+    def of_environment(cls) -> TlsOptions | None:
+        """What the variables `RPCDIST_TLS_CERTIFICATE`, `_KEY`, `_AUTHORITY` and `_SERVER_NAME` say; None: nothing.
+
+        Raises:
+            ConfigError: some are set and others are not.
+        """
+        variables = (CERTIFICATE_VARIABLE, KEY_VARIABLE, AUTHORITY_VARIABLE)
+        files = [os.environ.get(variable, "") for variable in variables]
+        server_name = os.environ.get(SERVER_NAME_VARIABLE, "")
+        if not any([*files, server_name]):
+            return None
+        missing = [variable for variable, file in zip(variables, files, strict=True) if not file]
+        if missing:
+            raise ConfigError(
+                f"certificates of your own need {', '.join(variables)}, but {' and '.join(missing)} "
+                f"{'is' if len(missing) == 1 else 'are'} not set"
+            )
+        return cls(files[0], files[1], files[2], server_name or PEER_NAME)

@@ -1,0 +1,185 @@
+"""What the two sides of a handshake have in common: the checks of every message, the transcript, and the outcome.
+
+Pure, as handshake.py is, which says how the handshake goes.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import Final, Protocol
+
+from rpcdist._proto import handshake_pb2 as pb
+from rpcdist.errors import AuthenticationFailed, ConfigError, ProtocolViolation
+from rpcdist.ids import Identity
+from rpcdist.transport.identities import identity_fields, identity_from_proto
+from rpcdist.transport.keys import SessionKeys, framed, mac
+from rpcdist.transport.peer_text import MAX_NAME_LENGTH, MAX_REASON_LENGTH, is_name, printable
+
+__all__ = [
+    "MAX_HANDSHAKE_BYTES",
+    "NONCE_BYTES",
+    "PROTOCOL_VERSION",
+    "CertificateProofs",
+    "Code",
+    "HandshakeSide",
+    "HandshakeState",
+    "refusal",
+]
+
+PROTOCOL_VERSION: Final = 4
+NONCE_BYTES: Final = 32
+MAX_HANDSHAKE_BYTES: Final = 16 << 10
+"""Channels refuse a larger message before they parse it; `receive` checks again. Chains of certificates take most."""
+
+Code = pb.Refusal.Code
+
+
+class CertificateProofs(Protocol):
+    """Signs with a certificate of one's own, and judges what peers have signed."""
+
+    def prove(self, statement: bytes) -> pb.CertificateProof:
+        """Signs what this side sees."""
+
+    def refusal(self, shown: pb.CertificateProof, statement: bytes, peer: Identity) -> str | None:
+        """Why that does not show that the peer is who it says, or None."""
+
+
+class HandshakeState(Enum):
+    START = "start"
+    HELLO_SENT = "hello sent"
+    CHALLENGE_SENT = "challenge sent"
+    PROOF_SENT = "proof sent"
+    DONE = "done"
+    FAILED = "failed"
+
+
+class HandshakeSide:
+    """Base of the two state machines: checks of every message, the outcome, and how a failure is reported."""
+
+    def __init__(
+        self,
+        token: bytes,
+        job: str,
+        identity: Identity,
+        token_source: str | None,
+        certificates: CertificateProofs | None,
+    ) -> None:
+        if not token:
+            raise ConfigError("the job token is empty; set RPCDIST_TOKEN (see docs/security.md)")
+        if job and not is_name(job):
+            raise ConfigError(f"a job name has up to {MAX_NAME_LENGTH} printable characters, but it is {job[:200]!r}")
+        self._token = token
+        self._job = job
+        self._identity = identity
+        self._token_source = token_source
+        self._certificates = certificates
+        self._state = HandshakeState.START
+        self._hello = pb.Hello()
+        self._transcript = b""
+        self._peer: Identity | None = None
+        self._session: SessionKeys | None = None
+        self.failure: AuthenticationFailed | None = None
+        self.refusal_code: pb.Refusal.Code = Code.UNSPECIFIED
+
+    @property
+    def done(self) -> bool:
+        """True once the peer is proven and the session is open."""
+        return self._state is HandshakeState.DONE
+
+    @property
+    def peer(self) -> Identity:
+        """Who the peer proved to be. Raises `AuthenticationFailed` before that."""
+        if self._peer is None or not self.done:
+            raise AuthenticationFailed("the peer has not proven the job token")
+        return self._peer
+
+    @property
+    def session(self) -> SessionKeys:
+        """The keys of the open session. Raises `AuthenticationFailed` before there is one."""
+        if self._session is None or not self.done:
+            raise AuthenticationFailed("the peer has not proven the job token")
+        return self._session
+
+    def check(self) -> None:
+        """Raises the failure, if there is one. Call it after the reply was sent, so that the peer learns why, too."""
+        if self.failure is not None:
+            raise self.failure
+
+    def _open(self, message: pb.Handshake) -> str:
+        """Checks what holds for every message, and returns which step it is."""
+        if self._state in (HandshakeState.DONE, HandshakeState.FAILED):
+            raise self._violation(f"a handshake message arrived when the handshake was {self._state.value}")
+        if message.ByteSize() > MAX_HANDSHAKE_BYTES:
+            raise self._violation(f"a handshake message is larger than {MAX_HANDSHAKE_BYTES} bytes")
+        step: str | None = message.WhichOneof("step")
+        if step is None:
+            raise self._violation("a handshake message is empty or of an unknown kind")
+        return step
+
+    def _violation(self, text: str) -> ProtocolViolation:
+        if self._state is not HandshakeState.DONE:  # what comes after the handshake does not undo it; the caller closes
+            self._state = HandshakeState.FAILED
+        return ProtocolViolation(f"{text}; is the peer an rpcdist process?")
+
+    def _unexpected(self, step: str) -> ProtocolViolation:
+        return self._violation(f"unexpected handshake message {step!r} when the state was {self._state.value!r}")
+
+    def _refuse(self, code: pb.Refusal.Code, reason: str, local: str | None = None) -> pb.Handshake:
+        """Fails here with `local`, and returns what tells the peer `reason`, and nothing else."""
+        self._fail(code, local or reason)
+        return refusal(code, reason)
+
+    def _refused_by_peer(self, message: pb.Refusal, who: str) -> None:
+        self._fail(message.code, f"{who} refused the connection: {_reason(message)}")
+
+    def _fail(self, code: pb.Refusal.Code, text: str) -> None:
+        if code == Code.TOKEN and self._token_source is not None:
+            text = f"{text} This process uses {self._token_source}."
+        self._state = HandshakeState.FAILED
+        self.refusal_code = code
+        self.failure = AuthenticationFailed(text)
+
+    def _identity_of(self, message: pb.Hello | pb.Challenge) -> Identity:
+        try:
+            return identity_from_proto(message.identity)
+        except ProtocolViolation as exc:
+            raise self._violation(str(exc)) from None
+
+    def _record(self, server_nonce: bytes, stream_port: int, client: Identity, server: Identity) -> None:
+        hello = self._hello
+        texts = (hello.role, hello.job, hello.purpose, hello.channel)
+        self._transcript = framed(
+            hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
+            stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
+        )  # fmt: skip
+
+    def _proof(self, direction: bytes) -> bytes:
+        return mac(self._token, b"rpcdist " + direction + b" proof", self._transcript)
+
+    def _statement(self, side: bytes, channel: str) -> bytes:
+        """What a side signs with its certificate's key: the transcript, and how it sees the connection itself."""
+        return framed(b"rpcdist " + side + b" certificate", self._transcript, channel.encode())
+
+    def _shown_certificate(self, side: bytes, channel: str) -> pb.CertificateProof | None:
+        return None if self._certificates is None else self._certificates.prove(self._statement(side, channel))
+
+    def _certificate_refusal(self, shown: pb.CertificateProof, side: bytes, channel: str, peer: Identity) -> str | None:
+        if self._certificates is None:
+            return None  # a peer that needs certificates refuses this process
+        return self._certificates.refusal(shown, self._statement(side, channel), peer)
+
+    def _session_keys(self, session_id: bytes) -> SessionKeys:
+        return SessionKeys(session_id, mac(self._token, b"rpcdist session key", self._transcript, session_id))
+
+    def __repr__(self) -> str:
+        peer = "?" if self._peer is None else self._peer.name
+        return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
+
+
+def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:
+    """The message of a side that refuses."""
+    return pb.Handshake(refusal=pb.Refusal(reason=reason[:MAX_REASON_LENGTH], code=code))
+
+
+def _reason(message: pb.Refusal) -> str:
+    return printable(message.reason[:MAX_REASON_LENGTH]) or "no reason given"
