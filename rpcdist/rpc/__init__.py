@@ -9,6 +9,7 @@
     counter = rpc.remote("worker1", Counter)                # an object that lives on worker1: a remote reference
     counter.rpc_sync().add(1)                               # calls its method there, concurrently with other calls
     rpc.remote("worker1", Counter, serial=True)             # an actor: its calls run one at a time, in order
+    rpc.remote(..., serial=True, max_restarts=3)            # it is made again when its worker is replaced
     counter.to_here()                                       # a copy of it
 
     for row in rpc.rpc_stream("worker1", read_rows):        # a generator there, an iterator here
@@ -29,6 +30,7 @@ from rpcdist.rpc import api, backend_registry, constants, functions, internal, o
 from rpcdist.rpc._agent import Agent as RpcAgent
 from rpcdist.rpc._agent import Agent as TensorPipeAgent
 from rpcdist.rpc._api.initialization import init_rpc
+from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._api.rpc_session import RpcSession, init_rpc_async, session, shutdown_async
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
@@ -87,6 +89,7 @@ __all__ = [
     "MembershipChange",
     "PyRRef",
     "RRef",
+    "RestartingActor",
     "RpcAgent",
     "RpcBackendOptions",
     "RpcOptions",

@@ -146,6 +146,15 @@ async def references() -> None:
     await counter.call_async(Counter.wait_for, 1, patience_s="2")  # type: ignore[arg-type]
 
 
+async def actors() -> None:
+    actor = rpc.remote("w", Counter, (1,), serial=True, max_restarts=3)
+    assert_type(actor, rpc.RestartingActor[Counter])
+    assert_type(actor.call(Counter.add, 1), int)
+    assert_type(await actor.call_async(Counter.wait_for, 1), str)
+    actor.call(Counter.add, "1")  # type: ignore[call-overload]
+    assert_type(actor.rpc_async().add(1), Future[Any])
+
+
 async def proxies(counter: RRef[Counter]) -> None:
     """A checker cannot know the methods behind a name; it knows how they are called."""
     assert_type(counter.rpc_async().add(1), Future[Any])

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterable, Callable, Iterable, Mapping, Sequence
-from typing import Any, ParamSpec, TypeVar, overload
+from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from rpcdist.errors import BlockingInLoop
+from rpcdist.errors import BlockingInLoop, ConfigError
 from rpcdist.rpc._api.actor_functions import named_remote
+from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._current import current_agent
@@ -205,6 +206,18 @@ def remote(
     serial: bool = False,
     name: str | None = None,
 ) -> RRef[T]: ...
+@overload
+def remote(
+    to: Destination,
+    func: type[T],
+    args: Sequence[Any] | None = None,
+    kwargs: Mapping[str, Any] | None = None,
+    timeout: float = UNSET_RPC_TIMEOUT,
+    *,
+    serial: Literal[True],
+    max_restarts: int,
+    checkpoint_every: int = 1,
+) -> RestartingActor[T]: ...
 def remote(
     to: Destination,
     func: Callable[..., Any],
@@ -214,7 +227,9 @@ def remote(
     *,
     serial: bool = False,
     name: str | None = None,
-) -> RRef[Any]:
+    max_restarts: int | None = None,
+    checkpoint_every: int = 1,
+) -> RRef[Any] | RestartingActor[Any]:
     """Runs a function on another worker, leaves its result there, and returns a reference to it at once.
 
         counter = rpc.remote("worker1", Counter, serial=True)
@@ -232,7 +247,16 @@ def remote(
         name: by which every worker finds the object (`rpc.get_actor`). It lives as long as its worker then, and
             `remote` waits until it exists: it raises what the creation raised, and `ActorNameTaken` where another has
             the name.
+        max_restarts: of an actor (`serial=True`): when its worker is lost, it is made again on the process that takes
+            that one's place, so often at most (-1: always), with the state that its `checkpoint()` returned last; its
+            `restore(state)` gets it. The result is a `RestartingActor`, which keeps the state.
+        checkpoint_every: so many calls; what came after the last checkpoint is lost with the worker.
     """
+    if max_restarts is not None:
+        if not serial or name is not None:
+            raise ConfigError("max_restarts= is for an actor without a name: write serial=True, and leave name= out")
+        kind: Any = func
+        return RestartingActor(to, kind, tuple(args or ()), dict(kwargs or {}), timeout, max_restarts, checkpoint_every)
     if name is not None:
         return named_remote(to, func, args, kwargs, timeout, serial, name)
     rref: RRef[Any] = current_agent().rref_home.remote(to, func, args, timeout, kwargs, is_serial=serial)

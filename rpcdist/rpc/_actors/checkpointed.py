@@ -1,0 +1,73 @@
+"""An actor that is made again, at its owner: each call may bring the state after it along with its result.
+
+Both are made in one turn and leave in one reply, so the creator has the result of a call if and only if it has the
+state that the call left behind.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Awaitable
+from typing import Any, NamedTuple
+
+from rpcdist.errors import CallRefused, RRefError
+from rpcdist.rpc._current import current_agent
+
+__all__ = ["ActorState", "Checkpointed"]
+
+
+class ActorState(NamedTuple):
+    """What `checkpoint()` gave."""
+
+    value: Any
+
+
+class Checkpointed:
+    """The value of the reference: an object of a user's class, and calls of its methods that ask for its state.
+
+    Args:
+        kind, args, kwargs: how to make the object.
+        state: for its `restore`; None at the first creation.
+    """
+
+    def __init__(self, kind: type, args: tuple[Any, ...], kwargs: dict[str, Any], state: ActorState | None) -> None:
+        # Whoever may call this class may not call any other one by it.
+        agent, module, name = current_agent(), kind.__module__, kind.__qualname__
+        if not agent.options.allows(module, name):
+            raise CallRefused(
+                f"worker {agent.worker_name!r} does not allow calls of {module}:{name}; add it to "
+                "RpcOptions(allow_functions=...) there"
+            )
+        self._value = kind(*args, **kwargs)
+        if state is not None:
+            self._value.restore(state.value)
+
+    def __repr__(self) -> str:
+        return f"<Checkpointed {self._value!r}>"
+
+    def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], wants_state: bool) -> Any:
+        """Calls a method of the object, or reads an attribute.
+
+        Returns:
+            Its result and the `ActorState` after it, which is None unless it was asked for; a coroutine of these where
+            the result of the method has to be awaited.
+        """
+        found = getattr(self._value, method)
+        result = found(*args, **kwargs) if callable(found) or args or kwargs else found
+        if inspect.isawaitable(result):
+            return self._finish(method, result, wants_state)
+        return result, self._state(method) if wants_state else None
+
+    async def _finish(self, method: str, result: Awaitable[Any], wants_state: bool) -> tuple[Any, ActorState | None]:
+        return await result, self._state(method) if wants_state else None
+
+    def _state(self, method: str) -> ActorState:
+        try:
+            # A copy: tensors are sent as they are, perhaps while the next call changes them.
+            return ActorState(copy.deepcopy(self._value.checkpoint()))
+        except Exception as exc:
+            raise RRefError(
+                f"{method}() of the actor {type(self._value).__name__} ran, but the checkpoint() after it failed: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc

@@ -1,0 +1,310 @@
+"""Actors that are made again, with their last state, when their worker was lost and another process took its place."""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextvars import Context, copy_context
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
+
+from rpcdist.deadline import NEVER, Deadline, current_deadline
+from rpcdist.errors import ConfigError, DeadlineExceeded, OwnerLost, WorkerLost
+from rpcdist.ids import Identity
+from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
+from rpcdist.rpc._calling.caller import Destination
+from rpcdist.rpc._current import current_agent
+from rpcdist.rpc._rref.proxy import method_name
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.rpc.future import Future
+from rpcdist.rpc.membership import wait_for_worker
+from rpcdist.rpc.rref import Later, RRef
+from rpcdist.time_limits import MIN_WAIT_S
+
+__all__ = ["ActorProxy", "RestartingActor"]
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+ALWAYS: Final = -1
+"""So many restarts as it takes."""
+
+
+@dataclass(eq=False)
+class _ActorCall:
+    """A call that the user has made."""
+
+    method: str
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    deadline: Deadline
+    result: Future[Any]
+    context: Context = field(default_factory=copy_context)
+
+
+class ActorProxy(Generic[R]):
+    """Its attributes are functions that call the method of that name; `R` is what they return."""
+
+    def __init__(self, invoke: Callable[..., R]) -> None:
+        self._invoke = invoke
+
+    def __getattr__(self, name: str) -> Callable[..., R]:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return partial(self._invoke, name)
+
+
+class RestartingActor(Generic[T]):
+    """An actor that outlives its worker: what `rpc.remote(..., serial=True, max_restarts=n)` returns.
+
+    This object keeps the last state, in the memory of its process, the creator; it does not travel to other workers.
+    When the worker of the actor is lost, the next call waits until a process of the same name has joined, makes the
+    object there again with the arguments of the first time, and gives the state to its `restore`.
+
+    Any thread may use it. Its calls run one at a time, in the order in which they were made.
+
+    Args:
+        worker: where it lives.
+        kind, args, kwargs: the class, and how to make the object.
+        timeout: limit of each creation, in seconds; -1 for the default.
+        max_restarts: so often it is made again; -1 for always.
+        checkpoint_every: so many calls, `checkpoint()` is called after the last of them.
+
+    Raises:
+        ConfigError: the class or a number does not fit; the text says what.
+    """
+
+    def __init__(
+        self,
+        worker: Destination,
+        kind: type[T],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float,
+        max_restarts: int,
+        checkpoint_every: int,
+    ) -> None:
+        self._agent = current_agent()
+        _check(kind, max_restarts, checkpoint_every)
+        self._worker = self._agent.directory.name_of(self._agent.directory.resolve(worker))
+        if self._worker == self._agent.worker_name:
+            raise ConfigError(
+                "max_restarts= is for an actor on another worker: its creator keeps the state, and is lost with itself"
+            )
+        self._kind, self._args, self._kwargs, self._timeout = kind, args, kwargs, timeout
+        self._max_restarts = max_restarts
+        self._checkpoint_every = checkpoint_every if hasattr(kind, "checkpoint") else 0
+        self._lock = (
+            threading.Lock()
+        )  # around all below but the state; calls are sent with it, so they keep their order
+        self._number = 0  # of the last call that was sent
+        self._restarts = 0
+        self._waiting: deque[_ActorCall] = deque()  # for a restart, which runs while there are any
+        self._sent: set[Future[Any]] = set()  # the results of calls that were sent, and have none yet
+        self._in_doubt = False  # a call was lost: is the worker?
+        self._is_gone = False  # the reference is of no use any more
+        self._state_lock = threading.Lock()
+        self._state: ActorState | None = None
+        self._state_number = 0  # of the call that left it
+        self._create()
+
+    def __repr__(self) -> str:
+        return f"<RestartingActor {self._kind.__name__} on {self._worker!r}, restarted {self._restarts} times>"
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            "an actor with max_restarts= is used by its creator only, which keeps its state; other workers may call a "
+            "function of the creator that uses it"
+        )
+
+    @property
+    def num_restarts(self) -> int:
+        """How often it was made again."""
+        return self._restarts
+
+    def rpc_sync(self, timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy[Any]:
+        """`actor.rpc_sync().method(*args)` runs the method and returns its result.
+
+        Raises:
+            WorkerLost: the worker died meanwhile. With `checkpoint_every=1` the call has had no effect on the state.
+            OwnerLost: it has been restarted `max_restarts` times.
+            DeadlineExceeded: the time was over, perhaps before a replacement had joined.
+        """
+        return ActorProxy(lambda method, *args, **kwargs: self._start(timeout, method, args, kwargs).wait())
+
+    def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy[Future[Any]]:
+        """`actor.rpc_async().method(*args)` returns a future of the result; its errors are those of `rpc_sync`."""
+        return ActorProxy(lambda method, *args, **kwargs: self._start(timeout, method, args, kwargs))
+
+    @overload
+    def call(self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def call(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    def call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """`actor.call(Counter.add, 1)` is `actor.rpc_sync().add(1)`, and type checkers see arguments and result."""
+        return self._start(UNSET_RPC_TIMEOUT, method_name(method), args, kwargs).wait()
+
+    @overload
+    def call_async(
+        self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs
+    ) -> Future[R]: ...
+    @overload
+    def call_async(self, method: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
+    def call_async(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
+        """`await actor.call_async(Counter.add, 1)` is `await actor.rpc_async().add(1)`, checked as `call` is."""
+        return self._start(UNSET_RPC_TIMEOUT, method_name(method), args, kwargs)
+
+    # ------------------------------------------------------------ calls
+
+    def _start(self, timeout: float, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Future[Any]:
+        deadline = Deadline.after(self._agent.caller.timeout_of(timeout)).earlier(current_deadline.get())
+        call = _ActorCall(method, args, kwargs, deadline, Future())
+        sent = None
+        with self._lock:
+            if not (self._waiting or self._in_doubt or self._is_lost()):
+                sent = call.context.run(self._send, call)
+            if sent is None:
+                self._waiting.append(call)
+                if len(self._waiting) == 1:
+                    self._agent.pool.submit(copy_context().run, self._recover)
+        if sent is not None:
+            self._pass_on(call, *sent)
+        return call.result
+
+    def _send(self, call: _ActorCall) -> tuple[int, Future[Any]] | None:
+        """Sends a call to the actor as it is now; with the lock.
+
+        Returns:
+            The call's number and its future; None if the actor is gone, and can be made again.
+        """
+        self._number += 1
+        wants_state = self._checkpoint_every > 0 and self._number % self._checkpoint_every == 0
+        remaining_s = max(call.deadline.remaining_s(), MIN_WAIT_S) if call.deadline.is_finite else 0
+        try:
+            sent = self._rref.rpc_async(remaining_s).invoke(call.method, call.args, call.kwargs, wants_state)
+        except OwnerLost as exc:
+            self._is_gone = True
+            if self._may_restart():
+                return None
+            sent = _failed(exc)
+        except Exception as exc:
+            sent = _failed(exc)
+        return self._number, sent
+
+    def _pass_on(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
+        """Has the result of what was sent become that of the call."""
+        call.result._on_cancel = sent.cancel
+        sent.is_quiet = True
+        self._sent.add(call.result)
+        sent.add_done_callback(partial(self._done, call, number))
+        if call.result.cancelled():  # before the line above the last one
+            sent.cancel()
+
+    def _done(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
+        error = sent.exception()
+        if error is None:
+            result, state = sent.value()
+            with self._state_lock:
+                if state is not None and number > self._state_number:
+                    self._state, self._state_number = state, number
+            call.result._complete(result)
+        else:
+            if isinstance(error, WorkerLost):
+                with self._lock:
+                    self._in_doubt = True
+                    self._is_gone = self._is_gone or isinstance(error, OwnerLost)
+            call.result._fail(error)
+        self._sent.discard(call.result)
+
+    # ------------------------------------------------------------ restarts
+
+    def _create(self) -> None:
+        directory = self._agent.directory
+        owner = directory.resolve(self._worker)
+        self._owner: Identity = directory.member(owner).identity
+        self._rref: RRef[Checkpointed] = self._agent.rref_home.remote(
+            owner, Checkpointed, (self._kind, self._args, self._kwargs, self._state), self._timeout, is_serial=True
+        )
+        self._in_doubt = self._is_gone = False
+
+    def _is_lost(self) -> bool:
+        directory = self._agent.directory
+        return self._is_gone or not (
+            directory.is_living(self._owner.id) and directory.member(self._owner.id).identity == self._owner
+        )
+
+    def _may_restart(self) -> bool:
+        return self._max_restarts == ALWAYS or self._restarts < self._max_restarts
+
+    def _recover(self) -> None:
+        """Finds out whether the worker is lost, makes the actor again if it is, and sends what waits; in the pool."""
+        current_deadline.set(NEVER)  # each call that waits has its own
+        while (deadline := self._drop_ended()) is not None:
+            try:
+                if self._may_restart() or not self._is_lost():
+                    wait_for_worker(self._worker, max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0)
+                if self._is_lost():
+                    for result in tuple(self._sent):  # an answer may still be decoded: its state counts
+                        result.exception(deadline.wait_s())
+                self._resume()
+            except DeadlineExceeded:
+                continue  # that of the call with the earliest deadline
+            except Exception as exc:
+                self._fail_waiting(exc)
+
+    def _drop_ended(self) -> Deadline | None:
+        """Fails calls whose time is over; the earliest deadline of those that still wait, or None if none does."""
+        with self._lock:
+            over = [call for call in self._waiting if call.deadline.expired() or call.result.done()]
+            self._waiting = deque(call for call in self._waiting if call not in over)
+            deadlines = [call.deadline for call in self._waiting]
+        for call in over:
+            call.result._fail(
+                DeadlineExceeded(
+                    f"the worker {self._worker!r} of the actor {self._kind.__name__} was lost, and no process of this "
+                    f"name had joined when the time of {call.method}() was over; start one"
+                )
+            )
+        return min(deadlines, key=lambda deadline: deadline.at, default=None)
+
+    def _resume(self) -> None:
+        with self._lock:
+            if self._is_lost() and self._may_restart():
+                self._create()
+                self._restarts += 1
+            self._in_doubt = False
+            sent = []
+            while self._waiting and (one := self._waiting[0].context.run(self._send, self._waiting[0])) is not None:
+                sent.append((self._waiting.popleft(), *one))
+        for call, number, future in sent:
+            self._pass_on(call, number, future)
+
+    def _fail_waiting(self, error: Exception) -> None:
+        with self._lock:
+            waiting, self._waiting = self._waiting, deque()
+        for call in waiting:
+            call.result._fail(error)
+
+
+def _failed(error: Exception) -> Future[Any]:
+    future: Future[Any] = Future()
+    future._fail(error)
+    return future
+
+
+def _check(kind: object, max_restarts: object, checkpoint_every: object) -> None:
+    if not isinstance(kind, type):
+        raise ConfigError(f"max_restarts= makes objects of a class again, but {kind!r:.100} is none")
+    name = kind.__name__
+    if hasattr(kind, "checkpoint") != hasattr(kind, "restore"):
+        missing = "restore(state)" if hasattr(kind, "checkpoint") else "checkpoint()"
+        raise ConfigError(f"{name} has one of checkpoint() and restore(state); add {missing}")
+    if inspect.iscoroutinefunction(getattr(kind, "checkpoint", None)):
+        raise ConfigError(f"{name}.checkpoint is called at the end of other calls: write it with def, not async def")
+    for what, number, least in (("max_restarts", max_restarts, ALWAYS), ("checkpoint_every", checkpoint_every, 1)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < least:
+            raise ConfigError(f"{what} is a whole number from {least}, but not {number!r}")
