@@ -49,6 +49,7 @@ from rpcdist.collectives._transports.transport_base import (
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
 from rpcdist.errors import CollectiveError
+from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.time_limits import GROUP_VERDICT_LIMIT_S, IDLE_RECHECK_S, THREAD_GRACE_S
 from rpcdist.transport import fork
 
@@ -193,6 +194,13 @@ class Engine(StateKeeper):
 
     def _run(self, job: Job) -> None:
         """Runs one operation to its end; what went wrong is in `job.work` afterwards."""
+        if is_profiling():
+            with record_function(f"{job.operation.kind.title} of group {self.state.group!r}"):
+                self._carry_out(job)
+        else:
+            self._carry_out(job)
+
+    def _carry_out(self, job: Job) -> None:
         state = self.state
         state.current = job
         job.record.start()

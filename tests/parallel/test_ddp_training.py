@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ddp_ranks
+import profile_ranks
 import pytest
 
 from rpcdist.testing import RankPool
@@ -109,3 +110,11 @@ def test_several_dtypes_and_autocast(rank_pool: RankPool) -> None:
 def test_ignored_and_delayed_parameters(rank_pool: RankPool) -> None:
     for rank, found in enumerate(rank_pool.run(2, ddp_ranks.leave_to_ranks, rank_pool.new_file())):
         assert found == [0.0, 4.0 * (1 + rank), float(rank)]
+
+
+def test_buckets_and_reductions_are_in_a_profile(rank_pool: RankPool) -> None:
+    for buckets, num_reductions in rank_pool.run(2, profile_ranks.profile_step, rank_pool.new_file()):
+        num_buckets = len(buckets) // 2
+        assert num_buckets > 1
+        assert buckets == sorted(f"DDP bucket {n} {what}" for n in range(num_buckets) for what in ("starts", "ends"))
+        assert num_reductions == num_buckets + 1  # and one of its own

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ from rpcdist.parallel._ddp._comm_hook import GradBucket, RegisteredHook
 from rpcdist.parallel._ddp._dense_bucket import BucketEntry, DenseBucket
 from rpcdist.parallel._ddp._finite_check import FiniteCheck
 from rpcdist.parallel._ddp._sparse_bucket import SparseBucket
+from rpcdist.profile_ranges import is_profiling, record_function
 
 __all__ = ["Bucket", "BucketReductions", "Deliver", "GradientOf", "reduce_runs"]
 
@@ -88,10 +90,11 @@ class BucketReductions:
             asynchronous: whether to return before the reduction has ended.
         """
         try:
-            if isinstance(bucket, SparseBucket):
-                self._start_sparse(bucket, gradient_of)
-            else:
-                self._start_dense(bucket, gradient_of, in_place, is_last, asynchronous)
+            with _range_of("starts", bucket):
+                if isinstance(bucket, SparseBucket):
+                    self._start_sparse(bucket, gradient_of)
+                else:
+                    self._start_dense(bucket, gradient_of, in_place, is_last, asynchronous)
         except CollectiveError as exc:
             self._waiter.fail(exc, bucket.number, _names(bucket), self._iteration)
 
@@ -117,6 +120,10 @@ class BucketReductions:
 
     def finish(self, bucket: Bucket, deliver: Deliver) -> None:
         """Waits for the reduction of a bucket, and delivers its results."""
+        with _range_of("ends", bucket):
+            self._finish(bucket, deliver)
+
+    def _finish(self, bucket: Bucket, deliver: Deliver) -> None:
         for work in self._works.pop(bucket.number, ()):
             self._waiter.wait(work, bucket.number, _names(bucket), self._iteration)
         if isinstance(bucket, SparseBucket):
@@ -133,6 +140,11 @@ class BucketReductions:
     def conclude(self) -> None:
         """Ends the iteration: warns about gradients that are not finite."""
         self._finite.conclude(self._iteration)
+
+
+def _range_of(what: str, bucket: Bucket) -> AbstractContextManager[object]:
+    """A range in torch's profiler, where one runs."""
+    return record_function(f"DDP bucket {bucket.number} {what}") if is_profiling() else nullcontext()
 
 
 def _names(bucket: Bucket) -> list[str]:

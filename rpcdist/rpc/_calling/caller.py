@@ -10,6 +10,7 @@ from typing import Any
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
+from rpcdist.profile_ranges import is_profiling, record_function, record_until_done
 from rpcdist.rpc._calling.arguments import num_bytes_of
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
 from rpcdist.rpc._calling.call_timer import CallTimer
@@ -113,10 +114,18 @@ class Caller:
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         to = self._directory.resolve(to)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
+        if is_profiling():
+            with record_function(call.what()):
+                return self._send_and_wait(call, message, large, reply_sink)
+        return self._send_and_wait(call, message, large, reply_sink)
+
+    def _send_and_wait(
+        self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
+    ) -> Any:
         self._wait_for_room(call, message, large)
         # The session is named where this thread shall read before it sends: what takes long to send would keep others
         # from reading, too.
-        session = None if large and takes_long(large) else self._router.session_with(to)
+        session = None if large and takes_long(large) else self._router.session_with(call.peer)
         return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
 
     def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
@@ -141,6 +150,8 @@ class Caller:
         sink = self._sink(future)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, sink, on=on)
         self._expect(future, call)
+        if is_profiling():
+            record_until_done(call.what(), future)
         self._send_in_turn(call, message, large)
         return future
 

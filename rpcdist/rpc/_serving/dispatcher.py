@@ -26,6 +26,7 @@ from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
+from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
@@ -268,7 +269,11 @@ class Dispatcher:
     def _invoke(self, active: ActiveCall) -> None:
         function = self._callables.find(active.function, active.function_pickle)
         args, kwargs = decoded_arguments(active, self._actors)
-        result = function(*args, **kwargs)
+        if is_profiling():
+            with record_function(f"handler of {active.function}"):
+                result = function(*args, **kwargs)
+        else:
+            result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
                 self._remember(active.function)

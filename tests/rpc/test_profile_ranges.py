@@ -1,0 +1,83 @@
+"""What torch's profiler shows of calls, handlers and collectives, and that nothing is recorded without one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch._C._profiler import _ExperimentalConfig
+from torch.profiler import ProfilerActivity, profile
+
+from rpcdist import profile_ranges, rpc
+from rpcdist.testing import InProcessCluster
+
+
+@pytest.fixture
+def cluster() -> Iterator[InProcessCluster]:
+    with InProcessCluster("trainer", "server") as cluster:
+        yield cluster
+
+
+def double(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+async def double_later(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+class Scale:
+    def scaled(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 3
+
+
+def profiler(all_threads: bool) -> profile:
+    config = _ExperimentalConfig(profile_all_threads=all_threads)
+    return profile(activities=[ProfilerActivity.CPU], experimental_config=config)
+
+
+def counts(profiled: profile) -> dict[str, int]:
+    """How often each range of ours is in a profile."""
+    found = {each.key: each.count for each in profiled.key_averages()}
+    return {key: count for key, count in found.items() if "rpc" in key or "handler" in key or "group" in key}
+
+
+@pytest.mark.parametrize("all_threads", [False, True])
+def test_calls_and_handlers_are_in_a_profile(cluster: InProcessCluster, all_threads: bool) -> None:
+    x = torch.ones(3)
+    with cluster.use("trainer"):
+        scale = rpc.remote("server", Scale)
+        scale.rpc_sync().scaled(x)
+        with profiler(all_threads) as profiled:
+            for _ in range(2):
+                rpc.rpc_sync("server", double, (x,))
+            rpc.rpc_async("server", double, (x,)).wait()
+            rpc.rpc_sync("server", double_later, (x,))
+            scale.rpc_sync().scaled(x)
+        del scale
+    found = counts(profiled)
+    assert found[f"rpc to 'server' of {__name__}:double"] == 3
+    assert found[f"rpc to 'server' of {__name__}:double_later"] == 1
+    handlers = {key: count for key, count in found.items() if key.startswith("handler")}
+    assert handlers.get(f"handler of {__name__}:double", 0) == (3 if all_threads else 0)
+
+
+def test_a_call_that_fails_ends_its_range(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer"), profiler(all_threads=True) as profiled:
+        with pytest.raises(TypeError):
+            rpc.rpc_sync("server", double)
+        with pytest.raises(TypeError):
+            rpc.rpc_async("server", double).wait()
+    assert counts(profiled)[f"rpc to 'server' of {__name__}:double"] == 2
+
+
+def test_without_a_profiler_there_are_no_ranges(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise AssertionError("a range without a profiler")
+
+    monkeypatch.setattr(torch.autograd.profiler.record_function, "__enter__", refuse)
+    assert not profile_ranges.is_profiling()
+    with cluster.use("trainer"):
+        assert rpc.rpc_sync("server", double, (torch.ones(2),)).tolist() == [2.0, 2.0]
+        assert rpc.rpc_async("server", double, (torch.ones(2),)).wait().tolist() == [2.0, 2.0]
