@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 import os
 import secrets
@@ -40,6 +41,12 @@ if sys.platform != "win32":
 def pytest_asyncio_loop_factories() -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
     """Every asynchronous test runs once on each kind of loop that the package may run on."""
     return LOOP_FACTORIES
+
+
+def pytest_collection_finish() -> None:
+    """Tests that collect garbage need not look through all that was imported for the tests."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

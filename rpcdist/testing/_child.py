@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import faulthandler
 import fcntl
+import gc
 import os
 import pickle
 import select
@@ -80,6 +81,7 @@ def serve(connection: Connection[Any, Any], lifeline: Connection[Any, Any], setu
     os.environ.update(setup.environment)
     if "torch" in sys.modules:
         sys.modules["torch"].set_num_threads(1)  # the workers of a test share few cores
+    gc.freeze()  # what the server has imported stays: collecting it takes a fifth of a second, each time
     with contextlib.suppress(EOFError, OSError):
         while True:
             _carry_out_next(connection)

@@ -70,6 +70,7 @@ def prepare(peer: str) -> None:
 
         rpctest_modules.install()
     importlib.import_module("rpctest_suites")
+    gc.freeze()  # `tidy` collects what a test left, not the half a million objects of these modules
     _peer.append(peer)
 
 
