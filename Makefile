@@ -23,7 +23,7 @@ demo: $(READY)  ## trains the parameter-server example
 	$(BIN)/python examples/parameter_server.py --min-accuracy 95
 
 test: check  ## every check there is
-	$(BIN)/pytest -n $(TEST_WORKERS) --dist worksteal
+	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 
 check: $(READY)  ## the checks that run no test
 	$(BIN)/ruff check
