@@ -14,6 +14,7 @@
     │       └── OwnerLost                   the same, for the owner of a remote reference
     ├── RendezvousError                     the processes of a job did not find each other
     │   ├── DuplicateName
+    │   ├── JobEnded                        the job had finished when this process came
     │   └── WorldMismatch
     ├── UnknownWorker
     ├── DeadlineExceeded (TimeoutError)
@@ -70,6 +71,7 @@ __all__ = [
     "ForkedProcess",
     "FunctionNotFound",
     "GroupAborted",
+    "JobEnded",
     "LeaseExpired",
     "NotInitialized",
     "Overloaded",
@@ -203,6 +205,10 @@ class RendezvousError(RpcdistError):
 
 class DuplicateName(RendezvousError):
     """Two workers of a job have the same name or rank."""
+
+
+class JobEnded(RendezvousError):
+    """An elastic job had finished when this process wanted to take part."""
 
 
 class WorldMismatch(RendezvousError):

@@ -39,6 +39,11 @@ __all__ = [
     "DEPARTURE_REVIEW_S",
     "DEPENDENCIES",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
+    "ELASTIC_CHECK_INTERVAL_S",
+    "ELASTIC_FORM_LIMIT_S",
+    "ELASTIC_POLL_S",
+    "ELASTIC_PROBE_LIMIT_S",
+    "ELASTIC_TIMEOUT_S",
     "FILE_FIRST_PAUSE_S",
     "FILE_LOCK_LIMIT_S",
     "FILE_LONGEST_PAUSE_S",
@@ -164,6 +169,10 @@ GROUP_SILENCE_LIMIT_S: Final = 10
 """Silence between the hosts of rank 0 and another rank, noticed by the kernel (TCP keep-alive); the rank is lost."""
 STORE_CHECK_INTERVAL_S: Final = 0.25
 """A rank that waits in the store for others looks at this interval whether one of them has failed."""
+ELASTIC_CHECK_INTERVAL_S: Final = 0.2
+"""An elastic rank looks between two steps, but not more often, whether somebody wants to come in."""
+ELASTIC_POLL_S: Final = 0.05
+"""A rank that waits for others to form an elastic group looks at this interval who has come, and who is gone."""
 NCCL_ERROR_POLL_S: Final = 0.1
 """Interval at which the watchdog asks NCCL for asynchronous errors; an error ends the group."""
 DDP_NOTICE_POLL_S: Final = 2.0
@@ -256,6 +265,12 @@ SHARED_MEMORY_SETUP_LIMIT_S: Final = 20.0
 """Setting up shared memory among the ranks of a host; then the group uses sockets there."""
 GROUP_CONNECT_LIMIT_S: Final = 120.0
 """A connection between two ranks: a rank accepts however busy its user code is, so one that does not is gone."""
+ELASTIC_TIMEOUT_S: Final = 60.0
+"""Operations of an elastic group; and a rank that lives, but does not come to the next group, is waited for so long."""
+ELASTIC_FORM_LIMIT_S: Final = 1800.0
+"""Forming an elastic group, replacements that have to be started included; then `RendezvousError`."""
+ELASTIC_PROBE_LIMIT_S: Final = 1.0
+"""One connection that shows whether a rank lives; a host that does not answer counts as slow, not as gone."""
 STORE_TIMEOUT_S: Final = 300.0
 """Operations of a store that are given no timeout; torch's default. Then they fail with `DistStoreError`."""
 STORE_GRACE_S: Final = 10.0
@@ -442,6 +457,8 @@ DEPENDENCIES: Final = (
         "rank 0 collects answers first; messages travel, too",
     ),
     ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
+    ("ELASTIC_FORM_LIMIT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
+    ("ELASTIC_TIMEOUT_S", ("ELASTIC_PROBE_LIMIT_S", "ELASTIC_POLL_S"), "who does not come is probed more than once"),
     ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
     ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
     ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),

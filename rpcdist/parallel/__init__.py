@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from rpcdist.parallel import algorithms as algorithms
     from rpcdist.parallel import comm_hooks as comm_hooks
     from rpcdist.parallel import distributed as distributed
+    from rpcdist.parallel import elastic as elastic
     from rpcdist.parallel import model_averaging as model_averaging
     from rpcdist.parallel import parameter_server as parameter_server
     from rpcdist.parallel import pipeline as pipeline
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
+    from rpcdist.parallel.elastic import ElasticDataParallel as ElasticDataParallel
     from rpcdist.parallel.parameter_server import ParameterServer as ParameterServer
     from rpcdist.parallel.parameter_server import ShardedEmbedding as ShardedEmbedding
     from rpcdist.parallel.pipeline import Pipeline as Pipeline
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "DistributedDataParallel",
+    "ElasticDataParallel",
     "Join",
     "ParameterServer",
     "Pipeline",
@@ -34,6 +37,7 @@ __all__ = [
     "algorithms",
     "comm_hooks",
     "distributed",
+    "elastic",
     "model_averaging",
     "parameter_server",
     "pipeline",
@@ -44,6 +48,7 @@ __all__ = [
 # Where each name is defined; None for a submodule.
 _HOMES: dict[str, str | None] = {
     "DistributedDataParallel": "rpcdist.parallel.distributed",
+    "ElasticDataParallel": "rpcdist.parallel.elastic",
     "Join": "rpcdist.parallel.algorithms",
     "ParameterServer": "rpcdist.parallel.parameter_server",
     "Pipeline": "rpcdist.parallel.pipeline",
@@ -53,6 +58,7 @@ _HOMES: dict[str, str | None] = {
     "algorithms": None,
     "comm_hooks": None,
     "distributed": None,
+    "elastic": None,
     "model_averaging": None,
     "parameter_server": None,
     "pipeline": None,

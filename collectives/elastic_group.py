@@ -1,0 +1,291 @@
+"""`ElasticGroup`: a default group whose ranks may die and be replaced while the others go on.
+
+Each time that a rank is lost, leaves or wants to come in, the processes form the default group anew, in numbered
+rounds. All of it happens in a store that has to outlive the ranks: no rank is special, and each may die, also rank 0.
+`rpcdist.parallel.ElasticDataParallel` does it for training.
+
+Guarantees:
+
+ 1. A process is in one group at most, and all members of a round know the same members by the same ranks: the store
+    takes the outcome of a round once.
+ 2. A process whose address refuses connections, or that said that it leaves, is not waited for. One that only does not
+    come, because it is stopped or computes, is waited for as long as `timeout` says; it may come later.
+ 3. Records are signed with the job's token; what somebody else writes is refused with `AuthenticationFailed`.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import socket
+import time
+import uuid
+from contextlib import suppress
+from dataclasses import asdict
+from datetime import timedelta
+
+from rpcdist.backoff import backoff
+from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
+from rpcdist.collectives._group.shared_sockets import SharedSockets, bind_host
+from rpcdist.collectives._group.world import current_world
+from rpcdist.collectives._operations.checks import check_timeout
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives.backends import Backend
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.deadline import Deadline
+from rpcdist.errors import (
+    AuthenticationFailed,
+    CollectiveError,
+    CollectiveMismatch,
+    ConfigError,
+    DistNetworkError,
+    JobEnded,
+    RankLost,
+    RendezvousError,
+    RpcdistError,
+    StoreTimeout,
+    TransportError,
+)
+from rpcdist.time_limits import (
+    CONNECT_FIRST_PAUSE_S,
+    CONNECT_LONGEST_PAUSE_S,
+    ELASTIC_FORM_LIMIT_S,
+    ELASTIC_POLL_S,
+    ELASTIC_PROBE_LIMIT_S,
+    ELASTIC_TIMEOUT_S,
+)
+from rpcdist.transport.sockets import HubAddress
+
+__all__ = ["ElasticGroup"]
+
+logger = logging.getLogger(__name__)
+
+_ATTEMPT_FAILED = (CollectiveError, RendezvousError, DistNetworkError, StoreTimeout, TransportError)
+"""What making a group raises when one of its ranks goes away meanwhile."""
+
+
+class ElasticGroup:
+    """This process's part in a default group that is formed again and again; use it from one thread.
+
+    Args:
+        store: outlives the ranks, e.g. a `FileStore`, or a `TCPStore` that the launcher serves. All processes of the
+            job pass the same one, and a part of it that nobody else uses.
+        num_ranks: how many have to come before the first group is formed.
+        min_ranks: how many are enough later; with fewer, those that are left wait for others.
+        timeout: of each operation of the group, and how long a rank that lives is waited for when it does not come.
+        backend: of the group, as in `init_process_group`.
+        description: what the processes do; one that does something else than the others is refused.
+
+    Attributes:
+        round: the last group's members; None before the first.
+
+    Raises (constructor):
+        ConfigError: an argument is wrong.
+        TransportError: this process cannot listen for others.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        *,
+        num_ranks: int,
+        min_ranks: int = 1,
+        timeout: timedelta | None = None,
+        backend: str = "tcp",
+        description: str = "",
+    ) -> None:
+        if not 1 <= min_ranks <= num_ranks:
+            raise ConfigError(f"1 <= min_ranks <= num_ranks has to hold, not {min_ranks=}, {num_ranks=}")
+        self._store = PrefixStore("elastic", store)
+        self._num_ranks = num_ranks
+        self._min_ranks = min_ranks
+        self._timeout = timedelta(seconds=ELASTIC_TIMEOUT_S) if timeout is None else check_timeout(timeout)
+        self._backend = Backend(backend)
+        self._description = description
+        self._identity = uuid.uuid4().hex
+        self._world = current_world()
+        if self._world.default is not None:
+            raise ConfigError("there is a default group already: ElasticGroup takes the place of init_process_group")
+        self._records = self._world.process.records()
+        self._sockets: SharedSockets | None = self._world.process.acquire_sockets(bind_host(store))
+        self._address = self._sockets.hub.address
+        self._number = -1
+        self.round: ClosedRound | None = None
+        self._world.process.close_at_exit(self)
+
+    def __repr__(self) -> str:
+        size = 0 if self.round is None else len(self.round.members)
+        return f"<ElasticGroup: round {self._number} of {size} ranks in {self._store.address}>"
+
+    # ------------------------------------------------------------ forming
+
+    def form(self, progress: int, *, is_new: bool) -> ProcessGroup:
+        """Leaves the group that was, and makes the next one, the default group; blocks until enough have come.
+
+        Args:
+            progress: what this process's state has behind it; see `round.source` and `round.behind`.
+            is_new: whether this process has not taken over, or given, the state of a group yet.
+
+        Raises:
+            JobEnded: the others have finished.
+            RendezvousError: not enough came in time, or the others do something else.
+            AuthenticationFailed: somebody who has not the job's token writes to the store.
+            DistStoreError: the store is gone.
+        """
+        self._leave_group()
+        deadline = Deadline.after(ELASTIC_FORM_LIMIT_S)
+        pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
+        own = Candidate(self._identity, self._address, progress, is_new, self._description)
+        while True:
+            number, previous = self._next_round()
+            self._register(number, own)
+            closed = self._outcome(number, previous, deadline)
+            self._number = number
+            if self._identity in closed.refused:
+                raise RendezvousError(
+                    f"this process is refused: it has {self._description}, the ranks that are there have "
+                    f"{closed.refused[self._identity]}. Start it with the same program and options."
+                )
+            rank = closed.rank_of(self._identity)
+            if rank is None:
+                continue  # it came when the round was closed already
+            try:
+                group = self._open(number, closed, rank)
+            except (AuthenticationFailed, CollectiveMismatch):
+                raise
+            except _ATTEMPT_FAILED as exc:
+                if deadline.expired():
+                    raise
+                logger.info("the group of round %d could not be made: %s", number, exc)
+                time.sleep(next(pauses))  # somebody was lost on the way: the next round is without him
+                continue
+            self.round = closed
+            return group
+
+    def others_wait(self) -> bool:
+        """Whether somebody wants to be in the next group. Asks the store; cheap, but not free."""
+        return self._store.check([f"{self._number + 1}/came"])
+
+    def _next_round(self) -> tuple[int, tuple[Candidate, ...]]:
+        """The first round that is open, and the members of the one before it."""
+        number = max(int(self._store.add("hint", 0)), self._number + 1)
+        while self._store.check([f"{number}/closed"]):
+            number += 1
+        if number == 0:
+            return 0, ()
+        return number, self._closed(number - 1).members
+
+    def _register(self, number: int, own: Candidate) -> None:
+        SignedRecords(self._store, self._records).set(f"{number}/candidate/{own.identity}", json.dumps(asdict(own)))
+        self._store.append(f"{number}/came", f"{own.identity} ")  # who dies before this has not come
+
+    def _outcome(self, number: int, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
+        """Waits until the round is closed, or closes it."""
+        patience = Deadline.after(self._timeout.total_seconds())
+        gone: set[str] = set()
+        while True:
+            if self._store.check([f"{number}/closed"]):
+                return self._closed(number)
+            if self._store.check(["ended"]):
+                raise JobEnded(f"the job in {self._store.address} has finished; there is nothing left to take part in")
+            candidates = self._candidates(number)
+            missing = [each for each in awaited(previous, candidates) if each.identity not in gone]
+            gone.update(each.identity for each in missing if self._is_gone(each))
+            everybody = all(each.identity in gone for each in missing)
+            if (everybody or patience.expired()) and is_complete(candidates, self._num_ranks, self._min_ranks):
+                return self._close(number, close(candidates, previous))
+            if deadline.expired():
+                raise RendezvousError(
+                    f"only {len(candidates)} processes have come to round {number} within {ELASTIC_FORM_LIMIT_S:g} s; "
+                    f"{self._num_ranks} are needed at the start, and {self._min_ranks} later"
+                )
+            with suppress(StoreTimeout):
+                self._store.wait([f"{number}/closed"], ELASTIC_POLL_S)
+
+    def _candidates(self, number: int) -> list[Candidate]:
+        """Those who have come, in their order."""
+        came = self._store.get(f"{number}/came").decode().split()
+        keys = [f"{number}/candidate/{identity}" for identity in dict.fromkeys(came)]
+        return [Candidate(**json.loads(text)) for text in SignedRecords(self._store, self._records).get(keys)]
+
+    def _close(self, number: int, outcome: ClosedRound) -> ClosedRound:
+        key = f"{number}/closed"
+        self._store.compare_set(key, b"", self._records.sign(self._store.full_key(key), outcome.to_json().encode()))
+        self._store.set("hint", str(number))  # saves time only: rounds that are closed are passed over
+        return self._closed(number)  # somebody else may have been faster
+
+    def _closed(self, number: int) -> ClosedRound:
+        (text,) = SignedRecords(self._store, self._records).get([f"{number}/closed"])
+        return ClosedRound.from_json(text)
+
+    def _open(self, number: int, closed: ClosedRound, rank: int) -> ProcessGroup:
+        def check() -> None:
+            if self.others_wait():
+                raise RankLost(f"making the group of round {number}", "a rank gave up and forms the next group", ())
+            for other, each in enumerate(closed.members):
+                if other != rank and self._is_gone(each):
+                    raise RankLost(f"making the group of round {number}", f"rank {other} was lost", (other,))
+
+        store = PrefixStore(f"{number}/group", self._store)
+        group = open_group(
+            "0",
+            rank,
+            tuple(range(len(closed.members))),
+            store,
+            backend=self._backend,
+            timeout=self._timeout,
+            options=None,
+            device=None,
+            description=f"the group of round {number}",
+            check=check,
+        )
+        self._world.begin(group, store)
+        return group
+
+    def _is_gone(self, member: Candidate) -> bool:
+        """Whether a process has left or died. A host that does not answer at all may only be slow: it is not gone."""
+        if self._store.check([f"gone/{member.identity}"]):
+            return True
+        place = HubAddress.parse(member.address)
+        try:
+            socket.create_connection((place.host, place.port), ELASTIC_PROBE_LIMIT_S).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    # ------------------------------------------------------------ leaving
+
+    def close(self, timeout_s: float) -> None:
+        """What the end of the process does."""
+        del timeout_s  # each step is bounded
+        self.leave()
+
+    def end(self) -> None:
+        """Says that the job has finished: who wants to come in later gets `JobEnded`."""
+        self._store.set("ended", b"1")
+
+    def leave(self) -> None:
+        """Leaves the group, if there is one, and the job; the others go on at once. Idempotent, bounded."""
+        if self._sockets is None:
+            return
+        sockets, self._sockets = self._sockets, None
+        try:
+            with suppress(RpcdistError):  # without the store, the others see it at the address
+                self._store.set(f"gone/{self._identity}", b"1")
+            self._leave_group()
+        finally:
+            sockets.release()
+
+    def _leave_group(self) -> None:
+        if self._world.default is None:
+            return
+        for group in reversed(list(self._world.groups.values())):
+            if group.lost_ranks():
+                group.abort()
+            group.shutdown()
+        self._world.end()
