@@ -146,6 +146,6 @@ def test_a_killed_process_is_noticed_at_once_although_its_forked_child_lives() -
                     recv(member, torch.zeros(20_000_000), 1, 1)
                 with pytest.raises(RankLost, match="rank 1"):
                     pending.wait()
-                assert time.monotonic() - killed < 2.0 < LIMIT_S
+                assert time.monotonic() - killed < LIMIT_S / 2  # its child lives until the end of the test
             finally:
                 os.kill(child, signal.SIGKILL)

@@ -49,7 +49,7 @@ def test_nobody_there() -> None:
     started = time.monotonic()
     with pytest.raises(ConnectFailed, match=rf"{HOST}:{port} after 0\.4 s"):
         TCPStore(HOST, port, timeout=0.4)
-    assert 0.2 < time.monotonic() - started < 5
+    assert 0.2 < time.monotonic() - started < LIMIT_S
 
 
 def test_the_master_comes_later() -> None:
@@ -258,7 +258,7 @@ def test_the_process_that_serves_is_killed_and_another_takes_its_place() -> None
             server.signal(signal.SIGKILL)
             with pytest.raises(DistNetworkError, match=rf"store at {HOST}:{port} was lost during Get"):
                 get.result(LIMIT_S)
-            assert time.monotonic() - started < 5
+            assert time.monotonic() - started < LIMIT_S / 2
             server.end()
             with Program(SERVE, port) as successor:
                 assert int(successor.line()) == port
@@ -353,7 +353,7 @@ def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
         started = time.monotonic()
         script.signal(signal.SIGINT)
         assert script.line() == "interrupted"
-        assert time.monotonic() - started < 3
+        assert time.monotonic() - started < LIMIT_S / 2
         assert script.end() == 0, script.output
         if kind == "client":
             eventually(lambda: num_waiters() == 0, "the waiter is gone")

@@ -243,8 +243,8 @@ def test_a_different_token_fails_and_says_what_to_set(module_pool: WorkerPool) -
     stranger = module_pool.start("b", {"RPCDIST_TOKEN": "another-token-for-the-rest"})
     waiting = coordinator.begin(join, "a", 0, 2, url, init_timeout=4.0)
     started = time.monotonic()
-    error = stranger.begin(join, "b", 1, 2, url, init_timeout=4.0).error(AuthenticationFailed)
-    assert time.monotonic() - started < 3.0
+    error = stranger.begin(join, "b", 1, 2, url, init_timeout=60.0).error(AuthenticationFailed)
+    assert time.monotonic() - started < 30.0  # it was told, and did not wait
     # With file:// the record of the coordinator's address is the first thing that its token signed.
     assert "the record" in str(error) and "RPCDIST_TOKEN" in str(error)
     assert "another-token" not in str(error)
