@@ -51,6 +51,7 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/autograd.py --channels grpc $(BENCH)
 	$(BIN)/python benchmarks/ddp.py $(BENCH)
 	$(BIN)/python benchmarks/pipeline.py $(BENCH)
+	$(BIN)/python benchmarks/parameter_server.py $(BENCH)
 
 conformance: $(READY)  ## torch's own tests against rpcdist
 	$(BIN)/python tests/conformance/run_conformance.py --write
