@@ -28,6 +28,10 @@ def echo(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
+def make_large() -> torch.Tensor:
+    return torch.arange(TAKES_LONG_FROM_BYTES // 4, dtype=torch.float32)
+
+
 def number() -> int:
     return 7
 
@@ -69,18 +73,18 @@ def in_thread(function: Callable[..., object], *arguments: object) -> None:
     thread.join(LIMIT_S)
 
 
-@pytest.mark.parametrize("copied", ["the arguments", "the result"])
+@pytest.mark.parametrize("copied", ["the arguments", "the result", "the value of a creation"])
 def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
     agent: Agent, copied: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tensor = torch.arange(TAKES_LONG_FROM_BYTES // 4, dtype=torch.float32)
+    tensor = make_large()
     results: list[int] = []
     begun: list[str] = []
     copy_to = TensorBuffer.copy_to
 
     def copy_while_others_call(buffer: TensorBuffer, address: int) -> None:
         is_callee = threading.current_thread().name.startswith("rpcdist-worker")
-        if is_callee == (copied == "the result") and not begun:
+        if is_callee == (copied != "the arguments") and not begun:
             begun.append(copied)
             in_thread(call, agent, results)
         copy_to(buffer, address)
@@ -88,7 +92,12 @@ def test_small_calls_come_and_go_while_a_large_buffer_is_copied(
     monkeypatch.setattr(TensorBuffer, "copy_to", copy_while_others_call)
     with use_agent(agent):
         for _ in range(100):  # the first ones travel in the socket, and bring segments along
-            assert torch.equal(rpc.rpc_sync("b", echo, (tensor,)), tensor)
+            if copied == "the value of a creation":
+                got = rpc.remote("b", make_large).to_here(LIMIT_S)
+            else:
+                got = rpc.rpc_sync("b", echo, (tensor,))
+            assert torch.equal(got, tensor)
+            del got  # its segment returns
             if begun:
                 break
     assert begun == [copied]

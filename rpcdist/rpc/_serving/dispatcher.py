@@ -374,6 +374,8 @@ class Dispatcher:
             hooks.last_act = LastAct([answer], active.session, takes_long(large))
         elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
             last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
+            if takes_long(large):
+                hooks.last_act = last_act._replace(is_long=True)
         else:
             answer()
 
