@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, cast
 
-__all__ = ["Pair", "PairFailed", "open_pair", "open_rpc_pair"]
+__all__ = ["Pair", "PairFailed", "free_port", "open_pair", "open_rpc_pair"]
 
 ORDER_TIMEOUT_S = 180.0  # covers the start, each measurement, and the shutdown
 NAMES = ("caller", "callee")
