@@ -222,6 +222,7 @@ def test_a_port_in_use_is_explained(explanation_of: Callable[..., str]) -> None:
     assert f"--port: master_port {port}: Address already in use" in said
 
 
+@FULL_ONLY
 @pytest.mark.multiproc
 def test_the_rpc_benchmark_compares_with_torch(tmp_path: Path) -> None:
     cases = ("noop", "echo-1KiB", "remote")
