@@ -11,6 +11,7 @@ import checkpoint_ranks
 import pytest
 import torch
 from docs_programs import run_page
+from full_sets import FULL_ONLY
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -281,7 +282,15 @@ def test_another_number_of_ranks_goes_on(rank_pool: RankPool, tmp_path: Path) ->
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize(("victim", "moment"), [(1, "write"), (1, "written"), (0, "written"), (0, "publish")])
+@pytest.mark.parametrize(
+    ("victim", "moment"),
+    [
+        (1, "write"),
+        pytest.param(1, "written", marks=FULL_ONLY),
+        pytest.param(0, "written", marks=FULL_ONLY),
+        (0, "publish"),
+    ],
+)
 def test_a_killed_rank_leaves_the_old_one(rank_pool: RankPool, tmp_path: Path, victim: int, moment: str) -> None:
     target = tmp_path / "checkpoint"
     pending = rank_pool.begin(2, checkpoint_ranks.save_and_die, rank_pool.new_file(), str(target), victim, moment)
