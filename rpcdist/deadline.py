@@ -30,7 +30,9 @@ def checked_timeout(timeout_s: object, name: str = "timeout", none: str = "write
     """
     if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float):
         raise TypeError(f"{name} is a number of seconds, such as 5 or 0.5, but got {timeout_s!r}")
-    if math.isnan(timeout_s) or timeout_s < 0:
+    if math.isnan(timeout_s):
+        raise ConfigError(f"{name} is a number of seconds, but got nan, which is none; {none}")
+    if timeout_s < 0:
         raise ConfigError(f"{name} must be non-negative, got {timeout_s} s; {none}")
     if LONGEST_TIMEOUT_S < timeout_s < math.inf:
         raise ConfigError(f"{name} of {timeout_s:g} s is longer than {LONGEST_TIMEOUT_S:g} s; {none}")

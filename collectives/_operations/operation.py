@@ -138,7 +138,7 @@ class Operation:
 
 
 def describe_fingerprint(data: bytes) -> str:
-    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 1024 bytes of float32)"; or else its bytes."""
+    """Describes a fingerprint for errors, e.g. "all_reduce #41 (SUM, 256 elements of float32)"; or else its bytes."""
     try:
         sequence, size_bytes, root, kind, code, reduce_code = _FINGERPRINT.unpack(data)
         details = [] if reduce_code == _NO_CODE else [ReduceOp(reduce_code).name]
@@ -146,7 +146,8 @@ def describe_fingerprint(data: bytes) -> str:
             details.append(f"root {root}")
         if code != _NO_CODE:
             dtype = str(DTYPES[code]).removeprefix("torch.")
-            details.append(f"{size_bytes} bytes of {dtype}" if kind != Kind.ALL_TO_ALL else dtype)
+            num_elements = size_bytes // DTYPES[code].itemsize
+            details.append(f"{num_elements} elements of {dtype}" if kind != Kind.ALL_TO_ALL else dtype)
         text = f"{Kind(kind).title} #{sequence}"
     except (struct.error, ValueError, IndexError):
         return f"unreadable bytes {bytes(data[:FINGERPRINT_BYTES]).hex()}"

@@ -47,6 +47,12 @@ class RankCall:
 def pickle_call(function: object, args: tuple[object, ...], imports: tuple[str, ...] = ()) -> RankCall:
     """A call for other processes; `imports` as in `RankCall`. Raises `SerializationError`."""
     by_value = not main_has_a_file()
+    name = getattr(function, "__qualname__", "")
+    if not by_value and ("<lambda>" in name or "<locals>" in name):
+        raise SerializationError(
+            f"{name} has no name by which a new process finds it. Define the function at the top of a module, and pass "
+            "what it needs as arguments."
+        )
     try:
         return RankCall(_dump((function, args), by_value), by_value, imports)
     except Exception as exc:  # pickle raises many types, and objects may raise any

@@ -104,8 +104,8 @@ def mismatch(backend: MpiBackend, store: FileStore) -> None:
         bad.submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
         raise AssertionError("no mismatch was found")
     except CollectiveMismatch as exc:
-        assert "rank 0 called all_reduce #1 (SUM, 20 bytes of float32)" in str(exc), exc
-        assert "rank 1 called all_reduce #1 (SUM, 16 bytes of float32)" in str(exc), exc
+        assert "rank 0 called all_reduce #1 (SUM, 5 elements of float32)" in str(exc), exc
+        assert "rank 1 called all_reduce #1 (SUM, 4 elements of float32)" in str(exc), exc
     bad.close(5.0)
 
 

@@ -117,14 +117,14 @@ SUM = Case(Kind.ALL_REDUCE, torch.float32, 8, ReduceOp.SUM)
         (
             Case(Kind.ALL_REDUCE, torch.float32, 9, ReduceOp.SUM),
             5,
-            ("all_reduce #5 (SUM, 32 bytes of float32)", "all_reduce #5 (SUM, 36 bytes of float32)"),
+            ("all_reduce #5 (SUM, 8 elements of float32)", "all_reduce #5 (SUM, 9 elements of float32)"),
         ),
         (
             Case(Kind.BROADCAST, torch.float32, 8, root=0),
             5,
-            ("all_reduce #5 (SUM, 32 bytes of float32)", "broadcast #5 (root 0, 32 bytes of float32)"),
+            ("all_reduce #5 (SUM, 8 elements of float32)", "broadcast #5 (root 0, 8 elements of float32)"),
         ),
-        (SUM, 6, ("all_reduce #5 (SUM, 32 bytes of float32)", "all_reduce #6 (SUM, 32 bytes of float32)")),
+        (SUM, 6, ("all_reduce #5 (SUM, 8 elements of float32)", "all_reduce #6 (SUM, 8 elements of float32)")),
     ],
     ids=["size", "kind", "order"],
 )

@@ -299,7 +299,7 @@ def test_what_is_no_header_of_this_step_is_a_mismatch_and_touches_nothing(bad: b
         link.sendall(bad + bytes(64))
         error = end()
         assert isinstance(error, TransportMismatch)
-        assert view in error.views[0] and error.views[1].startswith("all_reduce #1 (SUM, 32 bytes of float32)")
+        assert view in error.views[0] and error.views[1].startswith("all_reduce #1 (SUM, 8 elements of float32)")
         assert torch.equal(operation.outputs[0], before)
 
 

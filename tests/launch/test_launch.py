@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -242,5 +243,8 @@ def test_a_port_in_use_is_an_error(no_launcher: None) -> None:
 def test_a_function_that_cannot_be_sent_is_an_error(no_launcher: None, monkeypatch: pytest.MonkeyPatch) -> None:
     main = sys.modules["__main__"]  # pytest's script, or the `python -c` of a process that shares its tests
     monkeypatch.setattr(main, "__file__", getattr(main, "__file__", __file__), raising=False)
-    with pytest.raises(SerializationError, match="Define the function at the top of a module"):
+    with pytest.raises(SerializationError, match=r"<lambda> has no name .* Define the function at the top") as caught:
         launch(lambda rank: None, workers=1)
+    assert caught.value.__cause__ is None, "one error, without that of pickle"
+    with pytest.raises(SerializationError, match="with 1 arguments cannot be sent to a new process: cannot pickle"):
+        launch(print, (threading.Lock(),), workers=1)

@@ -79,7 +79,7 @@ def pair() -> Iterator[InProcessCluster]:
         (True, TypeError, "is a number of seconds"),
         (None, TypeError, "is a number of seconds"),
         (-5, ConfigError, "must be non-negative, got -5 s; write 0 for no limit"),
-        (math.nan, ConfigError, "got nan s; write 0 for no limit"),
+        (math.nan, ConfigError, "timeout is a number of seconds, but got nan, which is none; write 0 for no limit"),
         (1e300, ConfigError, r"timeout of 1e\+300 s is longer than 1e\+09 s; write 0 for no limit"),
     ],
 )
