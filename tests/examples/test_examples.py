@@ -60,6 +60,17 @@ def test_elastic_parameter_server_goes_on_whoever_is_killed(tmp_path: Path, kill
 @pytest.mark.multiproc
 @pytest.mark.timeout(500)
 @FULL_ONLY
+def test_elastic_ddp_goes_on_whoever_is_killed(tmp_path: Path) -> None:
+    arguments = ("--steps", "2000", "--kills", "1", "--picture", tmp_path / "picture.png")
+    result = run(sys.executable, EXAMPLES / "elastic_ddp.py", *arguments, limit_s=400.0)
+    what = r"\(loss .*, 2000 steps of 3 ranks, 1 kill, back after .* s\)"
+    last_line(result, rf"test accuracy 9\d\.\d % {what}, picture: .*")
+    assert "kill 1: the new process trains" in result.stdout and (tmp_path / "picture.png").exists()
+
+
+@pytest.mark.multiproc
+@pytest.mark.timeout(500)
+@FULL_ONLY
 def test_elastic_parameter_server_goes_on_after_a_restart_by_torchrun(tmp_path: Path) -> None:
     arguments = ("--steps", "300", "--kills", "2", "--picture", tmp_path / "picture.png")
     result = run(*torchrun(3), "--max-restarts", "2", ELASTIC_SERVER, *arguments, limit_s=400.0)
