@@ -136,6 +136,9 @@ class SessionWriter:
             self.last_sent = time.monotonic()
         except TransportError as exc:
             self._io.call_soon(self._failed, exc)  # the session ends on the loop; its owner hears `on_closed`
+        except BaseException as exc:  # of a signal's handler, too: what has gone out is not known any more
+            self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
+            raise
         finally:
             self._turn.release()
         # After the release: the task may have tried for the turn in between, and gone to sleep without it.

@@ -92,6 +92,25 @@ async def test_a_flush_leaves_to_the_writer_what_it_cannot_write(pair: ChannelPa
     assert session._writer._awake and (await pair.handlers[1].next())[0] == 1
 
 
+async def test_a_thread_that_is_interrupted_while_it_writes_ends_the_session(
+    pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C strikes when bytes have left, and before they are counted: what followed them would be read as garbage."""
+    session, channel = pair.sessions[0], pair.streams[0]
+
+    def put(head: bytes, payload: memoryview | None = None) -> None:
+        pair.sockets[0].send(head[:5])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(channel, "put", put)
+        with pytest.raises(KeyboardInterrupt):
+            session.send(call(1))
+    await eventually_async(lambda: bool(pair.handlers[0].closed), "the session ends")
+    assert pair.handlers[0].closed == ["writing to b was interrupted: KeyboardInterrupt()"]
+    assert not session._writer._turn.locked()
+
+
 async def test_a_long_burst_is_written_in_parts_if_the_loop_is_late(
     pair: ChannelPair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
