@@ -16,7 +16,8 @@ class ArrivedGradients:
     """Gradients by message. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
         self._gradients: dict[int, Gradients] = {}
         self._is_closed = False
 
@@ -27,18 +28,22 @@ class ArrivedGradients:
         return f"<ArrivedGradients [{len(self._gradients)} messages]>"
 
     def add(self, gradients: Mapping[int, Gradients]) -> None:
-        with self._changed:
+        with self._lock:
             self._gradients.update(gradients)
-            self._changed.notify_all()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def close(self) -> None:
         """Ends all waits: the pass is over."""
-        with self._changed:
+        with self._lock:
             self._is_closed = True
-            self._changed.notify_all()
+            if self._changed is not None:
+                self._changed.notify_all()
 
     def wait(self, message: int, deadline: Deadline) -> Gradients | None:
         """The gradients of a message; blocks until they are there. None when the time or the pass is over."""
-        with self._changed, blocking():
+        with self._lock, blocking():
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
             self._changed.wait_for(lambda: message in self._gradients or self._is_closed, deadline.wait_s())
             return self._gradients.get(message)

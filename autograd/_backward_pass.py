@@ -10,8 +10,9 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial, reduce
+from typing import TypeVar
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -21,7 +22,7 @@ from rpcdist.autograd._arrived_gradients import ArrivedGradients
 from rpcdist.autograd._autograd_errors import BackwardError
 from rpcdist.autograd._context import Context, worker_of
 from rpcdist.autograd._graph_analysis import Analysis, analyse
-from rpcdist.autograd._group_run import Captured, GroupRun
+from rpcdist.autograd._group_run import GroupRun
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend
 from rpcdist.autograd._outbox import MAX_HELD_BYTES, Outbox
 from rpcdist.autograd._pass_events import (
@@ -49,6 +50,7 @@ __all__ = ["BackwardPass"]
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 
 Packed = tuple[int, autograd_pb2.AutogradMessage, Sequence[LargeBuffer]]
 """A message that is ready to be sent: to whom, and with which large buffers."""
@@ -163,7 +165,7 @@ class BackwardPass(PassTurns):
         if via is not None:
             self.went_by(sender, via)
         self._clock.heard(sender)
-        if message.done.is_heavy:
+        if message.HasField("done") and message.done.is_heavy:
             self.context.is_heavy_elsewhere = True
         arrived = [] if decode is None else self._keep_gradients(message.gradients.messages, decode())
         starts = message.HasField("begin") and not self.is_started
@@ -210,16 +212,17 @@ class BackwardPass(PassTurns):
             f"{self.context.id} on worker {names(self._sender.id)!r} ({'; '.join(waits) or 'a gate waits'})"
         )
 
-    def guarded(self, job: Job) -> None:
-        """Calls a job, unless the pass is over; the pass fails if the job does."""
+    def guarded(self, job: Callable[[], T]) -> T | None:
+        """What a job returns; it is not called once the pass is over, and the pass fails if the job does."""
         if self.is_over:
-            return
+            return None
         try:
-            job()
+            return job()
         except BaseException as exc:
             self.fail(exc)  # also for a `sys.exit` in a hook: the other workers wait for this one
             if not isinstance(exc, Exception):
                 raise
+            return None
 
     # ------------------------------------------------------------ the state machine
 
@@ -294,7 +297,7 @@ class BackwardPass(PassTurns):
         assert self._analysis is not None
         recvs = self._analysis.recvs
         held_bytes = sum(recvs[id].size_bytes for id in run.recvs)
-        return held_bytes > MAX_HELD_BYTES or len(self._analysis.inner) > MAX_NODES_BEFORE_SENDING
+        return held_bytes > MAX_HELD_BYTES or len(self._analysis.masks) > MAX_NODES_BEFORE_SENDING
 
     def _execute_blocking(self, run: Run) -> None:
         self._execute(run)
@@ -330,9 +333,9 @@ class BackwardPass(PassTurns):
             f"the gradient of what was sent to worker {self._sender.name_of(send.to)!r} did not come in time"
         )
 
-    def collect(self, captured: Captured) -> None:
+    def collect(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds the gradients of leaves to the context."""
-        self.context.gradients.add(captured.items())
+        self.context.gradients.add(captured)
 
     def answer(self, answers: Sequence[tuple[RecordedRecv, Gradients]], at_once: bool) -> None:
         """Sends the gradients of recvs to the senders of their messages, at the end of the turn unless `at_once`."""

@@ -7,7 +7,8 @@ kept it. So captured gradients are never changed in place; only sums that were m
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 
@@ -21,13 +22,16 @@ class GradientTable:
         self._lock = threading.Lock()
         self._gradients: dict[torch.Tensor, torch.Tensor] = {}
         self._owned: set[torch.Tensor] = set()
+        self._num_bytes: int | None = 0  # of all gradients; None if it has to be counted again
 
     def __len__(self) -> int:
         return len(self._gradients)
 
     def size_bytes(self) -> int:
         with self._lock:
-            return sum(map(size_bytes, self._gradients.values()))
+            if self._num_bytes is None:
+                self._num_bytes = sum(map(size_bytes, self._gradients.values()))
+            return self._num_bytes
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
@@ -37,35 +41,32 @@ class GradientTable:
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         """Multiplies the gradients of some leaves, not in place."""
         with torch.no_grad(), self._lock:
+            self._num_bytes = None
             for leaf in leaves:
                 gradient = self._gradients.get(leaf)
                 if gradient is not None:
                     self._gradients[leaf] = gradient * factor
                     self._owned.discard(leaf)
 
-    def add(self, captured: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def add(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds the gradients that one call of the engine has returned."""
-        pairs = list(captured)
-        users: dict[int, int] = {}
-        for _, gradient in pairs:
-            address = _address(gradient)
-            users[address] = users.get(address, 0) + 1
-        with torch.no_grad(), self._lock:
-            for leaf, gradient in pairs:
-                self._add(leaf, gradient, is_shared=users[_address(gradient)] > 1)
+        addresses = [_address(gradient) for _, gradient in captured]
+        shared = _repeated(addresses)
+        with self._lock:
+            self._num_bytes = None
+            for (leaf, gradient), address in zip(captured, addresses, strict=True):
+                known = self._gradients.get(leaf)
+                if known is None and address not in shared and _is_dense(gradient):
+                    self._gradients[leaf] = gradient
+                    continue
+                with torch.no_grad():
+                    self._gradients[leaf] = _copied(gradient) if known is None else self._sum(leaf, known, gradient)
 
-    def _add(self, leaf: torch.Tensor, gradient: torch.Tensor, is_shared: bool) -> None:
-        known = self._gradients.get(leaf)
-        if known is None:
-            if is_shared or not _is_dense(gradient):
-                gradient = _copied(gradient)
-            self._gradients[leaf] = gradient
-        elif leaf in self._owned and not known.is_sparse:
-            known.add_(gradient)
-        else:
-            # torch adds a sparse tensor to a dense one, but not the other way round.
-            self._gradients[leaf] = gradient + known if known.is_sparse else known + gradient
-            self._owned.add(leaf)
+    def _sum(self, leaf: torch.Tensor, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if leaf in self._owned and not known.is_sparse:
+            return known.add_(gradient)
+        self._owned.add(leaf)
+        return gradient + known if known.is_sparse else known + gradient  # torch adds no dense tensor to a sparse one
 
 
 def size_bytes(gradient: torch.Tensor) -> int:
@@ -77,6 +78,13 @@ def size_bytes(gradient: torch.Tensor) -> int:
 
 def _address(gradient: torch.Tensor) -> int:
     return gradient._values().data_ptr() if gradient.is_sparse else gradient.data_ptr()
+
+
+def _repeated(addresses: Sequence[int]) -> Collection[int]:
+    """Those that occur more than once."""
+    if len(set(addresses)) == len(addresses):
+        return ()
+    return {address for address, count in Counter(addresses).items() if count > 1}
 
 
 def _is_dense(gradient: torch.Tensor) -> bool:

@@ -13,9 +13,8 @@ through it, so it also shows which nodes several sources share.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, Node
@@ -29,8 +28,7 @@ __all__ = ["Analysis", "Leaf", "analyse"]
 _AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
-@dataclass(frozen=True, slots=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A tensor that gets a gradient.
 
     Attributes:
@@ -44,8 +42,7 @@ class Leaf:
     sources: int
 
 
-@dataclass(frozen=True, slots=True)
-class Analysis:
+class Analysis(NamedTuple):
     """A worker's graph in one pass.
 
     Attributes:
@@ -55,7 +52,7 @@ class Analysis:
         recvs: by message.
         sends: by message.
         first_edges: by sent message, the number of the edge of its first tensor.
-        inner: the inner nodes, with the mask of the sources that reach each.
+        masks: all nodes, with the mask of the sources that reach each.
     """
 
     local: LocalGraph
@@ -64,7 +61,7 @@ class Analysis:
     recvs: dict[int, RecordedRecv]
     sends: dict[int, RecordedSend]
     first_edges: dict[int, int]
-    inner: dict[Node, int]
+    masks: dict[Node, int]
 
 
 def analyse(
@@ -78,25 +75,24 @@ def analyse(
     edges = list(roots)
     numbered: list[LocalSend] = []
     for send in sends:
-        tensors = send.node.next_functions
+        tensors: Any = send.node.next_functions  # torch's stubs say that a node may be None
         numbered.append(LocalSend(send.id, send.to, send.stamp, len(edges), len(tensors)))
-        edges += [GradientEdge(cast(Node, node), number) for node, number in tensors]
+        edges += [GradientEdge(node, number) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks
     unions = _Unions(len(edges))
     leaves: list[Leaf] = []
     feeders: dict[int, list[int]] = {}
-    for node, mask in masks.items():
-        kind = type(node)
-        if kind is _AccumulateGrad:
-            leaf = cast(Any, node).variable
-            leaves.append(Leaf(leaf, GradientEdge(node, 0), mask))
-            if leaf._backward_hooks:
-                unions.join(mask)
-            continue
-        unions.join(mask)
+    node: Any  # torch's stubs lack what nodes of these kinds have
+    for node in walk.leaves:
+        leaf, mask = node.variable, masks[node]
+        leaves.append(Leaf(leaf, GradientEdge(node, 0), mask))
+        if leaf._backward_hooks:
+            unions.join(mask)
+    for node in walk.meetings:
+        unions.join(masks[node])
     for (node, number), mask in walk.outputs.items():
-        recv = cast(Any, node).recv
+        recv = node.recv
         if recv.context_id != context_id:
             raise AutogradError(
                 f"the graph of context {context_id} leads to a tensor that was received in another context, "
@@ -104,10 +100,9 @@ def analyse(
             )
         feeders.setdefault(recv.id, [0] * recv.count)[number] |= mask
     facts = tuple(
-        LocalRecv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs
+        [LocalRecv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs]
     )
     local = LocalGraph(len(roots), tuple(numbered), facts, unions.groups())
-    inner = {node: mask for node, mask in masks.items() if type(node) is not _AccumulateGrad}
     return Analysis(
         local,
         edges,
@@ -115,7 +110,7 @@ def analyse(
         {recv.id: recv for recv in recvs},
         {send.id: send for send in sends},
         {send.id: send.first for send in numbered},
-        inner,
+        masks,
     )
 
 
@@ -127,21 +122,28 @@ class _Walk:
 
     Attributes:
         masks: by node.
+        leaves: the nodes at which the walk has ended at leaves.
+        meetings: the other nodes where edges may meet.
         outputs: by received tensor, given as (node of its recv, index): the mask of the sources that reach it.
     """
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.masks: dict[Node, int] = {}
+        self.leaves: list[Node] = []
+        self.meetings: Collection[Node] = []
         self.outputs: dict[tuple[Node, int], int] = {}
         self._following: dict[Node, Sequence[tuple[Node | None, int]]] = {}
-        if not all(self._walk_alone(edge, 1 << bit) for bit, edge in enumerate(edges)):
-            self.outputs.clear()
-            self._following.clear()
-            self._walk_together(edges)
+        if all([self._walk_alone(edge, 1 << bit) for bit, edge in enumerate(edges)]):
+            self.meetings = {node for node, _ in self.outputs}
+            return
+        self.outputs.clear()
+        self._walk_together(edges)
+        self.leaves = [node for node in self.masks if type(node) is _AccumulateGrad]
+        self.meetings = [node for node in self.masks if type(node) is not _AccumulateGrad]
 
     def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
         """Walks over what one edge reaches; False if it meets an inner node of another edge."""
-        masks, end = self.masks, (RecvNode, _AccumulateGrad)
+        masks = self.masks
         todo: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr)]
         while todo:
             node, number = todo.pop()
@@ -149,10 +151,13 @@ class _Walk:
                 continue
             kind = type(node)
             known = masks.get(node, 0)
-            if kind in end:
+            if kind is _AccumulateGrad:
+                if not known:
+                    self.leaves.append(node)
                 masks[node] = known | mask
-                if kind is RecvNode:
-                    self._reach(node, number, mask)
+            elif kind is RecvNode:
+                masks[node] = known | mask
+                self._reach(node, number, mask)
             elif not known:
                 masks[node] = mask
                 todo += node.next_functions
@@ -232,4 +237,4 @@ class _Unions:
         return bit
 
     def groups(self) -> tuple[int, ...]:
-        return tuple(self._masks[bit] for bit in range(len(self._group_of)) if self._group_of[bit] == bit)
+        return tuple([self._masks[bit] for bit, first in enumerate(self._group_of) if first == bit])

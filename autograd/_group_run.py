@@ -19,7 +19,7 @@ from typing import Any, Protocol, cast
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rpcdist.autograd._graph_analysis import Analysis, Leaf
+from rpcdist.autograd._graph_analysis import Analysis
 from rpcdist.autograd._message_nodes import (
     GateOrder,
     Gradients,
@@ -31,9 +31,13 @@ from rpcdist.autograd._message_nodes import (
 )
 from rpcdist.autograd._pass_events import Run
 
-__all__ = ["Captured", "GroupRun", "RunOwner", "is_in_backward", "queue_callback"]
+__all__ = ["Captured", "GroupRun", "LeafGradients", "RunOwner", "is_in_backward", "queue_callback"]
+
+LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
+"""Leaves with their gradients."""
 
 Captured = dict[torch.Tensor, torch.Tensor]
+"""Gradients by leaf, as `queue_callback` shows them."""
 
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
 
@@ -57,7 +61,7 @@ class RunOwner(Protocol):
     def flush(self) -> None:
         """Sends what waits for more."""
 
-    def collect(self, captured: Captured) -> None:
+    def collect(self, captured: LeafGradients) -> None:
         """Adds the gradients of leaves to the context."""
 
 
@@ -86,22 +90,29 @@ class GroupRun:
         edges, gradients = self._starts()
         if edges:
             captured = self._call(edges, gradients, retain_graph)
-            if self.callbacks:
-                self._owner.flush()  # they may wait for what other workers do with it
-            for callback in self.callbacks:
-                callback(captured)
-            self._owner.collect(captured)
+            self._owner.collect(self._called_back(captured) if self.callbacks else captured)
         rest = [self._analysis.recvs[id] for id in self._unanswered]
         if rest:
             self._owner.answer([(recv, [None] * recv.count) for recv in rest], bool(self._run.pending))
 
-    def _call(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool) -> Captured:
+    def _called_back(self, captured: LeafGradients) -> LeafGradients:
+        """What the callbacks make of the gradients of leaves."""
+        by_leaf = dict(captured)
+        self._owner.flush()  # they may wait for what other workers do with it
+        for callback in self.callbacks:
+            callback(by_leaf)
+        return list(by_leaf.items())
+
+    def _call(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
+    ) -> LeafGradients:
+        """The gradients of leaves."""
         leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
         wanted = [leaf.edge for leaf in leaves]
         if self._run.recvs:
             wanted.append(token_edge())
         if not wanted:
-            return {}
+            return []
         outer = set_current_run(self)
         try:
             # `torch.autograd.grad` calls this after checks that the engine repeats.
@@ -110,7 +121,10 @@ class GroupRun:
             )
         finally:
             set_current_run(outer)
-        return _by_leaf(leaves, results)
+        # The last result is that of the token.
+        return [
+            (leaf.tensor, gradient) for leaf, gradient in zip(leaves, results, strict=False) if gradient is not None
+        ]
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which the engine starts, and their gradients."""
@@ -143,7 +157,7 @@ class GroupRun:
                 self._raise_sequence(send.node)
         for order in orders:
             order._set_sequence_nr(0)
-        for node, mask in self._analysis.inner.items():
+        for node, mask in self._analysis.masks.items():
             if mask & self._run.used:
                 self._raise_sequence(node)
         return get_gradient_edge(chain)
@@ -167,11 +181,6 @@ class GroupRun:
             self._unanswered.pop(recv.id, None)
         if is_wanted:  # a run with gates never holds: its gates wait for what others do with the gradient
             self._owner.answer([(recv, gradients)], bool(self._run.pending))
-
-
-def _by_leaf(leaves: Sequence[Leaf], results: Sequence[torch.Tensor | None]) -> Captured:
-    pairs = zip((leaf.tensor for leaf in leaves), results, strict=False)  # the last result is that of the token
-    return {leaf: gradient for leaf, gradient in pairs if gradient is not None}
 
 
 def queue_callback(callback: Callable[[Captured], object]) -> None:

@@ -75,8 +75,7 @@ class LocalSend:
         return ((1 << self.count) - 1) << self.first
 
 
-@dataclass(frozen=True, slots=True)
-class LocalRecv:
+class LocalRecv(NamedTuple):
     """A message that this worker received.
 
     Attributes:
