@@ -16,7 +16,7 @@ class ArrivedGradients:
     """Gradients by message. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
         self._gradients: dict[int, Gradients] = {}
         self._is_closed = False

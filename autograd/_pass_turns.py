@@ -43,7 +43,7 @@ class PassTurns(ABC):
         self.is_over = False
         self._submit = submit
         self._clock = clock
-        self._lock = threading.Lock()  # entered more often than the condition, and in less time
+        self._lock = threading.RLock()  # entered more often than the condition, and in less time
         self._changed = threading.Condition(self._lock)
         self._inbox: deque[Job] = deque()
         self._is_draining = False
