@@ -3,6 +3,10 @@
 `out/checkpoint` is a symbolic link to a folder beside it, `.checkpoint-8f3c...`. A new one is written into a folder of
 its own; then one `rename` puts a new link in the place of the old one, and the old folder goes. Whenever a process
 dies, the link leads to a whole checkpoint, and what was left half-way is removed by the next one.
+
+Who writes a folder holds a lock on it, which ends with the process. So a second save to the same path is refused, and
+takes no folder away that is being written or that was published a moment ago. On file systems that cannot lock folders
+(NFS), nothing guards against that.
 """
 
 from __future__ import annotations
@@ -11,6 +15,8 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from rpcdist.errors import ConfigError
@@ -20,19 +26,29 @@ __all__ = ["discard", "new_folder", "publish"]
 NUM_RANDOM_BYTES = 8
 
 
-def new_folder(path: Path) -> Path:
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
     """Makes the folder for a new checkpoint at `path`, and removes those that were never published.
 
+    It belongs to the caller until the context ends; if it was not published by then, it is removed.
+
     Raises:
-        ConfigError: there is something else at `path`.
+        ConfigError: there is something else at `path`, or another save to it runs.
     """
-    if path.exists() and not path.is_symlink():
+    is_ours = path.is_symlink() and _name_pattern(path).fullmatch(os.readlink(path))
+    if not is_ours and (path.exists() or path.is_symlink()):
         raise ConfigError(f"{path} exists, and no checkpoint.save() made it: name a path that is free")
     path.parent.mkdir(parents=True, exist_ok=True)
-    _remove_all_but(path, _published(path))
     folder = path.with_name(f".{path.name}-{secrets.token_hex(NUM_RANDOM_BYTES)}")
     folder.mkdir()
-    return folder
+    try:
+        with _locked(folder) as is_free:
+            if not is_free or not _remove_all_but(path, folder):
+                raise ConfigError(f"another checkpoint.save() to {path} runs: wait for its end, or name another path")
+            yield folder
+    finally:
+        if _published(path) != folder:
+            discard(folder)
 
 
 def publish(folder: Path, path: Path) -> None:
@@ -54,11 +70,52 @@ def _published(path: Path) -> Path | None:
     return path.with_name(os.readlink(path)) if path.is_symlink() else None
 
 
-def _remove_all_but(path: Path, kept: Path | None) -> None:
-    ours = re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{{2 * NUM_RANDOM_BYTES}}}(\.link)?")
-    for found in path.parent.iterdir():
-        if ours.fullmatch(found.name) and found != kept:
-            found.unlink() if found.is_symlink() else discard(found)
+def _name_pattern(path: Path) -> re.Pattern[str]:
+    return re.compile(rf"\.{re.escape(path.name)}-[0-9a-f]{{{2 * NUM_RANDOM_BYTES}}}(\.link)?")
+
+
+def _remove_all_but(path: Path, own: Path) -> bool:
+    """Removes all folders of `path` but one's own and the published one. False if others are being written."""
+    ours, none_is_written = _name_pattern(path), True
+    for found in list(path.parent.iterdir()):
+        if not ours.fullmatch(found.name) or found == own:
+            continue
+        if found.is_symlink():
+            found.unlink(missing_ok=True)
+            continue
+        with _locked(found) as is_free:
+            none_is_written = none_is_written and is_free
+            if is_free and found != _published(path):  # read after locking: its writer may just have published it
+                discard(found)
+    return none_is_written
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[bool]:
+    """Whether nobody else holds the lock of a folder; this process holds it then."""
+    try:
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:  # another process has removed it
+        yield True
+        return
+    try:
+        is_free = _lock(descriptor)
+        yield is_free
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """False if another one holds it."""
+    import fcntl  # not on Windows
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:  # this file system has no such locks
+        return True
+    return True
 
 
 def _sync(folder: Path) -> None:

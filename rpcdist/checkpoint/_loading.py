@@ -27,7 +27,7 @@ def load(
 
     The keys say what is loaded; a checkpoint may have more. Tensors, modules and objects with `load_state_dict` get
     their values in place, at the owner where they are behind a reference. Other values are replaced in `state`.
-    Non-tensors are unpickled: load only checkpoints that you trust.
+    The index and non-tensors are unpickled: load only checkpoints that you trust.
 
     Args:
         path, group, timeout: as for `save`.
@@ -35,7 +35,7 @@ def load(
 
     Raises:
         ConfigError: there is no checkpoint, or it does not fit; values may have been changed by then.
-        CheckpointError: it failed on another rank.
+        CheckpointError: files are damaged, or it failed on another rank.
         WorkerLost: an owner died. RankLost: a rank died.
     """
     folder = str(Path(path).resolve())  # all read the same one, even if a newer one is published meanwhile

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from torch.distributed.checkpoint import SavePlan
@@ -45,14 +46,14 @@ def save(
         timeout: limit in seconds of each call to an owner; 0 for none, by default that of `init_rpc`.
 
     Raises:
-        ConfigError: something else is at `path`, or two entries have one key.
+        ConfigError: something else is at `path`, another save to it runs, or two entries have one key.
         CheckpointError: it failed on another rank, or files of other workers are not seen here.
         WorkerLost: an owner died. RankLost: a rank died.
     """
     target = Path(path).absolute()
     ranks = Ranks(group)
-    folder = Path(ranks.first("making the folder", lambda: str(_folders.new_folder(target))))
-    try:
+    with ExitStack() as held:
+        folder = Path(ranks.first("making the folder", lambda: str(held.enter_context(_folders.new_folder(target)))))
         parts = _Parts(str(folder), timeout)
         plans = ranks.all("planning", lambda: parts.plan(state))
         flat = [plan for of_rank in plans for plan in of_rank]
@@ -66,10 +67,6 @@ def save(
             _folders.publish(folder, target)
 
         ranks.first("ending", end)
-    except BaseException:
-        if ranks.is_first:
-            _folders.discard(folder)
-        raise
 
 
 class _Parts:

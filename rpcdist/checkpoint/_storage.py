@@ -6,7 +6,8 @@ that it can be asked of ranks of our groups, and of owners of remote references.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -26,6 +27,8 @@ from rpcdist.checkpoint._entries import Entries
 from rpcdist.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointPart", "StoredEntries", "end_with_index", "plan_together"]
+
+INDEX_NAME = ".metadata"
 
 
 class CheckpointPart:
@@ -79,24 +82,38 @@ class StoredEntries:
 
     Raises:
         ConfigError: there is none.
+        CheckpointError: its index cannot be read.
     """
 
     def __init__(self, folder: str) -> None:
+        self._folder = folder
         self._reader = FileSystemReader(folder)
-        try:
-            self._metadata = self._reader.read_metadata()
-        except FileNotFoundError as exc:
-            raise ConfigError(f"there is no checkpoint at {folder}: checkpoint.save() writes one") from exc
+        if not (Path(folder) / INDEX_NAME).is_file():
+            raise ConfigError(f"there is no checkpoint at {folder}: checkpoint.save() writes one")
+        with self._explained():
+            self._metadata: Metadata = self._reader.read_metadata()
 
     def read(self, entries: Entries) -> None:
-        """Fills in tensors in place, and replaces the other objects."""
+        """Fills in tensors in place, and replaces the other objects. Raises `CheckpointError` if files are damaged."""
         for key, entry in entries.items():
             self._check(key, entry)
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
         planner.set_up_planner(entries, self._metadata, is_coordinator=False)
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         plan = self._reader.prepare_local_plan(planner.create_local_plan())
-        self._reader.read_data(planner.finish_plan(plan), planner).wait()
+        with self._explained():
+            self._reader.read_data(planner.finish_plan(plan), planner).wait()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        """Damaged files raise whatever pickle, zip files and torch raise; the error says which checkpoint it is."""
+        try:
+            yield
+        except Exception as exc:
+            raise CheckpointError(
+                f"the checkpoint at {self._folder} cannot be read ({type(exc).__name__}: {str(exc)[:300]}): it is "
+                "damaged, was replaced by a newer one meanwhile, or has classes that this process cannot import"
+            ) from exc
 
     def empty(self, key: str) -> Tensor:
         """A tensor for an entry, on the CPU."""

@@ -149,6 +149,64 @@ def test_wrong_paths_and_keys_are_explained(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["file"]
 
 
+def test_what_was_published_stays_whatever_comes_after(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last message among ranks may fail when the new checkpoint has taken the place of the old one."""
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, {"step": 0})
+    publish = _folders.publish
+
+    def publish_and_fail(*args: Path) -> None:
+        publish(*args)
+        interrupt()
+
+    monkeypatch.setattr(_folders, "publish", publish_and_fail)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(path, {"step": 1})
+    found: dict[str, Any] = {"step": -1}
+    checkpoint.load(path, found)
+    assert found["step"] == 1
+    assert_alone(path)
+
+
+def test_a_second_save_at_once_is_refused_and_harms_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, {"step": 0})
+
+    class Slow:
+        """Its state is asked for while the first save has its folder."""
+
+        def state_dict(self) -> dict[str, Any]:
+            with pytest.raises(ConfigError, match=r"another checkpoint\.save\(\) to .* runs"):
+                checkpoint.save(path, {"step": 2})
+            return {"step": 1}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None:
+            assert state == {"step": 1}
+
+    checkpoint.save(path, {"slow": Slow()})
+    checkpoint.load(path, {"slow": Slow()})
+    assert_alone(path)
+
+
+@pytest.mark.parametrize("target", ["elsewhere", "folder/elsewhere"])
+def test_links_of_others_stay(tmp_path: Path, target: str) -> None:
+    (tmp_path / "checkpoint").symlink_to(target)
+    with pytest.raises(ConfigError, match="name a path that is free"):
+        checkpoint.save(tmp_path / "checkpoint", {"step": 0})
+    assert os.readlink(tmp_path / "checkpoint") == target
+
+
+@pytest.mark.parametrize("name", [".metadata", "__0_0.distcp"])
+@pytest.mark.parametrize("content", [b"", b"garbage", None])
+def test_damaged_files_are_explained(tmp_path: Path, name: str, content: bytes | None) -> None:
+    path = tmp_path / "checkpoint"
+    checkpoint.save(path, {"value": torch.ones(1000), "step": 0})
+    whole = (path / name).read_bytes()
+    (path / name).write_bytes(whole[: len(whole) - 60] if content is None else content)
+    with pytest.raises(CheckpointError, match=r"checkpoint at .* cannot be read .*: it is damaged"):
+        checkpoint.load(path, {"value": torch.zeros(1000), "step": 0})
+
+
 # ---- owners of references
 
 
