@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from rpcdist.testing.limits import LIMIT_S
 
-__all__ = ["eventually", "eventually_async", "wait_until_asleep"]
+__all__ = ["eventually", "eventually_async", "wait_until_asleep", "wait_until_stopped"]
 
 POLL_S = 0.005
 NUM_LOOKS = 4
@@ -76,3 +76,13 @@ def wait_until_asleep(thread: threading.Thread | int, within_s: float = LIMIT_S)
         return num_asleep == NUM_LOOKS
 
     eventually(sleeps, f"{thread!r} sleeps", within_s)
+
+
+def wait_until_stopped(pid: int, within_s: float = LIMIT_S) -> None:
+    """Waits until all threads of a process stand still: a SIGSTOP takes effect when one of them next runs."""
+    tasks = Path(f"/proc/{pid}/task")
+
+    def stands_still() -> bool:
+        return all((task / "stat").read_text().rpartition(")")[2].split()[0] == "T" for task in tasks.iterdir())
+
+    eventually(stands_still, f"process {pid} is stopped", within_s)

@@ -24,7 +24,7 @@ from typing import Any, Final, Generic, TypeVar
 
 from rpcdist.testing import _child, forking
 from rpcdist.testing.limits import END_LIMIT_S, LIMIT_S, STACKS_LIMIT_S
-from rpcdist.testing.polling import eventually
+from rpcdist.testing.polling import eventually, wait_until_stopped
 
 __all__ = ["Pending", "Worker", "WorkerEnded", "WorkerTimeout", "wait_for_any"]
 
@@ -156,8 +156,7 @@ class Worker:
 
     def wait_until_stopped(self, limit_s: float = LIMIT_S) -> None:
         """Waits until the process stands still, whoever has stopped it."""
-        stat = Path(f"/proc/{self.pid}/stat")
-        eventually(lambda: stat.read_text().rpartition(")")[2].split()[0] == "T", f"{self!r} is stopped", limit_s)
+        wait_until_stopped(self.pid, limit_s)
 
     def resume(self) -> None:
         """SIGCONT."""

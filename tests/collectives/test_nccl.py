@@ -290,7 +290,7 @@ def test_a_timeout_ends_the_group_on_all_ranks_and_aborts_its_communicator() -> 
         work = rank.backend.submit(rank.all_reduce(torch.ones(2)), asynchronous=True, timeout_s=timeout_s)
         submitted.set()
         with pytest.raises(
-            CollectiveTimeout, match=r"all_reduce #1 \(SUM, 8 bytes of float32\).* timed out on rank 10"
+            CollectiveTimeout, match=r"all_reduce #1 \(SUM, 2 elements of float32\).* timed out on rank 10"
         ):
             work.wait(LIMIT_S)
         with pytest.raises(CollectiveTimeout, match=r"all_reduce #2"):
@@ -337,7 +337,7 @@ def test_with_check_a_mismatch_names_both_views() -> None:
     def run(rank: Rank) -> None:
         rank.backend.submit(rank.all_reduce(torch.ones(2)))
         rank.backend.submit(Operation(Kind.BARRIER))
-        expected = r"rank 10 called all_reduce #3 \(SUM, 8 bytes.*; rank 11 called all_reduce #3 \(SUM, 12 bytes"
+        expected = r"rank 10 called all_reduce #3 \(SUM, 2 elements.*; rank 11 called all_reduce #3 \(SUM, 3 elements"
         with pytest.raises(CollectiveMismatch, match=expected):
             rank.backend.submit(rank.all_reduce(torch.ones(2 + rank.me)))
 

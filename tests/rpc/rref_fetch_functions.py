@@ -13,6 +13,7 @@ from threads_at_once import problems_of_threads
 from rpcdist import rpc
 from rpcdist.errors import DeadlineExceeded, OwnerLost
 from rpcdist.rpc._current import current_agent
+from rpcdist.testing.polling import wait_until_stopped
 
 _gate: Final = threading.Event()
 _made: Final[list[Any]] = []
@@ -62,6 +63,7 @@ def create_and_stop(owner: str, pid: int) -> tuple[str, int]:
     rpc.rpc_sync(owner, nothing)
     rref = rpc.remote(owner, int, args=(3,))
     os.kill(pid, signal.SIGSTOP)
+    wait_until_stopped(pid)
     try:
         rref.to_here(timeout=0.3)
         early = "a value"

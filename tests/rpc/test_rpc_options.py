@@ -51,7 +51,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: TensorPipeRpcBackendOptions(num_worker_threads=0), RuntimeError, "num_worker_threads must be positive"),
     (lambda: TensorPipeRpcBackendOptions(num_worker_threads=as_any("a")), TypeError, "num_worker_threads"),
     (lambda: TensorPipeRpcBackendOptions(rpc_timeout=-5), RuntimeError, "RPC Timeout must be non-negative"),
-    (lambda: RpcOptions(rpc_timeout=float("nan")), RuntimeError, "RPC Timeout must be non-negative"),
+    (lambda: RpcOptions(rpc_timeout=float("nan")), RuntimeError, "RPC Timeout is a number of seconds, but got nan"),
     (
         lambda: TensorPipeRpcBackendOptions(rpc_timeout=as_any(timedelta(seconds=3))),
         TypeError,

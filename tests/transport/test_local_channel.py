@@ -28,7 +28,7 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import accept, accepted_ends, connect_unix, listen_unix, local_name
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._server import admission, stream_listeners
-from rpcdist.transport.handshake import ServerHandshake
+from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ServerHandshake
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="there is no local channel without abstract sockets")
 
@@ -263,7 +263,7 @@ CALL = frame(rpc_pb2.Message(call=rpc_pb2.Call(id=1, function_pickle=b"cos\nabor
         (framed(CALL), b" bytes arrived that are no handshake"),
         (framed(b"\xff" * 100), b"100 bytes arrived that are no handshake"),
         (b"GET / HTTP/1.1\r\nHost: a\r\n\r\n", b"announced a message of"),
-        (LENGTH.pack(4097), b"announced a message of 4097 bytes"),
+        (LENGTH.pack(MAX_HANDSHAKE_BYTES + 1), b"announced a message of %d bytes" % (MAX_HANDSHAKE_BYTES + 1)),
         (framed(b""), b"a handshake message is empty"),
     ],
     ids=["a call", "no handshake", "http", "too large", "empty"],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -52,6 +52,7 @@ class MembershipWatch:
         self._changes: deque[MembershipChange] = deque()
         self._is_running = False
         self._all_leave = False
+        self._lost: set[str] = set()  # the names of those in the log
 
     def __repr__(self) -> str:
         return f"<MembershipWatch [{len(self._callbacks)} functions]>"
@@ -68,17 +69,28 @@ class MembershipWatch:
 
         return remove
 
-    def all_leave(self) -> None:
-        """Everybody leaves by agreement: connections that end are no news any more."""
-        self._all_leave = True
+    def all_leave(self, losses: Iterable[tuple[WorkerInfo, str]]) -> None:
+        """Everybody leaves by agreement: connections that end are no news any more.
+
+        Args:
+            losses: who was lost before, and why; an agreement may come ahead of the event.
+        """
+        with self._lock:
+            self._all_leave = True
+            unheard = [(who, reason) for who, reason in losses if who.name not in self._lost]
+        for who, reason in unheard:
+            _warn_of(who.name, who.id, reason)
 
     def on_member(self, event: MemberEvent) -> None:
         """A worker came or went; on the I/O loop."""
-        if self._all_leave:
-            return
         who = event.member.identity
-        if event.kind == "lost":
-            logger.warning("worker %r (rank %d) is lost: %s", who.name, who.id, event.reason)
+        is_lost = event.kind == "lost"
+        with self._lock:
+            if self._all_leave:
+                return
+            (self._lost.add if is_lost else self._lost.discard)(who.name)
+        if is_lost:
+            _warn_of(who.name, who.id, event.reason)
         else:
             logger.info("worker %r (rank %d) has %s", who.name, who.id, event.kind)
         with self._lock:
@@ -104,3 +116,7 @@ class MembershipWatch:
                     callback(change)
                 except Exception:
                     logger.exception("%r failed with %r", callback, change)
+
+
+def _warn_of(name: str, rank: int, reason: str) -> None:
+    logger.warning("worker %r (rank %d) is lost: %s", name, rank, reason)
