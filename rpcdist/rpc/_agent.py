@@ -202,6 +202,7 @@ class Agent:
             options.autograd_mode,
             lifetime,
             self.router.flush,
+            self.router.reach,
         )
         self.actor_names = ActorNames(me, self.directory, self.caller)
         self.leader = Leader(me, self.directory, self.router.watch)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import Message
+from rpcdist.rpc._rref.messages import ForkRefused, Message, Reason
 from rpcdist.rpc._rref.owner import OwnerEntry, State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc._rref.users import UserFork
@@ -237,6 +237,8 @@ class World:
 
     def _deliver_lease(self, to: int, other: int) -> None:
         self.feed(to, events.LeaseEnded(node(other)))
+        if self.returns:
+            self.send(("found", to, other))
 
     def _deliver_found(self, to: int, other: int) -> None:
         self.feed(to, events.HolderFound(node(other)))
@@ -281,7 +283,12 @@ class World:
             return
         user = self.protocols[worker].users.forks.get(fork)
         assert user is not None and not user.dropped, f"G1: live handle {name} is not in the table"
-        if node(worker) in self.protocols[owner].owners.ended:
+        owners = self.protocols[owner].owners
+        if node(worker) in owners.ended:
+            return
+        if user.confirmed and (node(worker), rref, fork) in owners.expired:
+            refusal = ("control", worker, owner, ForkRefused(rref, fork, Reason.LEASE_EXPIRED))
+            assert (entry and fork in entry.forks) or refusal in self.under_way, f"G4: the holder of {name} is not told"
             return
         if user.confirmed:
             assert entry is not None and entry.forks.get(fork) == node(worker), f"G1: {name} is confirmed, not counted"
@@ -299,8 +306,10 @@ class World:
 
     def check_tables(self, protocol: RRefProtocol) -> None:
         for entry in protocol.owners:
+            shared_here = {fork for fork in entry.forks if fork.creator == protocol.me}  # such a message may find it
             for table in (entry.forks, entry.askers, entry.fetchers):
-                assert not set(table.values()) & protocol.owners.ended, f"G4: {entry} counts forks of an ended lease"
+                holders = {holder for fork, holder in table.items() if fork not in shared_here}
+                assert not holders & protocol.owners.ended, f"G4: {entry} counts forks of an ended lease"
         for user in protocol.users:
             assert user.owner not in protocol.lost or not user.confirmed, f"G5: {user} has a lost owner"
             for child in user.children:
@@ -342,14 +351,17 @@ def protocol_key(protocol: RRefProtocol) -> object:
     held = frozenset(
         (u.fork, u.creating, u.confirmed, u.dropped, u.parent_worker, frozenset(u.children)) for u in protocol.users
     )
-    refused = frozenset(protocol.owners.refused), frozenset(protocol.refused_shares)
-    return owned, held, frozenset(protocol.lost), frozenset(protocol.owners.ended), refused
+    owners = protocol.owners
+    refused = frozenset(owners.refused), frozenset(protocol.refused_shares), frozenset(owners.expired)
+    return owned, held, frozenset(protocol.lost), frozenset(owners.ended), refused
 
 
 def clone(protocol: RRefProtocol) -> RRefProtocol:
     copy = RRefProtocol(protocol.me)
     copy.lost |= protocol.lost
     copy.owners.ended |= protocol.owners.ended
+    for expired in protocol.owners.expired:
+        copy.owners.expired.add(expired)
     for fork in protocol.refused_shares:
         copy.refused_shares.add(fork)
     for rref in protocol.owners.refused:

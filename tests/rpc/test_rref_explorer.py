@@ -45,6 +45,8 @@ HARD: dict[str, dict[str, Any]] = {
     "a death and a duplicate": {"deaths": (0, 1, 2), "duplicates": 1},
     "a suspicion and a duplicate": {"suspicions": ((1, 2),), "duplicates": 1},
     "a suspicion and a return": {"suspicions": ((0, 1),), "returns": True},
+    "the owner ends the creator's lease, which returns": {"suspicions": ((1, 0),), "returns": True},
+    "the owner ends the child's lease, which returns": {"suspicions": ((1, 2),), "returns": True},
     "a suspicion and a return at the child": {"suspicions": ((2, 1),), "returns": True},
     "both suspect each other": {"suspicions": ((1, 2), (2, 1))},
 }
@@ -82,6 +84,12 @@ def test_chain_of_users(faults: str) -> None:
 @pytest.mark.parametrize("scenario", ["remote", "user to owner"])
 def test_who_was_suspected_may_own_again(scenario: str) -> None:
     assert explore(World(SCENARIOS[scenario], **HARD["a suspicion and a return"])) > 5
+
+
+@pytest.mark.parametrize("scenario", ["remote", "owner to itself", "round trip"])
+def test_whose_lease_ended_may_hold_again(scenario: str) -> None:
+    for whose in ("creator", "child"):
+        assert explore(World(SCENARIOS[scenario], **HARD[f"the owner ends the {whose}'s lease, which returns"])) > 5
 
 
 @pytest.mark.stress

@@ -26,6 +26,7 @@ from rpcdist.rpc._rref.events import (
     DropAll,
     FetchArrived,
     HandleDropped,
+    HolderFound,
     HolderLost,
     LeaseEnded,
     MessageArrived,
@@ -158,13 +159,31 @@ TABLES: dict[str, Table] = {
         ),
         (CreationAccepted(THEIRS, G, A), [RefuseCreation(THEIRS, G, Reason.LEASE_EXPIRED)]),
     ],
-    "G4: the late user gives up everything of that owner": [
+    "G4: who comes back is told which forks are gone, and may hold new ones": [
+        (Share(MINE, MINE, C, A), []),
+        (HandleDropped(MINE, MINE), []),
+        (LeaseEnded(A), [ReleaseValue(MINE)]),
+        (HolderFound(A), [SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))]),
+        (HolderFound(A), []),
+        (CreationAccepted(THEIRS, G, A), []),
+        (MessageArrived(A, UserDeleted(MINE, C)), []),
+        (
+            FetchArrived(MINE, C, A),
+            [RefuseFetch(MINE, C, Reason.LEASE_EXPIRED), SendControl(A, ForkRefused(MINE, C, Reason.LEASE_EXPIRED))],
+        ),
+        (CreationFinished(THEIRS), []),
+        (FetchArrived(THEIRS, G, A), [Serve(THEIRS, G)]),
+        (MessageArrived(A, UserDeleted(THEIRS, G)), [ReleaseValue(THEIRS)]),
+    ],
+    "G4: the late user gives up what the owner names": [
         (Received(THEIRS, D, None, A, A), [Confirm(THEIRS, D)]),
         (Received(THEIRS, G, None, A, A), [Confirm(THEIRS, G)]),
         (
             MessageArrived(A, ForkRefused(THEIRS, D, Reason.LEASE_EXPIRED)),
-            [Fail(THEIRS, D, Reason.LEASE_EXPIRED), Fail(THEIRS, G, Reason.LEASE_EXPIRED)],
+            [SendControl(A, UserDeleted(THEIRS, D)), Fail(THEIRS, D, Reason.LEASE_EXPIRED)],
         ),
+        (MessageArrived(A, ForkRefused(THEIRS, C, Reason.LEASE_EXPIRED)), []),
+        (Received(THEIRS, C, None, A, A), [Fail(THEIRS, C, Reason.SHARE_LOST)]),
     ],
     "G5: the owner is lost": [
         (Received(THEIRS, D, G, A, B), [SendControl(A, ForkRequest(THEIRS, D))]),
@@ -205,5 +224,3 @@ def test_bounded_set_forgets_the_oldest() -> None:
     for member in (1, 2, 3):
         members.add(member)
     assert list(members) == [2, 3] and 1 not in members
-    members.discard_if(lambda member: member == 2)
-    assert list(members) == [3]

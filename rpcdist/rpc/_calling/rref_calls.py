@@ -42,6 +42,7 @@ class RRefCalls:
         autograd_mode: of backward passes that begin at a reference.
         lifetime: when it is over, shares are not asked about any more.
         flush: see `RRefHome`.
+        reach: tries a worker again that was declared lost.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class RRefCalls:
         autograd_mode: str,
         lifetime: Lifetime,
         flush: Callable[[int], None],
+        reach: Callable[[int, Callable[[], bool], Deadline], None],
     ) -> None:
         self.me = rrefs.me
         self.my_name = rrefs.my_name
@@ -62,6 +64,7 @@ class RRefCalls:
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
         self.flush = flush
+        self._reach = reach
         self._rrefs = rrefs
         self._caller = caller
         self._serial = serial
@@ -135,6 +138,9 @@ class RRefCalls:
             is_serial: the calls of its methods run one at a time.
         """
         owner = self._directory.resolve(to)
+        if owner != self.me.worker and not self._directory.is_living(owner):
+            deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
+            self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
         rref, share = self._rrefs.create_remote(owner, is_serial)
         try:
             rref._creation = self._caller.remote(owner, share, func, args, kwargs, timeout_s, self._rrefs, on)

@@ -173,6 +173,7 @@ class Directory:
         """A worker that was declared lost here shows that it lives. On the I/O loop."""
         with self._lock:
             if self._suspected.pop(identity, None) is None:
+                self._changed.notify_all()
                 return
             events = self._recount({})
         for event in events:
@@ -345,6 +346,12 @@ class Directory:
                     )
                 self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
         return WorkerInfo(member.identity.name, member.identity.id)
+
+    def wait_while(self, condition: Callable[[], bool], deadline: Deadline) -> None:
+        """Waits as long as something holds, which is asked again whenever a worker is lost or found; blocks."""
+        with self._changed:
+            while condition() and not deadline.expired():
+                self._changed.wait(min(longest_sleep_s(), deadline.remaining_s()))
 
     def info(self, worker_id: int) -> WorkerInfo:
         return WorkerInfo(self.name_of(worker_id), worker_id)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 
+from rpcdist.ids import Identity
 from rpcdist.rpc._peers.leases import Leases
 from rpcdist.rpc._peers.network import PeerSession
 from rpcdist.rpc._peers.peer_events import PeerEvents
@@ -33,6 +34,8 @@ class LeaseWatch:
         self._leases = Leases(LEASE_IN_PEER_TIMEOUTS * peer_timeout_s)
         self._sessions = sessions
         self._ended = events.lease_ended
+        self._found = events.found
+        self._over: set[Identity] = set()
         events.opened.listen(lambda session: self._leases.seen(session.peer))
         events.broken.listen(lambda session, reason: self._leases.seen(session.peer))
         events.lost.listen(lambda identity, error: self._leases.seen(identity))
@@ -42,8 +45,14 @@ class LeaseWatch:
 
     def renew(self) -> None:
         """To be called often."""
-        for session in self._sessions():
+        sessions = list(self._sessions())
+        for session in sessions:
             self._leases.seen(session.peer, session.last_received)
-        for identity in self._leases.take_ended():
+        ended = self._leases.take_ended()
+        for identity in ended:
             logger.info("the lease of worker %s ended", identity.name)
             self._ended.publish(identity)
+        # Where this process was held up, the session may go on: nothing else would say that the worker lives.
+        for identity in self._over.intersection(session.peer for session in sessions).difference(ended):
+            self._found.publish(identity)
+        self._over = self._over.difference(session.peer for session in sessions).union(ended)

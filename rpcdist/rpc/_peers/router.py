@@ -10,9 +10,10 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, kind_of
@@ -221,6 +222,16 @@ class Router:
         sessions = [self._inbound.get(identity), peer.session if peer is not None else None]
         since = time.monotonic() - self._peer_timeout_s / 2
         return any(one is not None and one.closed_reason is None and one.last_received > since for one in sessions)
+
+    def reach(self, worker_id: int, is_lost: Callable[[], bool], deadline: Deadline) -> None:
+        """Tries a worker that was declared lost again, as a call to it does, and waits until it is found or given up.
+
+        On an event loop, which must not be held up, it only begins to try.
+        """
+        peer = self._living_peer(worker_id)
+        if asyncio._get_running_loop() is None:
+            given_up = (PeerState.LOST, PeerState.CLOSED)
+            self._directory.wait_while(lambda: is_lost() and peer.state not in given_up, deadline)
 
     def revive(self, worker_id: int) -> None:
         """Tries a worker that is lost once more, if it is."""

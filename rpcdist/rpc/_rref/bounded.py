@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable, Iterator
 from typing import Generic, TypeVar
 
 __all__ = ["BoundedSet"]
@@ -23,10 +23,6 @@ class BoundedSet(Generic[T]):
         self._members[member] = None
         if len(self._members) > self._limit:
             del self._members[next(iter(self._members))]
-
-    def discard_if(self, condition: Callable[[T], bool]) -> None:
-        for member in [member for member in self._members if condition(member)]:
-            del self._members[member]
 
     def __contains__(self, member: object) -> bool:
         return member in self._members

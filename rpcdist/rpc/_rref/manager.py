@@ -255,6 +255,9 @@ class RRefManager:
             self._losses.forget(node)
         self._feed(events.HolderFound(node))
 
+    def is_lost(self, worker_id: int) -> bool:
+        return self._node(worker_id, None) in self._protocol.lost
+
     def _lose(self, node: Incarnation, exc: WorkerLost) -> None:
         with self._lock:
             self._losses.note(node, exc)

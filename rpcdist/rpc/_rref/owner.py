@@ -68,7 +68,8 @@ class OwnerTable:
         self._me = me
         self._emit = emit
         self.entries: dict[RRefId, OwnerEntry] = {}
-        self.ended: set[Incarnation] = set()  # leases that ended; one entry for each process that died during ours
+        self.ended: set[Incarnation] = set()  # whose lease is over: the processes that died during ours, or are silent
+        self.expired = BoundedSet[tuple[Incarnation, RRefId, ForkId]]()  # what they held: said to those that come back
         self.refused = BoundedSet[RRefId]()  # creations that their creator gave up before they came
 
     def __iter__(self) -> Iterator[OwnerEntry]:
@@ -156,8 +157,7 @@ class OwnerTable:
         if entry is None:  # a value of ours that nobody else knew until now
             entry = self.entries[event.rref] = OwnerEntry(event.rref, State.READY)
         entry.local[event.holder] = None
-        if event.to not in self.ended:
-            entry.forks[event.child] = event.to
+        entry.forks[event.child] = event.to
 
     def share_failed(self, event: ShareFailed, to_is_gone: bool) -> None:
         entry = self.entries.get(event.rref)
@@ -203,7 +203,7 @@ class OwnerTable:
             self._settle(entry)
 
     def fetch(self, event: FetchArrived, creator_is_gone: bool) -> None:
-        if event.sender in self.ended:
+        if event.sender in self.ended or (event.sender, event.rref, event.fork) in self.expired:
             self._emit(RefuseFetch(event.rref, event.fork, Reason.LEASE_EXPIRED))
             self._emit(SendControl(event.sender, ForkRefused(event.rref, event.fork, Reason.LEASE_EXPIRED)))
             return
@@ -218,12 +218,20 @@ class OwnerTable:
     # The death of others.
 
     def lease_ended(self, node: Incarnation) -> None:
-        """Everything that the node held is dropped, for good: a process that comes back is told so (G4)."""
+        """Everything that the node held is dropped, for good. Until it is found again, nothing of it counts (G4)."""
         self.ended.add(node)
         for entry in list(self):
             self._drop_holder(entry, node)
         self.creator_gone(node)
-        self.refused.discard_if(lambda rref: rref.creator == node)  # `ended` refuses them now
+
+    def holder_found(self, node: Incarnation) -> None:
+        """It has a lease again, for new forks. It does not know which of its old ones are gone."""
+        if node not in self.ended:
+            return
+        self.ended.remove(node)
+        for holder, rref, fork in self.expired:
+            if holder == node:
+                self._emit(SendControl(node, ForkRefused(rref, fork, Reason.LEASE_EXPIRED)))
 
     def creator_gone(self, node: Incarnation) -> None:
         """What the dead announced and never delivered will not come."""
@@ -237,6 +245,7 @@ class OwnerTable:
         """If the node lives after all, it must not wait for an answer that nobody owes it any more."""
         for fork in _forks_of(entry.forks, node):
             del entry.forks[fork]
+            self.expired.add((node, entry.rref, fork))
         for fork in _forks_of(entry.askers, node):
             del entry.askers[fork]
             self._emit(SendControl(node, ForkRefused(entry.rref, fork, Reason.LEASE_EXPIRED)))

@@ -11,7 +11,7 @@ Assumptions about the shell (A1 to A5):
 - A3. Each fork of a message is reported (`Received`) when the message arrives, whether or not its value can be decoded.
 - A4. If a worker dies, every other one that knows of it reports `HolderLost`, and `LeaseEnded` when its lease is over.
   A living worker may be reported too: that costs its references, and leaks nothing. After `HolderFound` it may
-  own new ones.
+  own and hold new ones, and its lease begins anew.
 - A5. Identifiers are never used twice in a job.
 
 Guarantees:
@@ -19,7 +19,7 @@ Guarantees:
 - G1. The owner learns of every user's deletion. The value lives as long as a user with a valid lease can reach it.
 - G2. A parent user is kept until its child's fork is settled: counted by the owner, or given up.
 - G3. No order of messages is assumed, and applying one twice is the same as applying it once.
-- G4. When the lease of a worker ends, its forks are dropped. If it comes back, it is told `LEASE_EXPIRED`.
+- G4. When the lease of a worker ends, its forks are dropped. If it comes back, it is told `LEASE_EXPIRED` of each.
 - G5. When the owner is lost, every handle on its values fails.
 
 [Note: stale requests] Nothing remembers forks that are gone. A `ForkRequest` that is applied again after its fork was
@@ -177,8 +177,9 @@ class RRefProtocol:
         self.owners.creator_gone(event.node)
 
     def _worker_found(self, event: HolderFound) -> None:
-        """A new reference to a value of this worker is like any other. Those of before have failed, for good."""
+        """New references are like any others, in both directions. Those of before have failed, for good."""
         self.lost.discard(event.node)
+        self.owners.holder_found(event.node)
 
     def _lease_ended(self, event: LeaseEnded) -> None:
         self.owners.lease_ended(event.node)
@@ -190,7 +191,7 @@ class RRefProtocol:
 
     def _arrived(self, event: MessageArrived) -> None:
         message = event.message
-        if event.sender in self.owners.ended and isinstance(message, ForkRequest | UserDeleted | CreationQuery):
+        if event.sender in self.owners.ended and isinstance(message, ForkRequest):
             self._emit(SendControl(event.sender, ForkRefused(message.rref, message.fork, Reason.LEASE_EXPIRED)))
             return
         _MESSAGES[type(message)](self, message, event.sender)
@@ -219,10 +220,13 @@ class RRefProtocol:
             self._emit(SendControl(sender, UserDeleted(message.rref, message.fork)))  # [Note: stale requests]
 
     def _on_fork_refused(self, message: ForkRefused, sender: Incarnation) -> None:
-        if message.reason is Reason.LEASE_EXPIRED:
-            self.users.lease_expired(sender)
-        else:
+        if message.reason is not Reason.LEASE_EXPIRED:
             self.users.refuse(message.fork, message.reason)
+            return
+        if not self.users.expire(message.fork):
+            self.refused_shares.add(message.fork)  # it may have overtaken the fork
+        if message.rref.creator == self.me:  # a probe for what was dropped may have come while we were silent
+            self._emit(SendControl(sender, CreationOver(message.rref)))
 
     def _on_creation_probe(self, message: CreationProbe, sender: Incarnation) -> None:
         """While our call is under way we are silent: it will arrive, or our query about it will."""

@@ -94,7 +94,7 @@ class UserTable:
         user = UserFork(event.rref, event.fork, event.owner, creating=False, parent_worker=parent_worker)
         self.forks[event.fork] = user
         if owner_is_lost:
-            self._abandon(user)
+            self._abandon(user, Reason.OWNER_LOST)
         elif parent_worker is None:
             self.confirm(user)
         else:
@@ -137,13 +137,16 @@ class UserTable:
         del user.children[child]
         self._settle(user)
 
-    def lease_expired(self, owner: Incarnation) -> None:
-        for user in [user for user in self if user.owner == owner]:
-            self._fail(user, Reason.LEASE_EXPIRED)
+    def expire(self, fork: ForkId) -> bool:
+        """The owner dropped it with our lease, confirmed or not; false if it is not held here."""
+        user = self.forks.get(fork)
+        if user is not None:
+            self._abandon(user, Reason.LEASE_EXPIRED)
+        return user is not None
 
     def owner_lost(self, owner: Incarnation) -> None:
         for user in [user for user in self if user.owner == owner]:
-            self._abandon(user)
+            self._abandon(user, Reason.OWNER_LOST)
 
     def receiver_lost(self, node: Incarnation) -> None:
         for _, child in self.shared_with(node):
@@ -155,13 +158,13 @@ class UserTable:
 
     # Inside.
 
-    def _abandon(self, user: UserFork) -> None:
-        """The owner counts as dead. The message to it matters only if it lives after all: then it must not leak."""
+    def _abandon(self, user: UserFork, reason: Reason) -> None:
+        """The owner counts as dead, or we did for it. The message matters if it counts the fork after all: no leak."""
         if user.creating:
             self._emit(SendControl(user.owner, CreationQuery(user.rref, user.fork)))
         else:
             self._emit(SendControl(user.owner, UserDeleted(user.rref, user.fork)))
-        self._fail(user, Reason.OWNER_LOST)
+        self._fail(user, reason)
 
     def _fail(self, user: UserFork, reason: Reason) -> None:
         for child in user.children:

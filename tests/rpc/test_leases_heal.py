@@ -1,0 +1,99 @@
+"""A worker that was silent for longer than its lease: new references work when it is back, old ones say why not."""
+
+from __future__ import annotations
+
+import threading
+import time
+from types import SimpleNamespace
+from typing import cast
+
+import pytest
+from peer_timeouts import LIMIT_S, UNIT_S
+from rpc_functions import add
+
+from rpcdist import rpc
+from rpcdist.errors import LeaseExpired, OwnerLost, RRefError
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.lease_watch import LeaseWatch
+from rpcdist.rpc._peers.network import PeerSession
+from rpcdist.rpc._peers.peer_events import PeerEvents
+from rpcdist.testing import InProcessCluster, eventually
+
+
+@pytest.fixture
+def cluster() -> InProcessCluster:
+    return InProcessCluster("a", "b", "c", peer_timeout=UNIT_S)
+
+
+def sum_at(owner: str) -> int:
+    return int(rpc.remote(owner, add, (1, 2)).to_here())
+
+
+def lease_end(cluster: InProcessCluster, owner: str, user: str) -> threading.Event:
+    """Is set when the owner ends the user's lease."""
+    ended = threading.Event()
+    with cluster.use(owner) as agent:
+        agent.events.lease_ended.listen(lambda identity: ended.set() if identity.name == user else None)
+    return ended
+
+
+def test_new_references_work_at_once(cluster: InProcessCluster) -> None:
+    """The first thing that a user does after the network is back is `remote()`: nobody has called anybody before."""
+    pairs = [("a", "b"), ("b", "a"), ("c", "b")]  # owner and user, the coordinator among them
+    with cluster:
+        held = {(owner, user): cluster.run(user, rpc.remote, owner, add, (1, 2)) for owner, user in pairs}
+        assert [cluster.run(user, held[owner, user].to_here) for owner, user in pairs] == [3] * 3
+        ended = [lease_end(cluster, owner, user) for owner, user in pairs]
+        cluster.network.drop("a", "b")
+        cluster.network.cut("c", "b")
+        assert all(one.wait(LIMIT_S) for one in ended)
+        cluster.network.heal("a", "b")
+        cluster.network.heal("c", "b")
+        assert [cluster.run(user, sum_at, owner) for owner, user in pairs] == [3] * 3
+        new = [(user, cluster.run(user, rpc.remote, owner, add, (2, 2))) for owner, user in pairs]
+        for (_, user), old in held.items():
+            with pytest.raises(OwnerLost):
+                cluster.run(user, old.to_here)
+        assert [cluster.run(user, one.to_here) for user, one in new] == [4] * 3  # the old ones were refused, not these
+        del held, old, new
+        for name in cluster.names:
+            with cluster.use(name) as agent:
+                eventually(lambda: agent.rrefs.debug_info()["num_forks"] == "0", "the owner counts nothing")
+
+
+def test_a_user_that_noticed_nothing_is_told(cluster: InProcessCluster) -> None:
+    """Only the owner gave the other one up, as when the user's process stood still."""
+    with cluster:
+        held, forgotten = (cluster.run("b", rpc.remote, "c", add, (1, number)) for number in (1, 2))
+        assert [cluster.run("b", one.to_here) for one in (held, forgotten)] == [2, 3]
+        with cluster.use("b") as user, cluster.use("c") as owner:
+            owner.events.lease_ended.publish(user.identity)
+            owner.events.found.publish(user.identity)
+        eventually(lambda: cluster.run("b", _error_of, held) is LeaseExpired, "the user learns it")
+        new = cluster.run("b", rpc.remote, "c", add, (2, 2))
+        with pytest.raises(LeaseExpired, match="'c' has not heard of this process for too long"):
+            cluster.run("b", forgotten.to_here)
+        assert cluster.run("b", new.to_here) == 4
+
+
+def test_a_session_that_outlives_a_lease_begins_another_one() -> None:
+    """The owner was held up itself: what it reads next comes on the sessions that it has."""
+    events, told = PeerEvents(), list[str]()
+    events.lease_ended.listen(lambda identity: told.append("ended"))
+    events.found.listen(lambda identity: told.append("found"))
+    session = SimpleNamespace(peer=Identity("user", 1, 5), last_received=time.monotonic() - 1e6)
+    watch = LeaseWatch(1e3, lambda: [cast(PeerSession, session)], events)
+    watch.renew()
+    assert told == ["ended"]
+    session.last_received = time.monotonic()
+    watch.renew()
+    watch.renew()
+    assert told == ["ended", "found"]
+
+
+def _error_of(held: rpc.RRef[int]) -> type[Exception] | None:
+    try:
+        held.to_here()
+    except RRefError as exc:
+        return type(exc)
+    return None
