@@ -64,7 +64,7 @@ def test_sessions_are_encrypted(nodes: Nodes) -> None:
 def test_the_end_of_a_peer_is_seen(nodes: Nodes) -> None:
     server, answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
-    (session,) = server.sessions
+    (session,) = eventually(lambda: server.sessions)  # the client is done first
     channel = session._channel
     assert isinstance(channel, SocketChannel)
     server.io.call_soon(channel._socket.shutdown, socket.SHUT_RDWR)
@@ -114,11 +114,12 @@ def test_a_plain_peer_with_the_token_is_refused(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("greeting", [b"\x16", b"\x16\x03", b"\x16\x03\x01", b"\x16\x03\x01\x02\x00", b""])
 def test_a_silent_stranger_has_limited_time(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, greeting: bytes) -> None:
-    monkeypatch.setattr(admission, "HANDSHAKE_LIMIT_S", UNIT_S)
     server = serve(nodes)
-    with stranger(server) as silent:
-        silent.sendall(greeting)
-        until_closed(silent)
+    with monkeypatch.context() as patch:
+        patch.setattr(admission, "HANDSHAKE_LIMIT_S", UNIT_S)
+        with stranger(server) as silent:
+            silent.sendall(greeting)
+            until_closed(silent)
     eventually(lambda: server._server.num_unproven == 0)
     answers = Recorder()
     assert is_encrypted(open_link(nodes.make("client"), server, handler=answers))
