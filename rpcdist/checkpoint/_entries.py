@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 from torch import Tensor, nn
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, RpcdistError
 
 __all__ = ["Entries", "Stateful", "Stored", "entries_of", "restore"]
 
@@ -87,7 +87,12 @@ def restore(key: str, value: object, stored: Stored) -> object:
     stored.read(tensors)
     if not _is_stateful(value):
         return found
-    value.load_state_dict(found)
+    try:
+        value.load_state_dict(found)
+    except (ValueError, KeyError, TypeError) as exc:
+        if isinstance(exc, RpcdistError):
+            raise
+        raise ConfigError(f"what was saved as {key!r} does not fit this {type(value).__name__}: {exc}") from exc
     return value
 
 

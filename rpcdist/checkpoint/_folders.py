@@ -21,9 +21,23 @@ from pathlib import Path
 
 from rpcdist.errors import ConfigError
 
-__all__ = ["discard", "new_folder", "publish"]
+__all__ = ["checkpoint_path", "discard", "new_folder", "publish"]
 
 NUM_RANDOM_BYTES = 8
+
+
+def checkpoint_path(path: str | os.PathLike[str]) -> Path:
+    """The absolute path of a checkpoint.
+
+    Raises:
+        ConfigError: it is no path.
+    """
+    if not isinstance(path, (str, os.PathLike)):
+        raise ConfigError(
+            f"the path of a checkpoint is a {type(path).__name__}: the path comes first, then the state, such as "
+            "checkpoint.save('out/checkpoint', {'model': model})"
+        )
+    return Path(path).absolute()
 
 
 @contextmanager

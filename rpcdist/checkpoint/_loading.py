@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import MutableMapping
-from pathlib import Path
 
 import rpcdist.rpc as rpc
 from rpcdist.checkpoint._entries import restore
+from rpcdist.checkpoint._folders import checkpoint_path
 from rpcdist.checkpoint._owners import by_owner, load_at_owner
 from rpcdist.checkpoint._participants import Ranks
 from rpcdist.checkpoint._storage import StoredEntries
@@ -38,10 +38,10 @@ def load(
         CheckpointError: files are damaged, or it failed on another rank.
         WorkerLost: an owner died. RankLost: a rank died.
     """
-    folder = str(Path(path).resolve())  # all read the same one, even if a newer one is published meanwhile
-    here, there = by_owner(state)
+    folder = str(checkpoint_path(path).resolve())  # all read the same one, even if a newer one is published meanwhile
 
     def read() -> None:
+        here, there = by_owner(state)
         calls = [rpc.rpc_async(owner, load_at_owner, (folder, each), timeout=timeout) for owner, each in there.items()]
         stored = StoredEntries(folder)
         for key, value in here.items():

@@ -19,7 +19,14 @@ References = dict[str, RRef[Any]]
 
 
 def by_owner(state: Mapping[str, object]) -> tuple[dict[str, object], dict[str, References]]:
-    """The values of this process, and the references, by their owner's name."""
+    """The values of this process, and the references, by their owner's name.
+
+    Raises:
+        ConfigError: it is no dictionary of values by key.
+    """
+    if not isinstance(state, Mapping) or not all(isinstance(key, str) for key in state):
+        what = f"a {type(state).__name__}" if not isinstance(state, Mapping) else f"of keys {list(state)!r:.80}"
+        raise ConfigError(f"the state is {what}: give a dictionary of values by name, such as {{'model': model}}")
     here: dict[str, object] = {}
     there: dict[str, References] = {}
     for key, value in state.items():

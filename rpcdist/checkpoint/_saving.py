@@ -46,11 +46,12 @@ def save(
         timeout: limit in seconds of each call to an owner; 0 for none, by default that of `init_rpc`.
 
     Raises:
-        ConfigError: something else is at `path`, another save to it runs, or two entries have one key.
+        ConfigError: something else is at `path`, another save to it runs, two entries have one key, or one cannot be
+            saved.
         CheckpointError: it failed on another rank, or files of other workers are not seen here.
         WorkerLost: an owner died. RankLost: a rank died.
     """
-    target = Path(path).absolute()
+    target = _folders.checkpoint_path(path)
     ranks = Ranks(group)
     with ExitStack() as held:
         folder = Path(ranks.first("making the folder", lambda: str(held.enter_context(_folders.new_folder(target)))))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint import (
     SavePlan,
 )
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rpcdist.checkpoint._entries import Entries
@@ -29,6 +31,7 @@ from rpcdist.errors import CheckpointError, ConfigError
 __all__ = ["CheckpointPart", "StoredEntries", "end_with_index", "plan_together"]
 
 INDEX_NAME = ".metadata"
+NUM_ENTRIES_SHOWN = 10  # in an error
 
 
 class CheckpointPart:
@@ -40,7 +43,7 @@ class CheckpointPart:
     """
 
     def __init__(self, folder: str, entries: Entries) -> None:
-        self._planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+        self._planner = _SavePlanner()
         self._writer = FileSystemWriter(folder)
         self._planner.set_up_planner(entries, self._writer.storage_meta(), is_coordinator=False)
         self._writer.set_up_storage_writer(is_coordinator=False)
@@ -56,7 +59,7 @@ class CheckpointPart:
 
 def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
     """Which process writes what, and the index. An entry that several have is written once."""
-    planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    planner = _SavePlanner()
     together, metadata = planner.create_global_plan(list(plans))
     return FileSystemWriter(folder).prepare_global_plan(together), metadata
 
@@ -125,10 +128,31 @@ class StoredEntries:
     def _check(self, key: str, entry: object) -> None:
         found = self._metadata.state_dict_metadata.get(key)
         if found is None:
-            known = ", ".join(sorted(self._metadata.state_dict_metadata)[:10])
-            raise ConfigError(f"the checkpoint has no entry {key!r}; it has {known}, ...")
+            raise ConfigError(self._missing(key))
         shape = tuple(found.size) if isinstance(found, TensorStorageMetadata) else None
         wanted = tuple(entry.shape) if isinstance(entry, Tensor) else None
         if shape != wanted:
             stored, expected = (f"a tensor {size}" if size is not None else "no tensor" for size in (shape, wanted))
             raise ConfigError(f"the entry {key!r} of the checkpoint is {stored}, but {expected} was to be loaded")
+
+    def _missing(self, key: str) -> str:
+        known = sorted(self._metadata.state_dict_metadata)
+        if any(name.startswith(f"{key}.") for name in known):
+            return f"{key!r} was saved as a module: give a module with the same parameters to be filled"
+        shown = ", ".join(known[:NUM_ENTRIES_SHOWN]) + (", ..." if len(known) > NUM_ENTRIES_SHOWN else "")
+        return f"the checkpoint has no entry {key!r}; it has {shown or 'none'}"
+
+
+class _SavePlanner(DefaultSavePlanner):
+    """Names the entry that cannot be written."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        if isinstance(object, Tensor) and object.is_meta:
+            raise ConfigError(f"{write_item.index.fqn!r} is a tensor on the meta device, which has no values to save")
+        try:
+            return super().transform_object(write_item, object)
+        except Exception as exc:
+            raise ConfigError(f"{write_item.index.fqn!r} cannot be pickled: {exc}") from exc

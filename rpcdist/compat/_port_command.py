@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import io
+import os
 import sys
 import tokenize
 from pathlib import Path
@@ -36,9 +37,23 @@ def _run(arguments: argparse.Namespace) -> int:
         if not path.exists():
             print(f"error: there is no file {path}", file=sys.stderr)
             return 2
-        scripts += sorted(path.rglob("*.py")) if path.is_dir() else [path]
+        found = _scripts_below(path) if path.is_dir() else [path]
+        if not found:
+            print(f"error: there are no files *.py in {path}", file=sys.stderr)
+            return 2
+        scripts += found
     statuses = [_port_file(script, write=arguments.write) for script in scripts]
     return max(statuses, default=0)
+
+
+def _scripts_below(folder: Path) -> list[Path]:
+    """Without hidden folders and virtual environments, whose packages are others' programs."""
+    found = []
+    for here, folders, files in os.walk(folder):
+        place = Path(here)
+        folders[:] = [each for each in folders if each[0] != "." and not (place / each / "pyvenv.cfg").exists()]
+        found += [place / file for file in files if file.endswith(".py")]
+    return sorted(found)
 
 
 def _port_file(path: Path, *, write: bool) -> int:
@@ -51,7 +66,8 @@ def _port_file(path: Path, *, write: bool) -> int:
         before = content.decode(encoding)
         result = port(before)
     except (SyntaxError, UnicodeDecodeError) as exc:
-        print(f"{path}: is not Python that this version reads: {exc}", file=sys.stderr)
+        reason = f"{exc.msg} in line {exc.lineno}" if isinstance(exc, SyntaxError) and exc.lineno else exc
+        print(f"{path}: is not Python that this version reads: {reason}", file=sys.stderr)
         return 2
     if result.text != before and write:
         path.write_bytes(result.text.encode(encoding))

@@ -95,7 +95,7 @@ def test_a_save_that_fails_leaves_the_old_one_and_the_next_one_tidies_up(
 ) -> None:
     path = tmp_path / "checkpoint"
     checkpoint.save(path, {"value": torch.zeros(2)})
-    with pytest.raises(AttributeError, match="local object"):
+    with pytest.raises(ConfigError, match=r"'function' cannot be pickled: .*local object"):
         checkpoint.save(path, {"value": torch.ones(2), "function": lambda: None})
     assert_alone(path)
     with monkeypatch.context() as patch:  # a process that is killed discards nothing
@@ -122,14 +122,23 @@ def interrupt(*_: object) -> None:
 @pytest.mark.parametrize(
     ("state", "message"),
     [
-        ({"missing": torch.ones(1)}, r"no entry 'missing'; it has model\._extra_state, model\.weight, step"),
+        (
+            {"missing": torch.ones(1)},
+            r"no entry 'missing'; it has model\._extra_state, model\.weight, optimizer, step$",
+        ),
         ({"model.weight": torch.ones(3)}, r"'model\.weight' of the checkpoint is a tensor \(2,\), but a tensor \(3,\)"),
         ({"step": torch.ones(1)}, r"'step' of the checkpoint is no tensor, but a tensor \(1,\)"),
         ({"model.weight": 1}, r"is a tensor \(2,\), but no tensor"),
+        ({"model": None}, r"'model' was saved as a module: give a module with the same parameters"),
+        (
+            {"optimizer": torch.optim.SGD([torch.ones(1), torch.ones(1)])},
+            r"saved as 'optimizer' does not fit this SGD: ",
+        ),
     ],
 )
 def test_what_does_not_fit_is_explained(tmp_path: Path, state: dict[str, Any], message: str) -> None:
-    checkpoint.save(tmp_path / "checkpoint", {"model": Scale(2), "step": 1})
+    optimizer = torch.optim.SGD([torch.ones(1)])
+    checkpoint.save(tmp_path / "checkpoint", {"model": Scale(2), "optimizer": optimizer, "step": 1})
     with pytest.raises(ConfigError, match=message):
         checkpoint.load(tmp_path / "checkpoint", state)
 
@@ -140,6 +149,17 @@ def test_wrong_paths_and_keys_are_explained(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="name a path that is free"):
         checkpoint.save(tmp_path / "file", {"step": 0})
+    with pytest.raises(ConfigError, match=r"no checkpoint at .*file"):
+        checkpoint.load(tmp_path / "file", {"step": 0})
+    with pytest.raises(ConfigError, match="is a dict: the path comes first"):
+        checkpoint.save({"step": 0}, str(tmp_path / "checkpoint"))  # type: ignore[arg-type]
+    for save_or_load in (checkpoint.save, checkpoint.load):
+        with pytest.raises(ConfigError, match="the state is a Scale: give a dictionary of values by name"):
+            save_or_load(tmp_path / "checkpoint", Scale(1))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"the state is of keys \[1\]: give a dictionary"):
+            save_or_load(tmp_path / "checkpoint", {1: 2})  # type: ignore[dict-item]
+    with pytest.raises(ConfigError, match=r"'table' is a tensor on the meta device"):
+        checkpoint.save(tmp_path / "checkpoint", {"table": torch.ones(2, device="meta")})
     with pytest.raises(ConfigError, match=r"two values of the state have the entry 'a\.weight'"):
         checkpoint.save(tmp_path / "checkpoint", {"a": Scale(1), "a.weight": 1})
     with pytest.raises(ConfigError, match=r"two tensors of the state would have the key 'a\.0'"):

@@ -170,9 +170,24 @@ def test_the_command_shows_a_diff_or_writes(tmp_path: Path, capsys: pytest.Captu
     assert f"{script}:1: torch.distributed.fsdp: stays torch's" in capsys.readouterr().err
     script.write_text("print 1\n")
     assert main(["port", str(script)]) == 2
-    assert "is not Python that this version reads" in capsys.readouterr().err
+    assert f"{script}: is not Python that this version reads: Missing parentheses" in (said := capsys.readouterr().err)
+    assert said.endswith("in line 1\n")
     assert main(["port", "/nowhere/train.py"]) == 2
     assert "there is no file /nowhere/train.py" in capsys.readouterr().err
+
+
+def test_folders_are_searched_but_for_environments(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = "import torch.distributed.rpc as rpc\n"
+    for place in ("venv", ".venv", "project/.hidden", "project/lib"):
+        (tmp_path / place).mkdir(parents=True)
+        (tmp_path / place / "job.py").write_text(text)
+    (tmp_path / "venv" / "pyvenv.cfg").touch()
+    assert main(["port", "--write", str(tmp_path)]) == 0
+    changed = {path for path in tmp_path.rglob("*.py") if path.read_text() != text}
+    assert changed == {tmp_path / "project/lib/job.py"}
+    (tmp_path / "empty").mkdir()
+    assert main(["port", str(tmp_path / "empty")]) == 2
+    assert f"there are no files *.py in {tmp_path / 'empty'}" in capsys.readouterr().err
 
 
 def test_the_table_says_what_the_command_does() -> None:

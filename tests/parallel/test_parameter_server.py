@@ -189,12 +189,21 @@ def test_a_dead_server_is_an_error_that_names_it(cluster: InProcessCluster) -> N
             train(server, 0, 1)
 
 
+class Overflowing(torch.optim.SGD):
+    """Fails with the first row that is not zero."""
+
+    def step(self, closure: Any = None) -> Any:
+        if self.param_groups[0]["params"][0].any():
+            raise RuntimeError("the rows overflow")
+        return super().step(closure)
+
+
 def test_what_the_optimizer_raises_reaches_all_trainers_of_the_round(cluster: InProcessCluster) -> None:
     with cluster.use("trainer0"):
-        table = ShardedEmbedding(6, 2, SERVERS, torch.optim.Adam, lr=0.1, mode="sync", trainers=TRAINERS)
+        table = ShardedEmbedding(6, 2, SERVERS, Overflowing, lr=0.1, mode="sync", trainers=TRAINERS)
         calls = [rpc.rpc_async(name, look_up, (table, [0, 1, 2])) for name in TRAINERS]
         for call in calls:
-            with pytest.raises(RuntimeError, match="Adam does not support sparse gradients"):
+            with pytest.raises(RuntimeError, match="the rows overflow"):
                 call.wait(LIMIT_S)
 
 
@@ -319,7 +328,11 @@ def test_the_page_runs(cluster: InProcessCluster) -> None:
         ({"mode": "sync", "staleness": 3}, "with 'sync', no trainer is ahead"),
         ({"staleness": -1, "trainers": ["a"]}, "from 0 on"),
         ({"trainers": "trainer0"}, "names of different workers"),
+        ({"staleness": 1.5, "trainers": ["a"]}, "from 0 on"),
         ({"parameters": nn.ReLU()}, "nothing to train"),
+        ({"parameters": network().parameters()}, "got a generator: give a module, or a dictionary"),
+        ({"optimizer_class": torch.optim.SGD([torch.ones(1)])}, "optimizer_class is a SGD: give the class"),
+        ({"optimizer_class": "SGD"}, "optimizer_class is 'SGD': give the class"),
     ],
 )
 def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str) -> None:
@@ -338,6 +351,20 @@ def test_wrong_gradients_and_models_are_explained(cluster: InProcessCluster) -> 
             server.push({"a": torch.zeros(3, 2)})
         with pytest.raises(ConfigError, match="a ShardedEmbedding pushes sparse gradients"):
             server.push({"a": torch.zeros(2, 3).to_sparse()})
+        with pytest.raises(
+            ConfigError, match=r"'a' is torch\.float64: give a tensor of its parameter's dtype, torch\.float32"
+        ):
+            server.push({"a": torch.zeros(2, 3, dtype=torch.float64)})
+        with pytest.raises(ConfigError, match="'b' is a float: give a tensor"):
+            server.push({"b": 1.0})  # type: ignore[dict-item]
+        with pytest.raises(ConfigError, match="gradients are a list: give a dictionary"):
+            server.push([torch.zeros(2, 3)])  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match="got a Tensor: give a module"):
+            server.step(torch.zeros(1))  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"SGD has no options \['learning_rate'\]; it has .*'lr'"):
+            server.set_options(learning_rate=0.1)
+        with pytest.raises(ConfigError, match=r"the option lr of SGD is a number, but not '0.1'"):
+            server.set_options(lr="0.1")
         with pytest.raises(ConfigError, match="are not those of <ParameterServer"):
             server.load_into(network())
         found = server.push({"b": torch.tensor(0.5)})
@@ -348,3 +375,16 @@ def test_wrong_gradients_and_models_are_explained(cluster: InProcessCluster) -> 
             ShardedEmbedding(4, 2, SERVERS, torch.optim.SGD, lr=1.0, weight=torch.zeros(2, 2))
         with pytest.raises(ValueError, match="Invalid learning rate"):
             ParameterServer(network(), SERVERS, torch.optim.SGD, lr=-1.0)
+
+
+def test_wrong_tables_and_ids_are_explained(cluster: InProcessCluster) -> None:
+    with cluster.use("trainer0"):
+        for shape in ((3.0, 2), (-3, 2), (3, 0)):
+            with pytest.raises(ConfigError, match=rf"whole numbers from 1, but got \({shape[0]}, {shape[1]}\)"):
+                ShardedEmbedding(shape[0], shape[1], SERVERS, torch.optim.SGD, lr=1.0)  # type: ignore[arg-type]
+        with pytest.raises(ConfigError, match=r"of a table are sparse: give .*Adam does not support sparse gradients"):
+            ShardedEmbedding(3, 2, SERVERS, torch.optim.Adam, lr=1.0)
+        table = ShardedEmbedding(3, 2, SERVERS, torch.optim.SGD, lr=1.0, momentum=0.5)
+        for ids, found in (([1], "a list"), (torch.ones(1), "torch.float32"), (torch.ones(1) > 0, "torch.bool")):
+            with pytest.raises(TypeError, match=f"ids are {found}: give a tensor of int64 or int32"):
+                table(ids)  # type: ignore[arg-type]

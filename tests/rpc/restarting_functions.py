@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -36,6 +37,9 @@ class Ledger:
 
     def read(self) -> tuple[int, list[float]]:
         return self.total, self.weights.tolist()
+
+    def items(self) -> Iterator[int]:
+        yield self.total
 
     def checkpoint(self) -> dict[str, Any]:
         return {"total": self.total, "weights": self.weights}  # not a copy: what is sent must be one

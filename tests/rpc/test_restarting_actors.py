@@ -133,6 +133,8 @@ def test_errors_of_methods_and_checkpoints(cluster: InProcessCluster) -> None:
         actor.rpc_sync().fail()
     with pytest.raises(AttributeError, match="nothing"):
         actor.rpc_sync().nothing()
+    with pytest.raises(TypeError, match=r"items\(\) of the actor Ledger is a generator function: .* Return a list"):
+        actor.rpc_sync().items()
     assert actor.rpc_sync().add(1) == 101
     unsaved = rpc.remote("b", Unsaved, (1,), serial=True, max_restarts=1)
     with pytest.raises(RRefError, match=r"add\(\) of the actor Unsaved ran, but .* OSError: the disk is full"):

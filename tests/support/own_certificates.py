@@ -65,13 +65,21 @@ class OwnCertificate:
 
 
 class OwnAuthority:
-    """Issues certificates; of itself, or of another authority that vouches for it."""
+    """Issues certificates; of itself, or of another authority that vouches for it.
 
-    def __init__(self, name: str = "the authority of the tests", above: OwnAuthority | None = None) -> None:
+    `signs` is what its key usage says of signing certificates; None leaves the extension out, as OpenSSL does.
+    """
+
+    def __init__(
+        self,
+        name: str = "the authority of the tests",
+        above: OwnAuthority | None = None,
+        signs: bool | None = True,
+    ) -> None:
         self._key = ec.generate_private_key(ec.SECP256R1())
         self._name = x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)])
         self._above = above
-        self.certificate = (above or self)._sign(self._name, self._key, (-DAY, 9 * DAY), is_authority=True)
+        self.certificate = (above or self)._sign(self._name, self._key, (-DAY, 9 * DAY), True, signs)
 
     def issue(
         self,
@@ -98,19 +106,21 @@ class OwnAuthority:
         key: PrivateKey,
         period: tuple[timedelta, timedelta],
         is_authority: bool = False,
+        signs: bool | None = False,
         alternative: Sequence[x509.GeneralName] = (),
     ) -> x509.Certificate:
         now, issuer = datetime.now(UTC), self._key.public_key()
-        usage = x509.KeyUsage(not is_authority, False, False, False, False, is_authority, is_authority, False, False)
         builder = (
             x509.CertificateBuilder(self._name, subject, key.public_key(), x509.random_serial_number())
             .not_valid_before(now + period[0])
             .not_valid_after(now + period[1])
             .add_extension(x509.BasicConstraints(ca=is_authority, path_length=None), critical=True)
-            .add_extension(usage, critical=True)
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key.public_key()), critical=False)
             .add_extension(x509.AuthorityKeyIdentifier.from_issuer_public_key(issuer), critical=False)
         )
+        if signs is not None:
+            usage = x509.KeyUsage(not is_authority, False, False, False, False, signs, is_authority, False, False)
+            builder = builder.add_extension(usage, critical=True)
         if alternative:
             builder = builder.add_extension(x509.SubjectAlternativeName(alternative), critical=False)
         return builder.sign(self._key, hashes.SHA256())

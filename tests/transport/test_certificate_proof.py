@@ -12,6 +12,7 @@ from rpcdist.transport.handshake import MAX_HANDSHAKE_BYTES, ClientHandshake
 
 Code = pb.Refusal.Code
 AUTHORITY = OwnAuthority()
+PLAIN = OwnAuthority(signs=None)
 ALICE, BOB = AUTHORITY.issue("alice"), AUTHORITY.issue("bob")
 
 PAIRS = {
@@ -21,6 +22,7 @@ PAIRS = {
     "one for the workers of a host": (AUTHORITY.issue("alice", "bob"),) * 2,
     "RSA": (AUTHORITY.issue("alice", key=rsa_key()), BOB),
     "an intermediate authority": (OwnAuthority("of the rack", above=AUTHORITY).issue("alice"), BOB),
+    "an authority without key usage": (PLAIN.issue("alice"), PLAIN.issue("bob")),
 }
 
 
@@ -49,6 +51,10 @@ STRANGERS: dict[str, tuple[OwnCertificate, str]] = {
     "one of another authority": (
         OwnAuthority("a stranger").issue("alice", "bob"),
         "issued by 'CN=a stranger', is not of the authority that is trusted here",
+    ),
+    "one of an authority whose key is for something else": (
+        OwnAuthority("of the rack", above=AUTHORITY, signs=False).issue("alice", "bob"),
+        "is not of the authority that is trusted here .*key usage does not say that its key signs certificates",
     ),
     "one that a worker has issued": (
         OwnCertificate(

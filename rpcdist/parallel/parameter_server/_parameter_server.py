@@ -77,6 +77,7 @@ class ParameterServer(ShardedParameters):
         trained = [name for name, value in values.items() if value.requires_grad or not is_module]
         if not trained:
             raise ConfigError("no parameter of the module requires gradients: there is nothing to train")
+        self._dtypes = {name: value.dtype for name, value in values.items()}
         layouts = {name: RowLayout.in_blocks(value.shape, len(servers)) for name, value in values.items()}
         parts = [layouts[name].split(value.detach().cpu()) for name, value in values.items()]
         shards = [
@@ -130,7 +131,7 @@ class ParameterServer(ShardedParameters):
 
         Raises as `push`; the gradients are kept then.
         """
-        gradients = {name: parameter.grad for name, parameter in module.named_parameters()}
+        gradients = {name: parameter.grad for name, parameter in values_of(module).items()}
         self._write(self._push(self._divided(gradients), wants_values=True), module)
         module.zero_grad(set_to_none=True)
 
@@ -142,6 +143,8 @@ class ParameterServer(ShardedParameters):
 
     def _divided(self, gradients: Mapping[str, Tensor | None]) -> list[list[Tensor | None]]:
         """The gradients for each server, in the order of the parameters."""
+        if not isinstance(gradients, Mapping):
+            raise ConfigError(f"gradients are a {type(gradients).__name__}: give a dictionary of tensors by name")
         if unknown := gradients.keys() - self._layouts.keys():
             raise ConfigError(f"the servers have no parameters {sorted(unknown)}; they have {list(self._layouts)}")
         parts: list[list[Tensor | None]] = [[] for _ in self._shards]
@@ -150,7 +153,7 @@ class ParameterServer(ShardedParameters):
             if gradient is None:
                 divided: Sequence[Tensor | None] = [None] * len(parts)
             else:
-                _check_gradient(name, layout, gradient)
+                _check_gradient(name, layout, self._dtypes[name], gradient)
                 divided = layout.split(gradient.detach().cpu())
             for part, piece in zip(parts, divided, strict=True):
                 part.append(piece)
@@ -172,7 +175,10 @@ class ParameterServer(ShardedParameters):
             layout.write(parts, targets[name])
 
 
-def _check_gradient(name: str, layout: RowLayout, gradient: Tensor) -> None:
+def _check_gradient(name: str, layout: RowLayout, dtype: torch.dtype, gradient: Tensor) -> None:
+    if not isinstance(gradient, Tensor) or gradient.dtype is not dtype:
+        found = gradient.dtype if isinstance(gradient, Tensor) else f"a {type(gradient).__name__}"
+        raise ConfigError(f"the gradient of {name!r} is {found}: give a tensor of its parameter's dtype, {dtype}")
     if gradient.layout is not torch.strided:
         raise ConfigError(f"the gradient of {name!r} is sparse; a ShardedEmbedding pushes sparse gradients")
     if tuple(gradient.shape) != layout.shape:

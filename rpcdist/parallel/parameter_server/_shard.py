@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.futures import Future
 
 import rpcdist.rpc as rpc
+from rpcdist.errors import ConfigError
 from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, mean_gradient
 from rpcdist.parallel.parameter_server._step_clock import StepClock
 
@@ -198,6 +199,13 @@ class ParameterShard:
 
     def set_options(self, options: Mapping[str, Any]) -> None:
         """Changes options of the optimizer, the learning rate for example."""
+        known = self._optimizer.defaults
+        optimizer = type(self._optimizer).__name__
+        if unknown := options.keys() - known.keys():
+            raise ConfigError(f"{optimizer} has no options {sorted(unknown)}; it has {sorted(known)}")
+        for name, value in options.items():
+            if isinstance(known[name], (int, float)) and not isinstance(value, (int, float, Tensor)):
+                raise ConfigError(f"the option {name} of {optimizer} is a number, but not {value!r}")
         with self._lock:
             for group in self._optimizer.param_groups:
                 group.update(options)

@@ -66,6 +66,9 @@ class ShardedEmbedding(ShardedParameters):
     ) -> None:
         config = make_config(servers, optimizer_class, defaults, mode, staleness, trainers, device)
         shape = (num_embeddings, embedding_dim)
+        if not all(isinstance(size, int) and size > 0 for size in shape):
+            raise ConfigError(f"num_embeddings and embedding_dim are whole numbers from 1, but got {shape}")
+        _check_takes_sparse(optimizer_class, defaults)
         if weight is not None and tuple(weight.shape) != shape:
             raise ConfigError(f"weight has the shape {tuple(weight.shape)}, but the table shall have {shape}")
         if num_embeddings < len(servers):
@@ -102,9 +105,13 @@ class ShardedEmbedding(ShardedParameters):
             gradients here, and `step` sends them.
 
         Raises:
+            TypeError: it is no tensor of whole numbers.
             IndexError: there is no such row.
             DeadlineExceeded, OwnerLost, WorkerLost: a server did not answer, or died.
         """
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int64, torch.int32):
+            found = ids.dtype if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+            raise TypeError(f"ids are {found}: give a tensor of int64 or int32, such as torch.tensor([3, 5])")
         needed, positions = torch.unique(ids.detach().cpu(), return_inverse=True)
         if len(needed) and not 0 <= int(needed[0]) <= int(needed[-1]) < self.num_embeddings:
             wrong = int(needed[0] if needed[0] < 0 else needed[-1])
@@ -157,3 +164,20 @@ class ShardedEmbedding(ShardedParameters):
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_arrived": []}
+
+
+def _check_takes_sparse(optimizer_class: Callable[..., torch.optim.Optimizer], defaults: dict[str, Any]) -> None:
+    """Before anything is made: one step of such an optimizer with a sparse gradient.
+
+    Raises:
+        ConfigError: it takes dense gradients only.
+    """
+    probe = torch.zeros(2, 1, requires_grad=True)
+    probe.grad = torch.sparse_coo_tensor(torch.tensor([[0]]), torch.ones(1, 1), (2, 1), check_invariants=False)
+    optimizer = optimizer_class([probe], **defaults)
+    try:
+        optimizer.step()
+    except RuntimeError as exc:
+        raise ConfigError(
+            f"the gradients of a table are sparse: give torch.optim.SGD, SparseAdam or Adagrad ({exc})"
+        ) from exc

@@ -64,7 +64,11 @@ class ShardedParameters:
         self._ask("leave", _my_name())
 
     def set_options(self, **options: Any) -> None:
-        """Changes options of the optimizer on all servers, for example `lr=0.01`."""
+        """Changes options of the optimizer on all servers, for example `lr=0.01`.
+
+        Raises:
+            ConfigError: the optimizer has no such option, or it is a number and gets something else.
+        """
         self._ask("set_options", options)
 
     def state_dict(self) -> dict[str, Any]:
@@ -143,9 +147,14 @@ def make_config(
     """
     if isinstance(servers, str) or not servers or len(set(servers)) < len(servers):
         raise ConfigError(f"servers are the names of different workers, such as ['server0'], but got {servers!r}")
+    if isinstance(optimizer_class, torch.optim.Optimizer) or not callable(optimizer_class):
+        raise ConfigError(
+            f"optimizer_class is {_what(optimizer_class)}: give the class and its options, such as torch.optim.SGD, "
+            "lr=0.1; each server makes an optimizer of its rows"
+        )
     if mode not in ("async", "sync"):
         raise ConfigError(f"mode {mode!r}: write 'async' or 'sync'")
-    if staleness is not None and (mode == "sync" or staleness < 0):
+    if staleness is not None and (mode == "sync" or not isinstance(staleness, int) or staleness < 0):
         raise ConfigError(
             f"staleness {staleness} is a number of steps from 0 on, for mode='async'; with 'sync', no trainer is ahead"
         )
@@ -161,5 +170,17 @@ def _my_name() -> str:
 
 
 def values_of(parameters: Mapping[str, Tensor] | torch.nn.Module) -> dict[str, Tensor]:
-    """The parameters by name."""
-    return dict(parameters.named_parameters() if isinstance(parameters, torch.nn.Module) else parameters)
+    """The parameters by name.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if isinstance(parameters, torch.nn.Module):
+        return dict(parameters.named_parameters())
+    if not isinstance(parameters, Mapping) or not all(isinstance(value, Tensor) for value in parameters.values()):
+        raise ConfigError(f"got {_what(parameters)}: give a module, or a dictionary of its tensors by name")
+    return dict(parameters)
+
+
+def _what(value: object) -> str:
+    return repr(value) if isinstance(value, str) else f"a {type(value).__name__}"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Awaitable
+from collections.abc import AsyncGenerator, Awaitable, Generator
 from typing import Any, NamedTuple
 
 from rpcdist.errors import CallRefused, RRefError
@@ -55,6 +55,11 @@ class Checkpointed:
         """
         found = getattr(self._value, method)
         result = found(*args, **kwargs) if callable(found) or args or kwargs else found
+        if isinstance(result, Generator | AsyncGenerator):
+            raise TypeError(
+                f"{method}() of the actor {type(self._value).__name__} is a generator function: its items would be "
+                "made while other calls run. Return a list"
+            )
         if inspect.isawaitable(result):
             return self._finish(method, result, wants_state)
         return result, self._state(method) if wants_state else None

@@ -19,7 +19,7 @@ from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
 from cryptography.x509.oid import NameOID
-from cryptography.x509.verification import ExtensionPolicy, PolicyBuilder, Store, VerificationError
+from cryptography.x509.verification import Criticality, ExtensionPolicy, Policy, PolicyBuilder, Store, VerificationError
 
 from rpcdist._proto import handshake_pb2 as pb
 from rpcdist.ids import Identity
@@ -116,9 +116,11 @@ def chain_refusal(chain: Sequence[x509.Certificate], authorities: Sequence[x509.
             f"the certificate of {subject!r} is valid from {chain[0].not_valid_before_utc:%Y-%m-%d %H:%M} UTC on only"
         )
     rules = PolicyBuilder().store(Store(list(authorities))).time(now)
-    rules = rules.extension_policies(
-        ca_policy=ExtensionPolicy.webpki_defaults_ca(), ee_policy=ExtensionPolicy.permit_all()
+    # What `openssl req -x509` makes says nothing of what its key is for, and OpenSSL takes it in TLS.
+    of_authorities = ExtensionPolicy.webpki_defaults_ca().may_be_present(
+        x509.KeyUsage, Criticality.AGNOSTIC, _signs_certificates
     )
+    rules = rules.extension_policies(ca_policy=of_authorities, ee_policy=ExtensionPolicy.permit_all())
     try:
         rules.build_client_verifier().verify(chain[0], list(chain[1:]))
     except VerificationError as exc:
@@ -127,6 +129,11 @@ def chain_refusal(chain: Sequence[x509.Certificate], authorities: Sequence[x509.
             f"of the authority that is trusted here ({printable(str(exc))[:200]})"
         )
     return None
+
+
+def _signs_certificates(_policy: Policy, _certificate: x509.Certificate, usage: x509.KeyUsage | None) -> None:
+    if usage is not None and not usage.key_cert_sign:
+        raise ValueError("the authority's key usage does not say that its key signs certificates")
 
 
 def dns_names(certificate: x509.Certificate) -> list[str]:
