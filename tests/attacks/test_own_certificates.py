@@ -16,7 +16,9 @@ from typing import Any
 import grpc
 import grpc.aio
 import pytest
-from own_certificates import DAY, OwnAuthority, OwnCertificate
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.serialization import Encoding
+from own_certificates import DAY, OwnAuthority, OwnCertificate, rsa_key
 from transport_nodes import LIMIT_S, Nodes, Recorder, kind_of, open_link
 
 from rpcdist import rpc
@@ -29,6 +31,8 @@ from rpcdist.testing import WorkerPool
 from rpcdist.transport import Node, TlsOptions
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
+from rpcdist.transport._tls.certificate_files import CertificateFiles
+from rpcdist.transport._tls.tls_identity import TlsIdentity
 from rpcdist.transport._tls.tls_options import AUTHORITY_VARIABLE, CERTIFICATE_VARIABLE, KEY_VARIABLE
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE, TlsPolicy
 from rpcdist.transport.sockets import SocketHub
@@ -144,6 +148,51 @@ def test_a_server_is_refused_in_the_tls_handshake(worker: Any, monkeypatch: pyte
     server.serve("127.0.0.1", 0)
     with pytest.raises(AuthenticationFailed, match=why):
         open_link(client, server, handler=Recorder(), retry=False)
+
+
+# ---------------------------------------------------------------- files
+
+
+@pytest.mark.parametrize(
+    ("name", "before"),
+    [
+        ("authority", "# Főtanúsítvány\n".encode()),
+        ("authority", "# Zürich\n".encode("latin-1")),
+        ("cert", "# Zürich\n".encode("latin-1")),
+        ("key", AUTHORITY.certificate.public_bytes(Encoding.PEM)),
+    ],
+)
+def test_what_else_is_in_the_files_does_not_matter(tmp_path: Path, name: str, before: bytes) -> None:
+    options = AUTHORITY.issue("ps").write(tmp_path)
+    file = tmp_path / f"{name}.pem"
+    file.write_bytes(before + file.read_bytes())
+    identity = TlsIdentity(CertificateFiles(options, "default"))
+    identity.ssl_context(server_side=True)
+    identity.ssl_context(server_side=False)
+    identity.grpc_server_credentials()
+
+
+BAD_FILES = {
+    "a malformed URI": (AUTHORITY.issue(uris=["rpcdist://[::1"]), r"are malformed: Invalid IPv6 URL"),
+    "a small key": (AUTHORITY.issue("ps", key=rsa_key(1024)), "another kind than RSA with 2048 bits or more"),
+    "another curve": (AUTHORITY.issue("ps", key=ec.generate_private_key(ec.SECP256K1())), "P-256, P-384 and P-521"),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_FILES)
+def test_files_that_cannot_be_used_are_explained_and_the_old_ones_stay(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, kind: str
+) -> None:
+    bad, why = BAD_FILES[kind]
+    with pytest.raises(ConfigError, match=why):
+        CertificateFiles(bad.write(tmp_path), "default")
+    files = CertificateFiles(AUTHORITY.issue("ps").write(tmp_path), "default")
+    shown = files.current()
+    bad.write(tmp_path)
+    assert files.current() is shown and files.current() is shown
+    assert [record.message.partition(":")[0] for record in caplog.records] == [
+        "new certificate files cannot be used, and the old ones stay"
+    ]
 
 
 # ---------------------------------------------------------------- a relay that has the token, and a certificate

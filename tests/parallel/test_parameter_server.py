@@ -16,6 +16,7 @@ from rpcdist import autograd, rpc
 from rpcdist.errors import ConfigError, DeadlineExceeded, WorkerLost
 from rpcdist.optim import DistributedOptimizer
 from rpcdist.parallel import ParameterServer, ShardedEmbedding
+from rpcdist.parallel.parameter_server._shard import ParameterShard, ShardConfig
 from rpcdist.testing import InProcessCluster, eventually
 
 LIMIT_S = 30.0
@@ -205,6 +206,70 @@ def test_what_the_optimizer_raises_reaches_all_trainers_of_the_round(cluster: In
         for call in calls:
             with pytest.raises(RuntimeError, match="the rows overflow"):
                 call.wait(LIMIT_S)
+
+
+class Failing(torch.optim.SGD):
+    """Fails in one step."""
+
+    num_steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        Failing.num_steps += 1
+        if Failing.num_steps == 2:
+            raise RuntimeError("this step fails")
+        return super().step(closure)
+
+
+@pytest.mark.parametrize("mode", ["sync", "async"])
+def test_the_step_after_one_that_failed_counts(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, mode: Any
+) -> None:
+    monkeypatch.setattr(Failing, "num_steps", 0)
+    with cluster.use("trainer0"):
+        server = ParameterServer(
+            {"a": torch.zeros(2)}, SERVERS[:1], Failing, lr=1.0, mode=mode, trainers=["trainer0"], staleness=None
+        )
+        ones = {"a": torch.ones(2)}
+        assert server.push(ones)["a"].tolist() == [-1.0, -1.0]
+        with pytest.raises(RuntimeError, match="this step fails"):
+            server.push(ones)
+        assert server.push(ones)["a"].tolist() == [-2.0, -2.0]
+
+
+def push_of_type(server: ParameterServer, dtype: torch.dtype) -> list[float]:
+    return server.push({"a": torch.ones(2, dtype=dtype)})["a"].tolist()
+
+
+def test_a_gradient_of_the_wrong_type_is_nobody_elses_error(cluster: InProcessCluster) -> None:
+    with cluster.use("server2"):
+        server = ParameterServer(
+            {"a": torch.zeros(2)}, SERVERS[:2], torch.optim.SGD, lr=1.0, mode="sync", trainers=TRAINERS
+        )
+        right = rpc.rpc_async("trainer0", push_of_type, (server, torch.float32))
+        with pytest.raises(ConfigError, match=r"torch\.float16"):
+            rpc.rpc_sync("trainer1", push_of_type, (server, torch.float16))
+        assert rpc.rpc_sync("trainer1", push_of_type, (server, torch.float32)) == [-1.0, -1.0]
+        assert right.wait(LIMIT_S) == [-1.0, -1.0]
+
+
+@pytest.mark.parametrize(
+    "pushed",
+    [
+        [None, None],
+        [torch.ones(1, 2)],
+        [(torch.tensor([3]), torch.ones(1, 2))],
+        [(torch.tensor([-1]), torch.ones(1, 2))],
+        [(torch.tensor([1.5]), torch.ones(1, 2))],
+        [(torch.tensor([[0]]), torch.ones(1, 2))],
+        [(torch.tensor([0]), torch.ones(2, 2))],
+        [(torch.tensor([0]), torch.ones(1, 2, dtype=torch.float64))],
+    ],
+)
+def test_nothing_is_written_beside_the_rows(pushed: list[Any]) -> None:
+    shard = ParameterShard(ShardConfig(torch.optim.SGD, {"lr": 1.0}), [torch.zeros(3, 2)], [True])
+    with pytest.raises(ConfigError):
+        shard.push("trainer0", 1, True, pushed, True)
+    assert not shard.pull()[0].any()
 
 
 def test_gradients_flow_through_distributed_autograd(cluster: InProcessCluster) -> None:

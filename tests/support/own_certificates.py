@@ -126,5 +126,5 @@ class OwnAuthority:
         return builder.sign(self._key, hashes.SHA256())
 
 
-def rsa_key() -> rsa.RSAPrivateKey:
-    return rsa.generate_private_key(65537, 2048)
+def rsa_key(num_bits: int = 2048) -> rsa.RSAPrivateKey:
+    return rsa.generate_private_key(65537, num_bits)

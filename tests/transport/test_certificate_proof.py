@@ -43,6 +43,10 @@ STRANGERS: dict[str, tuple[OwnCertificate, str]] = {
         AUTHORITY.issue(uris=["rpcdist://letters/alice", "rpcdist://letters/bob"]),
         r"is of no worker, and not of worker '(alice|bob)' in job 'digits'",
     ),
+    "that of a worker in another job, in capitals": (
+        AUTHORITY.issue("alice", "bob", uris=["RPCDIST://letters/alice"]),
+        r"is of no worker, and not of worker '(alice|bob)' in job 'digits'",
+    ),
     "an expired one": (
         AUTHORITY.issue("alice", "bob", period=(-2 * DAY, -DAY)),
         r"certificate of .* expired on \d{4}-",

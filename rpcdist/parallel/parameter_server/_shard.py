@@ -14,7 +14,7 @@ from torch.futures import Future
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import ConfigError
-from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, mean_gradient
+from rpcdist.parallel.parameter_server._pushed_gradients import Gradient, check_gradients, mean_gradient
 from rpcdist.parallel.parameter_server._step_clock import StepClock
 
 __all__ = ["Mode", "ParameterShard", "ShardConfig", "ShardState", "new_embedding_shard"]
@@ -113,7 +113,11 @@ class ParameterShard:
             begins: whether it is the first one after `floor`.
             gradients: of each parameter; none at all for a step whose gradients take another way.
             wants_values: whether the result has the new values.
+
+        Raises:
+            ConfigError: a gradient does not fit its parameter. It does not count, and the other trainers do not see it.
         """
+        check_gradients(self._parameters, gradients)
         reply: Reply = Future()
         with self._lock:
             if self._config.mode == "async":

@@ -104,6 +104,9 @@ class ShardedParameters:
                     "let it call leave() before; if it is only slow, give a longer timeout, or allow more staleness"
                 ) from exc
             raise
+        except Exception:
+            self._step = None  # some servers may count this step, and others not: the next one is new on all of them
+            raise
         # A server that took this worker for dead does not count it any more: it begins anew.
         self._step = last + 1 if all(takes_part for takes_part, _ in answers) else None
         return [values for _, values in answers]

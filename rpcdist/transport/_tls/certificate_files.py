@@ -8,18 +8,30 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
-from typing import NamedTuple, TypeVar
+from typing import Final, NamedTuple, TypeVar
 
 from cryptography import x509
+from cryptography.exceptions import UnsupportedAlgorithm
 from cryptography.hazmat.primitives.asymmetric import ec, rsa
-from cryptography.hazmat.primitives.serialization import Encoding, load_pem_private_key
+from cryptography.hazmat.primitives.serialization import (
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    load_pem_private_key,
+)
 
 from rpcdist.errors import AuthenticationFailed, ConfigError
 from rpcdist.ids import Identity
 from rpcdist.transport._tls.certificate import Certificate, fingerprint
-from rpcdist.transport._tls.certificate_proof import CertificateProver, PrivateKey, chain_refusal, dns_names
+from rpcdist.transport._tls.certificate_proof import (
+    MALFORMED,
+    CertificateProver,
+    PrivateKey,
+    chain_refusal,
+    dns_names,
+)
 from rpcdist.transport._tls.tls_options import TlsOptions
 
 __all__ = ["CertificateFiles"]
@@ -27,6 +39,8 @@ __all__ = ["CertificateFiles"]
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+MIN_RSA_BITS: Final = 2048
+_CURVES: Final = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
 _Stamp = tuple[tuple[int, int, int], ...]
 
 
@@ -109,6 +123,14 @@ class CertificateFiles:
         return tuple((file.st_mtime_ns, file.st_size, file.st_ino) for file in found)
 
     def _load(self, stamp: _Stamp) -> _Loaded:
+        try:
+            return self._read(stamp)
+        except ConfigError:
+            raise
+        except MALFORMED as exc:
+            raise ConfigError(f"{self._options} are malformed: {exc}") from exc
+
+    def _read(self, stamp: _Stamp) -> _Loaded:
         options = self._options
         texts = [_of_file(path, _content) for path in (options.certificate, options.key, options.authority)]
         chain = _certificates(options.certificate, texts[0])
@@ -125,9 +147,11 @@ class CertificateFiles:
                 "certificates of a job need beside those of their workers; TlsOptions(server_name=...) names another"
             )
         certificate = Certificate(
-            key=texts[1],
-            chain=b"".join(one.public_bytes(Encoding.PEM) for one in chain),
-            authority=texts[2],
+            # Not the files themselves: OpenSSL does not take the comments that they may have, nor a second certificate
+            # beside the key.
+            key=key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()),
+            chain=_pem(chain),
+            authority=_pem(authorities),
             fingerprint=fingerprint(chain[0].public_bytes(Encoding.DER)),
             renew_at=chain[0].not_valid_after_utc,
             server_name=options.server_name,
@@ -154,11 +178,19 @@ def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certifi
         raise ConfigError(f"{path} holds no certificate in PEM: {exc}") from exc
 
 
+def _pem(certificates: Sequence[x509.Certificate]) -> bytes:
+    return b"".join(certificate.public_bytes(Encoding.PEM) for certificate in certificates)
+
+
 def _private_key(path: str | os.PathLike[str], pem: bytes) -> PrivateKey:
     try:
         key = load_pem_private_key(pem, password=None)
-    except (ValueError, TypeError) as exc:  # TypeError: it has a password
+    except (ValueError, TypeError, UnsupportedAlgorithm) as exc:  # TypeError: it has a password
         raise ConfigError(f"{path} holds no private key in PEM that can be used without a password: {exc}") from exc
-    if not isinstance(key, ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey):
-        raise ConfigError(f"the key {path} is of another kind than RSA and P-256, P-384 or P-521")
-    return key
+    if isinstance(key, rsa.RSAPrivateKey) and key.key_size >= MIN_RSA_BITS:
+        return key
+    if isinstance(key, ec.EllipticCurvePrivateKey) and isinstance(key.curve, _CURVES):
+        return key
+    raise ConfigError(
+        f"the key {path} is of another kind than RSA with {MIN_RSA_BITS} bits or more, P-256, P-384 and P-521"
+    )

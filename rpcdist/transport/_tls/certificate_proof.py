@@ -14,7 +14,7 @@ from typing import Final
 from urllib.parse import unquote, urlsplit
 
 from cryptography import x509
-from cryptography.exceptions import InvalidSignature
+from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec, padding, rsa
 from cryptography.hazmat.primitives.serialization import Encoding
@@ -26,20 +26,22 @@ from rpcdist.ids import Identity
 from rpcdist.transport.keys import framed
 from rpcdist.transport.peer_text import printable
 
-__all__ = ["CertificateProver", "PrivateKey", "chain_refusal", "dns_names"]
+__all__ = ["MALFORMED", "CertificateProver", "PrivateKey", "chain_refusal", "dns_names"]
 
 PrivateKey = ec.EllipticCurvePrivateKey | rsa.RSAPrivateKey
 
 _SCHEME: Final = "rpcdist"
 _MAX_CERTIFICATES: Final = 8
 _PSS: Final = padding.PSS(padding.MGF1(hashes.SHA256()), padding.PSS.DIGEST_LENGTH)
-_MALFORMED: Final = (
+MALFORMED: Final = (
     ValueError,
     TypeError,
+    UnsupportedAlgorithm,
     x509.InvalidVersion,
     x509.DuplicateExtension,
     x509.UnsupportedGeneralNameType,
 )
+"""What `cryptography` raises for certificates that it does not understand, when it looks into them."""
 
 
 class CertificateProver:
@@ -99,7 +101,7 @@ class CertificateProver:
                     "relays it, or who shows the certificate does not have its key"
                 )
             names = _worker_names(chain[0], self._job)
-        except _MALFORMED as exc:
+        except MALFORMED as exc:
             return f"the certificate that was shown is malformed: {printable(str(exc))[:200]}"
         if peer.id >= 0 and peer.name not in names:
             return f"the certificate is {_named(names)}, and not of worker {peer.name!r} in job {self._job!r}"
@@ -146,7 +148,7 @@ def _worker_names(certificate: x509.Certificate, job: str) -> frozenset[str]:
     """The workers that a certificate names: by URIs if it has such, which name the job, too, or else by plain names."""
     alternative = _alternative_names(certificate)
     uris = [] if alternative is None else alternative.get_values_for_type(x509.UniformResourceIdentifier)
-    places = [urlsplit(uri) for uri in uris if uri.startswith(f"{_SCHEME}://")]
+    places = [urlsplit(uri) for uri in uris if uri.lower().startswith(f"{_SCHEME}://")]
     if places:
         return frozenset(
             unquote(place.path.removeprefix("/")) for place in places if unquote(place.netloc) == job and place.path
