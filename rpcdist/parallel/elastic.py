@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from os import PathLike
 from types import TracebackType
 from typing import Any, Protocol, Self
 
@@ -26,6 +27,8 @@ __all__ = ["ElasticDataParallel", "ElasticStep", "HasState"]
 MAX_TIMEOUTS = 3
 """A step that runs out of time so often while nobody is lost is a mistake in the program."""
 _OURS = ("process_group", "device_mesh", "init_sync", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
+
+_STATE_METHODS = ("state_dict", "load_state_dict")
 
 
 class HasState(Protocol):
@@ -58,8 +61,10 @@ class ElasticStep:
     world_size: int
     _model: ElasticDataParallel = field(repr=False)
     counted: bool = False
+    _entered: bool = field(default=False, repr=False)
 
     def __enter__(self) -> Self:
+        self._entered = True
         self._model._begin_step()
         return self
 
@@ -130,10 +135,11 @@ class ElasticDataParallel(nn.Module):
                 raise ConfigError(f"ElasticDataParallel takes no {name!r}: the ranks change while it trains")
         if "nccl" in backend:
             raise ConfigError("a GPU reports a lost rank too late to take a step back: pass backend='tcp'")
-        self.module = module
         self.step = first_step
         self.num_restarts = -1
         self._optimizers = list(optimizer) if isinstance(optimizer, Sequence) else [optimizer]
+        _check_arguments(module, self._optimizers, store, stateful)
+        self.module = module
         self._stateful = list(stateful)
         self._comm_hook = comm_hook
         self._ddp_options = ddp_options
@@ -167,6 +173,7 @@ class ElasticDataParallel(nn.Module):
         It joins the group first, and ends on all ranks together, with the same state.
 
         Raises:
+            ConfigError: it is used again, or a step was not entered by `with`.
             JobEnded: the others have finished already.
             CollectiveTimeout: a step ran out of time several times, and nobody is lost.
             RendezvousError, DistStoreError: see `ElasticGroup.form`.
@@ -179,7 +186,9 @@ class ElasticDataParallel(nn.Module):
             while not finished:
                 group = self._current_group()
                 if self.step < total:
-                    yield ElasticStep(self.step, group.rank(), group.size(), self)
+                    yield (step := ElasticStep(self.step, group.rank(), group.size(), self))
+                    if not step._entered:  # it would come again for ever
+                        raise ConfigError("the step was not taken: write `with step:` around forward and backward pass")
                 else:
                     finished = self._finish(group)
         finally:
@@ -287,6 +296,24 @@ class ElasticDataParallel(nn.Module):
         """Leaves the group; if the training has not ended, the others go on. Idempotent, bounded."""
         self._group = None
         self._elastic.leave()
+
+
+def _check_arguments(module: object, optimizers: Sequence[object], store: object, stateful: object) -> None:
+    """Raises `ConfigError`, which says what to give instead."""
+    if not isinstance(module, nn.Module):
+        raise ConfigError(f"module is a {type(module).__name__}: give an nn.Module")
+    for each in optimizers:
+        if isinstance(each, type) or not all(hasattr(each, name) for name in ("step", "zero_grad", *_STATE_METHODS)):
+            raise ConfigError(
+                f"{each!r} is no optimizer: give one, such as torch.optim.SGD(module.parameters(), lr=0.1)"
+            )
+    stepped = {id(it) for each in optimizers for group in getattr(each, "param_groups", ()) for it in group["params"]}
+    if stepped and stepped.isdisjoint(map(id, module.parameters())):
+        raise ConfigError("the optimizer has none of the module's parameters: make it from module.parameters()")
+    if isinstance(store, (str, PathLike)):
+        raise ConfigError(f"store is {store!r}: give a store, such as rpcdist.collectives.FileStore({str(store)!r})")
+    if not isinstance(stateful, Sequence) or not all(hasattr(it, name) for it in stateful for name in _STATE_METHODS):
+        raise ConfigError("stateful is a list of what has state_dict() and load_state_dict(), such as [scheduler]")
 
 
 def _description(module: nn.Module, optimizers: Sequence[Optimizer], backend: str, options: dict[str, Any]) -> str:

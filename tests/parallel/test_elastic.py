@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+from typing import Any
+
 import pytest
+import torch
 from elastic_ranks import Failed, Outcome, Plan, train
 
 from rpcdist.collectives import FileStore
-from rpcdist.errors import JobEnded, RendezvousError
+from rpcdist.errors import ConfigError, JobEnded, RendezvousError
+from rpcdist.parallel import ElasticDataParallel
 from rpcdist.testing import RankPool
 from rpcdist.testing.limits import LIMIT_S, UNIT_S
 from rpcdist.testing.worker import WorkerEnded
@@ -104,3 +109,36 @@ def test_who_comes_after_the_end_is_told(rank_pool: RankPool) -> None:
     *others, late = run(rank_pool, 3, Plan(num_ranks=2, min_ranks=2, waits_for={2: "elastic/ended"}))
     assert isinstance(late, JobEnded)
     assert len(survivors(others)) == 2
+
+
+MODULE = torch.nn.Linear(2, 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"module": MODULE.parameters()}, "module is a generator: give an nn.Module"),
+        ({"optimizer": torch.optim.SGD}, r"is no optimizer: give one, such as torch\.optim\.SGD\(module"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "has none of the module's parameters"),
+        ({"store": "/shared/store"}, r"give a store, such as .*FileStore\('/shared/store'\)"),
+        ({"stateful": torch.optim.SGD([torch.ones(1)])}, r"stateful is a list .* such as \[scheduler\]"),
+        ({"stateful": [3]}, r"stateful is a list .* such as \[scheduler\]"),
+    ],
+)
+def test_wrong_arguments_are_explained(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    right = {
+        "module": MODULE,
+        "optimizer": torch.optim.SGD(MODULE.parameters()),
+        "store": FileStore(tmp_path / "store"),
+    }
+    with pytest.raises(ConfigError, match=message):
+        ElasticDataParallel(**{**right, **arguments}, num_ranks=1)
+
+
+def test_a_step_that_is_not_taken_is_no_endless_loop(tmp_path: Path) -> None:
+    optimizer = torch.optim.SGD(MODULE.parameters())
+    with FileStore(tmp_path / "store") as store:
+        model = ElasticDataParallel(MODULE, optimizer, store, num_ranks=1)
+        with pytest.raises(ConfigError, match="write `with step:` around"):
+            for _ in model.steps(2):
+                pass

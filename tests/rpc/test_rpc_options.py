@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rpcdist.errors import ConfigError
-from rpcdist.rpc import backend_registry, constants
+from rpcdist.rpc import TlsOptions, backend_registry, constants
 from rpcdist.rpc.functions import async_execution, is_async_execution
 from rpcdist.rpc.options import RpcBackendOptions, RpcOptions, TensorPipeRpcBackendOptions
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -73,6 +73,7 @@ REFUSED: list[tuple[Callable[[], object], type[Exception], str]] = [
     (lambda: RpcOptions(token=""), ConfigError, "token must not be empty"),
     (lambda: RpcOptions(token=as_any(3)), TypeError, "token is str or bytes"),  # type: ignore[arg-type]
     (lambda: RpcOptions(tls=as_any("off")), TypeError, "tls is True, False, TlsOptions or None"),  # type: ignore[arg-type]
+    (lambda: TlsOptions("a", as_any(None), "b"), TypeError, "key is the path of a PEM file, but got a NoneType"),  # type: ignore[arg-type]
     (lambda: RpcOptions(allow_functions=["torch"]), ConfigError, "module:qualname"),
 ]
 

@@ -40,7 +40,10 @@ class TlsOptions:
 
     def __post_init__(self) -> None:
         for name in ("certificate", "key", "authority"):  # plain texts, so that equal options compare equal
-            object.__setattr__(self, name, os.path.abspath(fspath(getattr(self, name))))
+            file = getattr(self, name)
+            if not isinstance(file, (str, PathLike)):
+                raise TypeError(f"TlsOptions: {name} is the path of a PEM file, but got a {type(file).__name__}")
+            object.__setattr__(self, name, os.path.abspath(fspath(file)))
 
     def __str__(self) -> str:
         return f"the certificate {self.certificate} and the authority {self.authority}"
