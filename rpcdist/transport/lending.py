@@ -155,7 +155,7 @@ class Lender:
         try:
             copy_to(mapped.address)
         except BaseException:
-            self.returned([mapped.number])
+            self.take_back([mapped.number])
             raise
         return mapped.number
 
@@ -234,6 +234,14 @@ class Lender:
                 mapped = self._lent.pop(number, None)
                 if mapped is None and not self._closed:
                     raise ProtocolViolation(f"segment {number} was returned, but not lent")
+                if mapped is not None:
+                    self._free.setdefault(mapped.size_bytes, []).append(mapped)
+
+    def take_back(self, numbers: Iterable[int]) -> None:
+        """The borrower will not be told of these loans. One that it has guessed and returned is free already."""
+        with self._lock:
+            for number in numbers:
+                mapped = self._lent.pop(number, None)
                 if mapped is not None:
                     self._free.setdefault(mapped.size_bytes, []).append(mapped)
 

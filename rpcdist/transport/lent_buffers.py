@@ -118,6 +118,10 @@ class LentBuffers:
         """The peer does not use these segments any more."""
         self._lender.returned(numbers)
 
+    def take_back(self, numbers: Sequence[int]) -> None:
+        """The peer will not receive the message whose buffers lie in these segments."""
+        self._lender.take_back(numbers)
+
     def take_news(self, news: rpc_pb2.SegmentNews) -> None:
         """The peer tells us."""
         self._lender.kept(news.kept)

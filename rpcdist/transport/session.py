@@ -209,7 +209,7 @@ class Session:
         unread = self._outgoing.abort(number)
         if unread is not None:
             if self._shared is not None:
-                self._shared.lent.returned(unread)  # the peer will not receive the message
+                self._shared.lent.take_back(unread)
             aborted = rpc_pb2.TransferAborted(transfer=number, reason=reason)
             self.send(rpc_pb2.Message(transfer_aborted=aborted))
 
