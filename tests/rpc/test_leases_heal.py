@@ -97,3 +97,19 @@ def _error_of(held: rpc.RRef[int]) -> type[Exception] | None:
     except RRefError as exc:
         return type(exc)
     return None
+
+
+def test_what_is_dropped_while_connections_are_refused_is_told_later(cluster: InProcessCluster) -> None:
+    """The user gives the owner up, which lives and may go on counting: the leases of both go on."""
+    with cluster:
+        held = [cluster.run("b", rpc.remote, "c", add, (1, number)) for number in range(3)]
+        assert [cluster.run("b", one.to_here) for one in held] == [1, 2, 3]
+        ended = lease_end(cluster, "c", "b")
+        with cluster.use("b") as user, cluster.use("c") as owner:
+            cluster.network.cut("b", "c")
+            eventually(lambda: user.rrefs.is_lost(owner.worker_id), "the user has given the owner up")
+            cluster.network.heal("b", "c")
+            assert cluster.run("c", sum_at, "b") == 3  # whoever connects first
+            eventually(lambda: owner.rrefs.debug_info()["num_forks"] == "0", "the owner counts nothing")
+            assert not ended.is_set()
+        del held

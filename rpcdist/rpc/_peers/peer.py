@@ -7,9 +7,10 @@ What waits while CONNECTING is sent when UP. A worker that refuses connections, 
 process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
 stopped for a while.
 
-[Note: late comers] Control messages to a worker that is LOST but not gone are kept. If it lives after all, it must
-learn which of its values we gave up, or it would keep them for as long as we live. They leave when it connects to us,
-or when somebody here calls it (`revive`).
+[Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must learn which of
+its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or when somebody
+here calls it (`revive`). A closed port may be a firewall's word, so those to a worker that seems gone are kept as well,
+for as long as it may count our references, which is a lease; later ones are dropped.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
     LAST_ATTEMPT_SHARE,
+    LEASE_IN_PEER_TIMEOUTS,
     MIN_ATTEMPT_S,
     REFUSED_GRACE_S,
 )
@@ -98,7 +100,7 @@ class Peer:
         address: host:port.
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.
-        is_gone: it is LOST, and its process has certainly ended.
+        is_gone: it is LOST, and nobody listens at its address, or somebody else does.
     """
 
     def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
@@ -155,9 +157,10 @@ class Peer:
             self._start_connecting()
 
     def send_control(self, body: ControlBody) -> None:
-        """Sends a control message until it is acknowledged; dropped when the worker is gone. [Note: late comers]"""
+        """Sends a message until it is acknowledged; dropped if the worker is long gone. [Note: late comers]"""
         with self._lock:
-            if self.is_gone or self.state is PeerState.CLOSED:
+            lease_s = LEASE_IN_PEER_TIMEOUTS * self._timeout_s
+            if self.state is PeerState.CLOSED or (self.is_gone and time.monotonic() - self.lost_at > lease_s):
                 return
             # Numbered under the lock under which `_up` sends again what is unacknowledged: numbers leave in order.
             message = self._control.add(body)
