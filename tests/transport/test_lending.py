@@ -178,6 +178,25 @@ def test_what_a_peer_may_not_say(pair: Pair) -> None:
         pair.borrower.borrow(1, SIZE + 1)
 
 
+def test_a_loan_that_is_given_up_may_have_been_returned_already() -> None:
+    """By a peer that guesses numbers: the sender's own error stays, and its message is given up as any other."""
+    lender = Lender()
+    offer = lender.offer(LEND_FROM_BYTES)
+    assert offer is not None
+    lender.answered(offer.number, accepted=True)
+
+    def copy(address: int) -> None:
+        lender.returned([offer.number])
+        raise BufferError("cannot be copied")
+
+    with pytest.raises(BufferError, match="cannot be copied"):
+        lender.lend(LEND_FROM_BYTES, copy)
+    assert lender.lend(LEND_FROM_BYTES, lambda address: None) == offer.number
+    lender.returned([offer.number])
+    lender.take_back([offer.number])
+    assert repr(lender) == f"<Lender 0 lent, 1 free, {LEND_FROM_BYTES} B>"
+
+
 def test_memory_in_use_outlives_the_session_and_nothing_else_does() -> None:
     gc.collect()
     maps, descriptors = _num_maps(), len(os.listdir("/proc/self/fd"))

@@ -220,22 +220,6 @@ async def test_a_message_that_is_aborted_gives_back_what_was_lent_for_it(pair: C
     assert await exchange(pair, b"x" * LARGE) == b"x" * LARGE
 
 
-async def test_a_segment_that_is_returned_before_it_was_announced(pair: ChannelPair) -> None:
-    """The peer has guessed its number; its sender gives the message up after that."""
-    errors: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, error: errors.append(error))
-    await exchange(pair, bytes(LARGE))
-    await until_free(pair)
-    session = pair.sessions[0]
-    number = session.send(call(1, bytes(60 * CHUNK_BYTES)), [Bytes(bytes(LARGE))])  # more than may be under way
-    pair.sockets[1].send(raw(ReturnedSegments(list(lender(pair)._lent))))
-    await until_returned(pair)
-    session.abort_transfer(number, "for the test")
-    session.send(call(2), [Bytes(b"x" * LARGE)])
-    assert await pair.handlers[1].next() == (2, [b"x" * LARGE])
-    assert session.closed_reason is None and not errors
-
-
 async def test_a_descriptor_of_something_else_is_refused_and_closed(pair: ChannelPair) -> None:
     reading, writing = os.pipe()
     message = rpc_pb2.Message(segment_offer={"segment": 1, "size": LARGE})
