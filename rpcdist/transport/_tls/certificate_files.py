@@ -8,9 +8,9 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
-from typing import Final, NamedTuple, TypeVar
+from typing import Final, NamedTuple
 
 from cryptography import x509
 from cryptography.exceptions import UnsupportedAlgorithm
@@ -38,14 +38,13 @@ __all__ = ["CertificateFiles"]
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
 MIN_RSA_BITS: Final = 2048
 _CURVES: Final = (ec.SECP256R1, ec.SECP384R1, ec.SECP521R1)
-_Stamp = tuple[tuple[int, int, int], ...]
+_Texts = tuple[bytes, ...]
 
 
 class _Loaded(NamedTuple):
-    stamp: _Stamp  # of the files when they were read
+    texts: _Texts  # of the files, to be compared: the time of a file is too coarse, and a key as long as the next
     certificate: Certificate
     prover: CertificateProver
 
@@ -67,8 +66,8 @@ class CertificateFiles:
         self._options = options
         self._job = job
         self._lock = threading.Lock()
-        self._refused: _Stamp | None = None  # what the log has told of
-        self._loaded = self._load(self._stamp())
+        self._refused: _Texts | None = None  # what the log has told of
+        self._loaded = self._load(self._texts())
 
     def __repr__(self) -> str:
         return f"<CertificateFiles {self._loaded.certificate!r} from {self._options.certificate}>"
@@ -100,9 +99,9 @@ class CertificateFiles:
     def _latest(self) -> _Loaded:
         with self._lock:
             try:
-                stamp = self._stamp()
-                if stamp != self._loaded.stamp:
-                    self._loaded = self._load(stamp)
+                texts = self._texts()
+                if texts != self._loaded.texts:
+                    self._loaded = self._load(texts)
                     logger.info("new certificate files are used from now on: %s", self._options)
             except ConfigError as exc:
                 self._tell_once(exc)
@@ -110,29 +109,27 @@ class CertificateFiles:
 
     def _tell_once(self, error: ConfigError) -> None:
         try:
-            stamp = self._stamp()
+            texts = self._texts()
         except ConfigError:
-            stamp = ()
-        if stamp != self._refused:
-            self._refused = stamp
+            texts = ()
+        if texts != self._refused:
+            self._refused = texts
             logger.warning("new certificate files cannot be used, and the old ones stay: %s", error)
 
-    def _stamp(self) -> _Stamp:
+    def _texts(self) -> _Texts:
         options = self._options
-        found = [_of_file(path, os.stat) for path in (options.certificate, options.key, options.authority)]
-        return tuple((file.st_mtime_ns, file.st_size, file.st_ino) for file in found)
+        return tuple([_content(path) for path in (options.certificate, options.key, options.authority)])
 
-    def _load(self, stamp: _Stamp) -> _Loaded:
+    def _load(self, texts: _Texts) -> _Loaded:
         try:
-            return self._read(stamp)
+            return self._read(texts)
         except ConfigError:
             raise
         except MALFORMED as exc:
             raise ConfigError(f"{self._options} are malformed: {exc}") from exc
 
-    def _read(self, stamp: _Stamp) -> _Loaded:
+    def _read(self, texts: _Texts) -> _Loaded:
         options = self._options
-        texts = [_of_file(path, _content) for path in (options.certificate, options.key, options.authority)]
         chain = _certificates(options.certificate, texts[0])
         key = _private_key(options.key, texts[1])
         authorities = _certificates(options.authority, texts[2])
@@ -156,19 +153,15 @@ class CertificateFiles:
             renew_at=chain[0].not_valid_after_utc,
             server_name=options.server_name,
         )
-        return _Loaded(stamp, certificate, CertificateProver(chain, key, authorities, self._job))
-
-
-def _of_file(path: str | os.PathLike[str], read: Callable[[str | os.PathLike[str]], T]) -> T:
-    try:
-        return read(path)
-    except OSError as exc:
-        raise ConfigError(f"the TLS file {path} cannot be read: {exc.strerror or exc}") from exc
+        return _Loaded(texts, certificate, CertificateProver(chain, key, authorities, self._job))
 
 
 def _content(path: str | os.PathLike[str]) -> bytes:
-    with open(path, "rb") as file:
-        return file.read()
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except OSError as exc:
+        raise ConfigError(f"the TLS file {path} cannot be read: {exc.strerror or exc}") from exc
 
 
 def _certificates(path: str | os.PathLike[str], pem: bytes) -> list[x509.Certificate]:
