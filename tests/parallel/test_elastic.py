@@ -99,7 +99,7 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(rank_pool: RankPool) -> No
 
 
 def test_another_model_is_refused(rank_pool: RankPool) -> None:
-    plan = Plan(num_ranks=2, min_ranks=2, waits_for={2: "done/0/2"}, widths={2: 9})
+    plan = Plan(num_ranks=2, min_ranks=2, waits_for={2: "done/0/2"}, holds=(2,), widths={2: 9})
     *others, refused = run(rank_pool, 3, plan)
     assert isinstance(refused, RendezvousError) and "73 elements" in str(refused), refused
     assert all(outcome.counted[-1] == (7, 2) for outcome in survivors(others))
