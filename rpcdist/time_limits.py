@@ -1,15 +1,16 @@
 """Every time limit, heartbeat, pause and poll interval of the package, grouped by what it is for.
 
 Each comment says what the limit covers, who measures it, and what happens when it is over. How limits depend on each
-other is compared when this module is imported (`_check`, at the end). docs/time_limits.md explains them by failure.
+other is compared when this module is imported (`_limit_dependencies`). docs/time_limits.md explains them by failure.
 
 Users set some of them by options and arguments; those are the defaults here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Final
+
+from rpcdist._limit_dependencies import check
 
 __all__ = [
     "ACKNOWLEDGE_DELAY_S",
@@ -37,7 +38,6 @@ __all__ = [
     "DDP_NOTICE_POLL_S",
     "DEBUGGER_LIMIT_S",
     "DEPARTURE_REVIEW_S",
-    "DEPENDENCIES",
     "DESCRIPTOR_SHORTAGE_PAUSE_S",
     "ELASTIC_CHECK_INTERVAL_S",
     "ELASTIC_FORM_LIMIT_S",
@@ -442,72 +442,4 @@ MPI_LONG_PAUSE_S: Final = 0.001
 """Between looks at an MPI request that takes long."""
 
 
-# ------------------------------------------------------------ What depends on what
-
-DEPENDENCIES: Final = (
-    ("RPC_TIMEOUT_S", ("PEER_TIMEOUT_S",), "a call to a dead worker ends as WorkerLost, not by its own timeout"),
-    ("PEER_TIMEOUT_S", ("REFUSED_GRACE_S",), "refused connections are the quick sign of a dead worker"),
-    ("PEER_TIMEOUT_S", ("AGENT_TICK_S",), "leases, which last longer, end at ticks"),
-    ("HANDSHAKE_LIMIT_S", ("LOCAL_HANDSHAKE_LIMIT_S",), "whoever connects gives the local channel up first"),
-    ("HANDSHAKE_LIMIT_S", ("TCP_CHANNEL_LIMIT_S",), "the handshake on gRPC goes on if the TCP channel fails"),
-    ("GROUP_CONNECT_LIMIT_S", ("HANDSHAKE_LIMIT_S",), "a slow handshake must not look like a rank that is gone"),
-    (
-        "GROUP_VERDICT_LIMIT_S",
-        ("GROUP_ANSWER_LIMIT_S", "CHECK_INTERVAL_S"),
-        "rank 0 collects answers first; messages travel, too",
-    ),
-    ("GROUP_FAREWELL_LIMIT_S", ("GROUP_SEND_LIMIT_S", "CANCELLED_TASKS_LIMIT_S"), "these are its two parts"),
-    ("ELASTIC_FORM_LIMIT_S", ("ELASTIC_TIMEOUT_S",), "a rank that does not come is left behind before forming fails"),
-    ("ELASTIC_TIMEOUT_S", ("ELASTIC_PROBE_LIMIT_S", "ELASTIC_POLL_S"), "who does not come is probed more than once"),
-    ("STORE_TIMEOUT_S", ("STORE_GRACE_S",), "the grace extends a wait and does not replace it"),
-    ("STORE_GRACE_S", ("LINK_CLOSE_LIMIT_S",), "closing a client is bounded by the grace"),
-    ("STORE_GRACE_S", ("NAME_LOOKUP_LIMIT_S",), "the error that names the cause is raised within the grace"),
-    ("STORE_STOP_LIMIT_S", ("STORE_LINGER_S",), "the lingering is a part of the stop"),
-    ("COORDINATOR_GRACE_S", ("LEAVE_CONNECT_LIMIT_S",), "the farewell is bounded by twice the grace"),
-    ("COORDINATOR_GRACE_S", ("ASK_COORDINATOR_LIMIT_S",), "a call that fails fast has less time than a question alone"),
-    ("PEER_TIMEOUT_S", ("RETURN_LONGEST_PAUSE_S",), "survivors come to the next coordinator within its recovery"),
-    ("COORDINATOR_RETURN_LIMIT_S", ("PEER_TIMEOUT_S",), "the search outlasts the recovery by far"),
-    ("RETURN_LONGEST_PAUSE_S", ("RETURN_FIRST_PAUSE_S",), "pauses grow"),
-    ("RPC_CLOSE_LIMIT_S", ("LAST_REPLIES_LIMIT_S",), "the last replies are one step before the close"),
-    ("RPC_CLOSE_LIMIT_S", ("GENERATORS_LIMIT_S",), "async generators are closed at the end of the user loop"),
-    ("LOOP_CLOSE_LIMIT_S", ("CANCELLED_TASKS_LIMIT_S",), "an I/O loop ends its tasks before its thread is joined"),
-    ("PARKED_LIMIT_S", ("GROUP_TIMEOUT_S",), "a server lets a setup wait as long as its default timeout says"),
-    (
-        "NODE_STOP_LIMIT_S",
-        ("UNARY_DRAIN_LIMIT_S", "LINK_CLOSE_LIMIT_S", "LISTENER_STOP_LIMIT_S", "GRPC_STOP_GRACE_S"),
-        "the transport ends these one after the other",
-    ),
-    (
-        "LAUNCH_EXIT_LIMIT_S",
-        ("RPC_CLOSE_LIMIT_S", "NODE_STOP_LIMIT_S", "GROUP_EXIT_LIMIT_S"),
-        "a rank that ends in order closes these first",
-    ),
-    ("SEGMENTS_TRIM_S", ("SEGMENTS_RETURN_S",), "a segment is returned before it is given back to the system"),
-    ("CONNECT_LONGEST_PAUSE_S", ("CONNECT_FIRST_PAUSE_S",), "pauses grow"),
-    ("REFUSED_GRACE_S", ("CONNECT_FIRST_PAUSE_S",), "a worker that refuses is tried more than once"),
-    ("FILE_LONGEST_PAUSE_S", ("FILE_FIRST_PAUSE_S",), "pauses grow"),
-    ("LOCK_LONGEST_PAUSE_S", ("LOCK_FIRST_PAUSE_S",), "pauses grow"),
-    ("FILE_LOCK_LIMIT_S", ("LOCK_LONGEST_PAUSE_S",), "a lock is tried more than once"),
-    ("TORCH_STORE_LONGEST_PAUSE_S", ("TORCH_STORE_FIRST_PAUSE_S",), "pauses grow"),
-    ("POOL_STALL_S", ("POOL_TICK_S",), "the monitor measures the stall in ticks"),
-    ("POOL_EXHAUSTED_LIMIT_S", ("POOL_STALL_S",), "a stall starts threads first, up to the cap"),
-    ("NCCL_ERROR_POLL_S", ("NCCL_POLL_S",), "the watchdog asks for errors between its looks"),
-    ("MPI_LONG_PAUSE_S", ("MPI_SHORT_PAUSE_S",), "pauses grow"),
-)
-"""A limit, those whose sum it must exceed, and why."""
-
-
-def _check(limits: Mapping[str, float]) -> None:
-    """Raises `ValueError` when a limit does not exceed those that it must exceed."""
-    for longer, shorter, why in DEPENDENCIES:
-        if not limits[longer] > sum(limits[name] for name in shorter):
-            raise ValueError(f"{longer} must exceed {' + '.join(shorter)}: {why}")
-    if not limits["LEASE_IN_PEER_TIMEOUTS"] >= 3:
-        raise ValueError("LEASE_IN_PEER_TIMEOUTS must be at least 3: a user that is only slow keeps its references")
-    if not limits["HEARTBEATS_PER_PEER_TIMEOUT"] >= 3:
-        raise ValueError("HEARTBEATS_PER_PEER_TIMEOUT must be at least 3: one lost heartbeat is not a lost peer")
-    if not 0 < limits["LAST_ATTEMPT_SHARE"] < 1:
-        raise ValueError("LAST_ATTEMPT_SHARE must be a part of the peer timeout: it extends it")
-
-
-_check(globals())
+check(globals())

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from rpcdist import time_limits
+from rpcdist._limit_dependencies import DEPENDENCIES, check
 
 ROOT = Path(__file__).resolve().parents[1]
 MODULE = ROOT / "rpcdist" / "time_limits.py"
@@ -19,7 +20,7 @@ SOURCES = sorted(
     - {MODULE, *TEST_KIT.rglob("*.py")}
 )
 WAITS = {"timeout", "timeout_s", "limit_s", "grace_s", "pause_s", "interval_s", "idle_s", "wait_s", "peer_timeout_s"}
-LIMITS = {name: getattr(time_limits, name) for name in time_limits.__all__ if name != "DEPENDENCIES"}
+LIMITS = {name: getattr(time_limits, name) for name in time_limits.__all__}
 
 
 def constants(file: Path) -> list[str]:
@@ -86,11 +87,11 @@ def constants_of_any_kind(file: Path) -> list[str]:
     return [node.target.id for node in body if isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name)]
 
 
-@pytest.mark.parametrize(("longer", "shorter", "why"), time_limits.DEPENDENCIES, ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(("longer", "shorter", "why"), DEPENDENCIES, ids=lambda value: str(value)[:40])
 def test_a_violated_dependency_is_named(longer: str, shorter: tuple[str, ...], why: str) -> None:
     changed = {**LIMITS, longer: sum(LIMITS[name] for name in shorter)}
     with pytest.raises(ValueError, match=f"{longer} must exceed "):
-        time_limits._check(changed)
+        check(changed)
     assert why
 
 
@@ -105,7 +106,7 @@ def test_a_violated_dependency_is_named(longer: str, shorter: tuple[str, ...], w
 )
 def test_a_factor_out_of_bounds_is_named(name: str, value: float) -> None:
     with pytest.raises(ValueError, match=name):
-        time_limits._check({**LIMITS, name: value})
+        check({**LIMITS, name: value})
 
 
 def test_the_comparison_survives_the_option_that_removes_assertions(tmp_path: Path) -> None:

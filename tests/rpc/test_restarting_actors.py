@@ -11,7 +11,16 @@ from actor_functions import LIMIT_S, entered, new_gate
 from restarting_functions import CheckpointLater, Forgetful, Ledger, OnlyCheckpoint, Unsaved
 
 from rpcdist import rpc
-from rpcdist.errors import CallRefused, Cancelled, ConfigError, DeadlineExceeded, OwnerLost, RRefError, WorkerLost
+from rpcdist.errors import (
+    CallRefused,
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    OwnerLost,
+    RRefError,
+    SerializationError,
+    WorkerLost,
+)
 from rpcdist.rpc import RestartingActor
 from rpcdist.rpc._actors.checkpointed import Checkpointed
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
@@ -99,6 +108,20 @@ def test_a_worker_that_was_cut_off_goes_on(cluster: InProcessCluster) -> None:
         actor.rpc_sync().add(1)
     cluster.network.heal("a", "b")
     assert actor.rpc_sync().add(1) in (102, 103), "the lost call may have run"
+
+
+@pytest.mark.parametrize("answer", [None, (1, 2, 3), (1, 2)])
+def test_an_answer_of_another_form_is_an_error(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, answer: object
+) -> None:
+    """Both workers are in this process, so the owner answers what is put in place of its method."""
+    actor = ledger()
+    assert actor.rpc_sync().add(1) == 101
+    with monkeypatch.context() as patch:
+        patch.setattr(Checkpointed, "invoke", lambda *args: answer)
+        with pytest.raises(SerializationError, match=r"worker 'b' answered add\(\)"):
+            actor.rpc_sync().add(1)
+    assert actor.rpc_sync().add(1) == 102
 
 
 def test_restarts_are_counted(cluster: InProcessCluster) -> None:

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, OwnerLost, WorkerLost
+from rpcdist.errors import ConfigError, DeadlineExceeded, OwnerLost, SerializationError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
@@ -98,9 +98,7 @@ class RestartingActor(Generic[T]):
         self._kind, self._args, self._kwargs, self._timeout = kind, args, kwargs, timeout
         self._max_restarts = max_restarts
         self._checkpoint_every = checkpoint_every if hasattr(kind, "checkpoint") else 0
-        self._lock = (
-            threading.Lock()
-        )  # around all below but the state; calls are sent with it, so they keep their order
+        self._lock = threading.Lock()  # around all below but the state; calls keep their order, being sent with it
         self._number = 0  # of the last call that was sent
         self._restarts = 0
         self._waiting: deque[_ActorCall] = deque()  # for a restart, which runs while there are any
@@ -207,7 +205,11 @@ class RestartingActor(Generic[T]):
     def _done(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
         error = sent.exception()
         if error is None:
-            result, state = sent.value()
+            answer = sent.value()
+            if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], ActorState | None)):
+                error = SerializationError(f"worker {self._worker!r} answered {call.method}() with something else")
+        if error is None:
+            result, state = answer
             with self._state_lock:
                 if state is not None and number > self._state_number:
                     self._state, self._state_number = state, number
