@@ -69,6 +69,37 @@ class Unsaved(Forgetful):
         raise AssertionError("there is no state")
 
 
+class Unsendable(Forgetful):
+    """Its state has a part that no other process can have."""
+
+    def checkpoint(self) -> dict[str, Any]:
+        return {"cfg": [1, {"find": lambda: self.total}]}
+
+    async def add_later(self, amount: int) -> int:
+        return self.add(amount)
+
+    def restore(self, state: int) -> None:
+        raise AssertionError("there is no state")
+
+
+broken: set[str] = set()
+"""What raises an error: "restore", "class"."""
+
+
+class Fragile(Ledger):
+    """Cannot be made again while something is broken on its worker."""
+
+    def __init__(self, start: int = 0) -> None:
+        if "class" in broken:
+            raise OSError("the port is in use")
+        super().__init__(start)
+
+    def restore(self, state: dict[str, Any]) -> None:
+        if "restore" in broken:
+            raise OSError("no such file")
+        super().restore(state)
+
+
 class OnlyCheckpoint:
     """Is refused: it could not be restored."""
 

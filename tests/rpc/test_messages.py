@@ -149,6 +149,18 @@ def test_an_argument_that_does_not_pickle(pair: InProcessCluster) -> None:
         assert "sent in an rpc to 'worker1' of builtins:len" in notes
 
 
+def unpicklable_result() -> dict[str, list[object]]:
+    return {"cfg": [1, threading.Lock()]}
+
+
+def test_a_result_that_does_not_pickle(pair: InProcessCluster) -> None:
+    with pytest.raises(TypeError) as caught:
+        pair.run("worker0", rpc.rpc_sync, "worker1", unpicklable_result)
+    notes = "\n".join(caught.value.__notes__)
+    assert "result['cfg'][1] is a _thread.lock, which cannot be pickled" in notes
+    assert "sent as the result of test_messages:unpicklable_result" in notes
+
+
 def test_a_function_that_was_called_instead_of_named(pair: InProcessCluster) -> None:
     for call in (rpc.rpc_sync, rpc.rpc_async, rpc.remote):
         with pytest.raises(TypeError, match=r"^function should be callable, .* of type int\. .*args=\(value,\)\)$"):

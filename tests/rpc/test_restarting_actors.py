@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import restarting_functions as there
 from actor_functions import LIMIT_S, entered, new_gate
-from restarting_functions import CheckpointLater, Forgetful, Ledger, OnlyCheckpoint, Unsaved
+from restarting_functions import CheckpointLater, Forgetful, Fragile, Ledger, OnlyCheckpoint, Unsaved, Unsendable
 
 from rpcdist import rpc
 from rpcdist.errors import (
@@ -162,6 +163,41 @@ def test_errors_of_methods_and_checkpoints(cluster: InProcessCluster) -> None:
     unsaved = rpc.remote("b", Unsaved, (1,), serial=True, max_restarts=1)
     with pytest.raises(RRefError, match=r"add\(\) of the actor Unsaved ran, but .* OSError: the disk is full"):
         unsaved.rpc_sync().add(1)
+
+
+@pytest.mark.parametrize("what", ["restore", "class"])
+def test_an_actor_that_could_not_be_made_again_is_tried_with_each_call(
+    cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    monkeypatch.setattr(there, "broken", {what})
+    with pytest.raises(OSError) if what == "class" else nullcontext():  # at first it is the user's error as it is
+        assert rpc.remote("b", Fragile, (1,), serial=True, max_restarts=1).rpc_sync().add(1) == 2
+    there.broken.clear()
+    actor = rpc.remote("b", Fragile, (100,), serial=True, max_restarts=1)
+    assert actor.rpc_sync().add(1) == 101
+    cluster.kill("b")
+    eventually(lambda: len(rpc.workers()) == 1, "the loss is known")
+    waiting = [actor.rpc_async().add(1) for _ in range(20)]
+    there.broken.add(what)
+    cluster.restart("b")
+    said = r"Fragile could not be made again on worker 'b': its class or its restore\(\) raised OSError: (no|the port)"
+    for future in waiting:
+        with pytest.raises(RRefError, match=said):
+            future.wait()
+    with pytest.raises(RRefError, match="Its last state is kept, and the next call tries anew") as caught:
+        actor.rpc_sync().add(1)
+    assert isinstance(caught.value.__cause__, OSError)
+    there.broken.clear()
+    assert actor.rpc_sync().add(1) == 102
+    assert actor.num_restarts == 1
+
+
+def test_a_state_that_cannot_be_sent_is_named_by_its_path(cluster: InProcessCluster) -> None:
+    actor = rpc.remote("b", Unsendable, (1,), serial=True, max_restarts=1)
+    part = r"checkpoint\(\)\['cfg'\]\[1\]\['find'\] is a builtins.function, which cannot be pickled"
+    for method in ("add", "add_later"):
+        with pytest.raises(RRefError, match=rf"{method}\(\) of the actor Unsendable ran, but {part}.* let restore\(\)"):
+            getattr(actor.rpc_sync(), method)(1)
 
 
 @pytest.mark.parametrize(

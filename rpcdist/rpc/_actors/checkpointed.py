@@ -68,11 +68,15 @@ class Checkpointed:
         return await result, self._state(method) if wants_state else None
 
     def _state(self, method: str) -> ActorState:
+        ran = f"{method}() of the actor {type(self._value).__name__} ran, but "
         try:
-            # A copy: tensors are sent as they are, perhaps while the next call changes them.
-            return ActorState(copy.deepcopy(self._value.checkpoint()))
+            state = self._value.checkpoint()
         except Exception as exc:
-            raise RRefError(
-                f"{method}() of the actor {type(self._value).__name__} ran, but the checkpoint() after it failed: "
-                f"{type(exc).__name__}: {exc}"
-            ) from exc
+            raise RRefError(f"{ran}the checkpoint() after it failed: {type(exc).__name__}: {exc}") from exc
+        unsendable = current_agent().marshal.why_unpicklable(state, "checkpoint()")
+        if unsendable is not None:
+            raise RRefError(f"{ran}{unsendable}. Leave it out of the state, and let restore() make it")
+        try:
+            return ActorState(copy.deepcopy(state))  # tensors are sent as they are, perhaps while the next call runs
+        except Exception as exc:
+            raise RRefError(f"{ran}its state cannot be copied: {type(exc).__name__}: {exc}") from exc

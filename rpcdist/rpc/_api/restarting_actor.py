@@ -12,7 +12,15 @@ from functools import partial
 from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar, overload
 
 from rpcdist.deadline import NEVER, Deadline, current_deadline
-from rpcdist.errors import ConfigError, DeadlineExceeded, OwnerLost, SerializationError, WorkerLost
+from rpcdist.errors import (
+    Cancelled,
+    ConfigError,
+    DeadlineExceeded,
+    OwnerLost,
+    RRefError,
+    SerializationError,
+    WorkerLost,
+)
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
@@ -43,6 +51,7 @@ class _ActorCall:
     kwargs: dict[str, Any]
     deadline: Deadline
     result: Future[Any]
+    creation: Future[Any] | None = None  # of the object that it was sent to
     context: Context = field(default_factory=copy_context)
 
 
@@ -105,6 +114,7 @@ class RestartingActor(Generic[T]):
         self._sent: set[Future[Any]] = set()  # the results of calls that were sent, and have none yet
         self._in_doubt = False  # a call was lost: is the worker?
         self._is_gone = False  # the reference is of no use any more
+        self._is_broken = False  # the object could not be made again
         self._state_lock = threading.Lock()
         self._state: ActorState | None = None
         self._state_number = 0  # of the call that left it
@@ -130,6 +140,7 @@ class RestartingActor(Generic[T]):
         Raises:
             WorkerLost: the worker died meanwhile. With `checkpoint_every=1` the call has had no effect on the state.
             OwnerLost: it has been restarted `max_restarts` times.
+            RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries anew.
             DeadlineExceeded: the time was over, perhaps before a replacement had joined.
         """
         return ActorProxy(lambda method, *args, **kwargs: self._start(timeout, method, args, kwargs).wait())
@@ -163,7 +174,7 @@ class RestartingActor(Generic[T]):
         call = _ActorCall(method, args, kwargs, deadline, Future())
         sent = None
         with self._lock:
-            if not (self._waiting or self._in_doubt or self._is_lost()):
+            if not (self._waiting or self._in_doubt or self._is_broken or self._is_lost()):
                 sent = call.context.run(self._send, call)
             if sent is None:
                 self._waiting.append(call)
@@ -180,6 +191,7 @@ class RestartingActor(Generic[T]):
             The call's number and its future; None if the actor is gone, and can be made again.
         """
         self._number += 1
+        call.creation = self._creation
         wants_state = self._checkpoint_every > 0 and self._number % self._checkpoint_every == 0
         remaining_s = max(call.deadline.remaining_s(), MIN_WAIT_S) if call.deadline.is_finite else 0
         try:
@@ -188,9 +200,9 @@ class RestartingActor(Generic[T]):
             self._is_gone = True
             if self._may_restart():
                 return None
-            sent = _failed(exc)
+            sent = _failed_future(exc)
         except Exception as exc:
-            sent = _failed(exc)
+            sent = _failed_future(exc)
         return self._number, sent
 
     def _pass_on(self, call: _ActorCall, number: int, sent: Future[Any]) -> None:
@@ -214,13 +226,31 @@ class RestartingActor(Generic[T]):
                 if state is not None and number > self._state_number:
                     self._state, self._state_number = state, number
             call.result._complete(result)
-        else:
+            self._sent.discard(call.result)
+        elif isinstance(error, WorkerLost | DeadlineExceeded | Cancelled) or call.creation is None:
+            self._failed(call, error)
+        else:  # where the object could not be made, its creator may hear of that a moment later
+            call.creation.add_done_callback(lambda creation: self._failed(call, error, creation.exception()))
+
+    def _failed(self, call: _ActorCall, error: BaseException, creation_error: BaseException | None = None) -> None:
+        with self._lock:
             if isinstance(error, WorkerLost):
-                with self._lock:
-                    self._in_doubt = True
-                    self._is_gone = self._is_gone or isinstance(error, OwnerLost)
-            call.result._fail(error)
+                self._in_doubt = True
+                self._is_gone = self._is_gone or isinstance(error, OwnerLost)
+            if creation_error is not None and self._restarts > 0:
+                self._is_broken = self._is_broken or call.creation is self._creation
+                error = self._not_made_again(creation_error)
+        call.result._fail(error)
         self._sent.discard(call.result)
+
+    def _not_made_again(self, cause: BaseException) -> RRefError:
+        error = RRefError(
+            f"the actor {self._kind.__name__} could not be made again on worker {self._worker!r}: its class or its "
+            f"restore() raised {type(cause).__name__}: {cause}. Its last state is kept, and the next call tries anew: "
+            "mend what failed there"
+        )
+        error.__cause__ = cause
+        return error
 
     # ------------------------------------------------------------ restarts
 
@@ -231,7 +261,9 @@ class RestartingActor(Generic[T]):
         self._rref: RRef[Checkpointed] = self._agent.rref_home.remote(
             owner, Checkpointed, (self._kind, self._args, self._kwargs, self._state), self._timeout, is_serial=True
         )
-        self._in_doubt = self._is_gone = False
+        self._creation = self._rref._get_future()
+        self._creation.is_quiet = True  # the calls say how it ended
+        self._in_doubt = self._is_gone = self._is_broken = False
 
     def _is_lost(self) -> bool:
         directory = self._agent.directory
@@ -278,6 +310,8 @@ class RestartingActor(Generic[T]):
             if self._is_lost() and self._may_restart():
                 self._create()
                 self._restarts += 1
+            elif self._is_broken and not self._is_lost():
+                self._create()
             self._in_doubt = False
             sent = []
             while self._waiting and (one := self._waiting[0].context.run(self._send, self._waiting[0])) is not None:
@@ -292,7 +326,7 @@ class RestartingActor(Generic[T]):
             call.result._fail(error)
 
 
-def _failed(error: Exception) -> Future[Any]:
+def _failed_future(error: Exception) -> Future[Any]:
     future: Future[Any] = Future()
     future._fail(error)
     return future

@@ -174,7 +174,9 @@ class NewCalls:
             try:
                 large, forks = self._marshal.fill(call.arguments, written, pending.autograd)
             except Exception as exc:
-                self._marshal.explain(exc, written, pending.what())
+                assert isinstance(written.obj, tuple)
+                args, kwargs = written.obj
+                self._marshal.explain(exc, written, f"in an {pending.what()}", args=args, kwargs=kwargs)
                 raise
             pending.forks = forks or None
         return message, large

@@ -134,16 +134,20 @@ class Marshal:
             raise
         return large, externals.forks
 
-    def explain(self, exc: BaseException, written: Written, what: str) -> None:
-        """Notes on an error of `fill` which of the arguments of a call it was."""
+    def explain(self, exc: BaseException, written: Written, what: str, **parts: object) -> None:
+        """Notes on an error of `fill` which part it was, of those given by name, and that it was sent as `what`."""
         if isinstance(exc, SerializationError):  # says so itself
             return
-        assert isinstance(written.obj, tuple)
-        for name, part in zip(("args", "kwargs"), written.obj, strict=True):
+        for name, part in parts.items():
             found = unpicklable_part(part, name, written.externals, self.by_value)
             if found is not None:
-                exc.add_note(f"{found}; it was to be sent in an {what}.")
+                exc.add_note(f"{found}; it was to be sent {what}.")
                 return
+
+    def why_unpicklable(self, obj: object, name: str) -> str | None:
+        """A sentence that names the part of `obj` which no other worker can get, by its path; None if there is none."""
+        externals = OutgoingRRefs(self._rrefs, self._rref_type, self._rrefs.me.worker)
+        return unpicklable_part(obj, name, externals, self.by_value)
 
     def give_back(self, forks: Iterable[value_pb2.RRefFork] | None, to: int) -> None:
         """Undoes shares whose message may not have arrived."""

@@ -419,7 +419,11 @@ class Dispatcher:
             return reply, value.large, ()
         message = rpc_pb2.Message()
         message.reply.id = active.id
-        large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
+        try:
+            large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
+        except Exception as exc:
+            self._marshal.explain(exc, written, f"as the result of {active.what}", result=result)
+            raise
         return message, large, forks
 
     def fail(self, active: ActiveCall, exc: BaseException) -> None:
