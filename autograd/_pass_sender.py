@@ -106,6 +106,11 @@ class _PassMessageObserver:
         # A pass that has succeeded on this worker still owes the other workers its last messages.
         return self._owner.error is not None
 
+    @property
+    def kept_until(self) -> None:
+        """Another process knows nothing of the pass."""
+        return None
+
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         self._owner.went_by(self._to, session)
         if session.closed_reason is not None:

@@ -55,6 +55,7 @@ from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._membership.serving import STOP, StopRequests
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
+from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory, Roster
 from rpcdist.rpc._peers.inbound import Inbound
@@ -154,7 +155,10 @@ class Agent:
         )
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
-        self.router = Router(network, self.directory, self._demultiplexer, self._control, events, lifetime, options)
+        search = CoordinatorSearch()
+        self.router = Router(
+            network, self.directory, self._demultiplexer, self._control, events, lifetime, options, search
+        )
         self._inbound = Inbound(
             self._demultiplexer, self.directory, events, options.share_payloads, options.max_incoming_bytes
         )
@@ -202,6 +206,7 @@ class Agent:
             options.autograd_mode,
             lifetime,
             self.router.flush,
+            self.router.is_reachable,
             self.router.reach,
         )
         self.actor_names = ActorNames(me, self.directory, self.caller)
@@ -211,6 +216,7 @@ class Agent:
             coordinator=coordinator,
             directory=self.directory,
             router=self.router,
+            search=search,
             submit=self.pool.submit,
             look_up=look_up,
             world_size=world_size,

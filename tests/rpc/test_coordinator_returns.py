@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import threading
 from functools import partial
@@ -10,10 +11,12 @@ from socket import socket
 import coordinator_functions as functions
 import pytest
 import rpc_victim_references as references
+import torch
 from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 from rpc_functions import add
 
+from rpcdist import autograd as dist_autograd
 from rpcdist import rpc
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import DuplicateName, WorkerLost
@@ -85,6 +88,58 @@ def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
         gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in cluster.names]
         assert all(future.result(LIMIT_S) == {name: name for name in "abc"} for future in gathering)
         assert changes == ["a lost", "a joined"]  # nobody else came or went
+
+
+async def call_on_a_loop() -> int:
+    return int(await rpc.rpc_async("a", add, (1, 2)))
+
+
+def call_in_a_context() -> torch.Tensor:
+    with dist_autograd.context() as context_id:
+        leaf = torch.ones(3, requires_grad=True)
+        dist_autograd.backward(context_id, [rpc.rpc_sync("a", torch.mul, (leaf, 2.0)).sum()])
+        return dist_autograd.get_gradients(context_id)[leaf]
+
+
+def use_a_new_reference() -> int:
+    return int(rpc.remote("a", Value, (3,)).to_here().get())
+
+
+FIRST_CALLS = {
+    "a call": lambda: rpc.rpc_sync("a", add, (1, 2)),
+    "a reference": use_a_new_reference,
+    "a call on an event loop": lambda: asyncio.run(call_on_a_loop()),
+    "a call in a context": lambda: call_in_a_context().sum().item() / 2,
+}
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["noticed", "unnoticed"])
+@pytest.mark.parametrize("elastic", [False, True], ids=["static", "elastic"])
+def test_the_first_call_reaches_the_new_coordinator(
+    elastic: bool, noticed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It failed with `WorkerLost` until the caller had found the new process by itself, up to 2 s later."""
+    if elastic:  # where `init_rpc` of the new one does not wait for those who look, they do not look by themselves here
+        monkeypatch.setattr(coordinator_return, "RETURN_FIRST_PAUSE_S", CALM_S)
+        monkeypatch.setattr(coordinator_return, "RETURN_LONGEST_PAUSE_S", CALM_S)
+    with InProcessCluster("a", "b", "c", "d", "e", elastic=elastic, peer_timeout=RETURN_S) as cluster:
+        cluster.kill("a")
+        if noticed:
+            for name in "bcde":
+                with cluster.use(name) as agent:
+                    eventually(partial(lambda agent: not agent.directory.is_living(0), agent), f"{name} has noticed")
+        cluster.restart("a")
+        calls = [cluster.begin(name, call) for name, call in zip("bcde", FIRST_CALLS.values(), strict=True)]
+        assert [call.result(LIMIT_S) for call in calls] == [3, 3, 3, 3]
+
+
+def test_calls_to_a_coordinator_that_stays_away_fail_soon() -> None:
+    with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster:
+        cluster.kill("a")
+        for call in (*FIRST_CALLS.values(), *FIRST_CALLS.values()):
+            with pytest.raises(WorkerLost, match="'a'"):
+                cluster.run("b", call)
+        cluster.close()
 
 
 def test_a_store_that_fails_meanwhile_does_not_end_the_search(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,6 +89,7 @@ class PendingCall:
         transfer: number of the transfer that carries its large arguments, 0 for none.
         forks: RRef shares that travel in the arguments, to be given back when the call was never delivered.
         repeat: the message, if it may be sent again.
+        is_bound: it names values, references or a context that one process knows.
         autograd: the autograd context in which it was made, or None.
         on: the reference whose method is called, held until the reply; None for other calls.
     """
@@ -101,6 +102,7 @@ class PendingCall:
         "forks",
         "id",
         "inherited_s",
+        "is_bound",
         "on",
         "peer",
         "repeat",
@@ -138,6 +140,7 @@ class PendingCall:
         self.forks: Sequence[value_pb2.RRefFork] | None = None
         self.autograd: CallContext | None = None
         self.on: HandleState | None = None
+        self.is_bound = True
 
     def __repr__(self) -> str:
         return f"<call {self.id}: {self.what()}, {self.deadline!r}>"
@@ -145,6 +148,10 @@ class PendingCall:
     @property
     def ended(self) -> bool:
         return not self._owner.is_pending(self)
+
+    @property
+    def kept_until(self) -> Deadline | None:
+        return None if self.is_bound or self.forks else self.deadline
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         """The message was given to a session; if that session has ended meanwhile, so has the call."""

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Any
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import is_profiling, record_function, record_until_done
 from rpcdist.rpc._calling.arguments import num_bytes_of
@@ -23,7 +24,7 @@ from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
-from rpcdist.rpc._peers.directory import Directory
+from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
 from rpcdist.rpc._peers.router import Router
@@ -112,7 +113,7 @@ class Caller:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("rpc_sync")
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        to = self._directory.resolve(to)
+        to = self._resolve(to, timeout_s)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, reply_sink, on=on)
         if is_profiling():
             with record_function(call.what()):
@@ -146,7 +147,7 @@ class Caller:
     ) -> Future[Any]:
         """Calls a function; cancelling the future cancels the call. `on`: see `NewCalls`."""
         future: Future[Any] = Future()
-        to = self._directory.resolve(to)
+        to = self._resolve(to, timeout_s)
         sink = self._sink(future)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, sink, on=on)
         self._expect(future, call)
@@ -225,6 +226,14 @@ class Caller:
             self._dispatch(call, message, large)
         except Exception as exc:
             self.end(call, exc)
+
+    def _resolve(self, to: Destination, timeout_s: float) -> int:
+        """The id of a destination. A coordinator that may be lost, and have come back, is looked for first; bounded."""
+        worker_id = self._directory.resolve(to)
+        if worker_id == COORDINATOR and self._router.misses_coordinator():
+            deadline = Deadline.after(self.timeout_of(timeout_s)).earlier(current_deadline.get())
+            self._router.find_coordinator(deadline)
+        return worker_id
 
     def _sink(self, future: Future[Any]) -> FutureReplySink:
         return FutureReplySink(future, self._submit, self._marshal.allow_pickle)

@@ -111,6 +111,7 @@ class NewCalls:
         pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
+        pending.is_bound = result is not None or on is not None or context is not None
         written = self._marshal.write((args, kwargs), to) if args or kwargs else None
         if isinstance(name, str) and len(name) * 4 <= MAX_NAME_BYTES:
             compact = (NOTHING, None) if written is None else self._marshal.compact(written, context)

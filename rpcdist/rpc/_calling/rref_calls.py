@@ -42,7 +42,8 @@ class RRefCalls:
         autograd_mode: of backward passes that begin at a reference.
         lifetime: when it is over, shares are not asked about any more.
         flush: see `RRefHome`.
-        reach: tries a worker again that was declared lost.
+        is_reachable: whether a worker lives, as far as is known, and has not just gone silent.
+        reach: tries a worker again that is not.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class RRefCalls:
         autograd_mode: str,
         lifetime: Lifetime,
         flush: Callable[[int], None],
+        is_reachable: Callable[[int], bool],
         reach: Callable[[int, Callable[[], bool], Deadline], None],
     ) -> None:
         self.me = rrefs.me
@@ -64,6 +66,7 @@ class RRefCalls:
         self.check_sharable = rrefs.check_sharable
         self.fetch_error = rrefs.fetch_error
         self.flush = flush
+        self._is_reachable = is_reachable
         self._reach = reach
         self._rrefs = rrefs
         self._caller = caller
@@ -138,7 +141,7 @@ class RRefCalls:
             is_serial: the calls of its methods run one at a time.
         """
         owner = self._directory.resolve(to)
-        if owner != self.me.worker and not self._directory.is_living(owner):
+        if owner != self.me.worker and not self._is_reachable(owner):
             deadline = Deadline.after(self._caller.timeout_of(timeout_s)).earlier(current_deadline.get())
             self._reach(owner, lambda: self._rrefs.is_lost(owner), deadline)
         rref, share = self._rrefs.create_remote(owner, is_serial)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import NamedTuple
 
 from rpcdist._proto import membership_pb2
@@ -147,6 +148,7 @@ class Coordinator:
         roster: Roster,
         before: Identity | None,
         limit_s: float,
+        on_answer: Callable[[], object],
     ) -> Found:
         """Tells the process at an address, if it is another coordinator than the one before, that this worker lives.
 
@@ -157,6 +159,7 @@ class Coordinator:
             roster: who is in the job, as this worker knows it.
             before: the coordinator that there was.
             limit_s: how long the coordinator may wait for others that were there.
+            on_answer: called when another coordinator is there, before it has decided.
 
         Returns:
             Who answered, and the verdict; no verdict if this is no other coordinator.
@@ -169,6 +172,7 @@ class Coordinator:
             peer = link.session.peer
             if peer.id != COORDINATOR or peer == before:
                 return Found(peer, None)
+            on_answer()
             request = return_request(me, world_size, limit_s, roster, job_attempt())
             limit_s += COORDINATOR_GRACE_S
             reply = await link.unary("Membership", "Join", request, membership_pb2.JoinReply, limit_s)

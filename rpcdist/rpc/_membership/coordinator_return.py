@@ -16,6 +16,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._membership.coordinator import Coordinator
 from rpcdist.rpc._membership.membership_messages import Outcome, members_of
+from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.router import Router
@@ -38,6 +39,7 @@ class CoordinatorReturn:
         coordinator: is asked, and is told the address of the next one.
         directory: learns who is there.
         router: watches the next coordinator.
+        search: is told of the attempts, and says when somebody waits for one.
         submit: runs functions that block on a thread of their own.
         look_up: blocks, bounded, and returns where the coordinator says that it is; None where that address is fixed.
         world_size: None where workers come and go.
@@ -52,6 +54,7 @@ class CoordinatorReturn:
         coordinator: Coordinator,
         directory: Directory,
         router: Router,
+        search: CoordinatorSearch,
         submit: Callable[[Callable[[], object]], object],
         look_up: Callable[[], str] | None,
         world_size: int | None,
@@ -62,6 +65,7 @@ class CoordinatorReturn:
         self._coordinator = coordinator
         self._directory = directory
         self._router = router
+        self._search = search
         self._submit = submit
         self._look_up = look_up
         self._world_size = world_size
@@ -69,9 +73,11 @@ class CoordinatorReturn:
         self._io = io
         self._lifetime = lifetime
         self._joined = directory.member(COORDINATOR).identity if directory.knows(COORDINATOR) else None
+        self._refused_by: Identity | None = None
         self._missed_news = False
         self._check_handle: asyncio.TimerHandle | None = None
         self._task: asyncio.Task[None] | None = None
+        search.requested.listen(self._look)
 
     def __repr__(self) -> str:
         return f"<CoordinatorReturn at {self._directory.me.name}{', looking' if self._is_looking else ''}>"
@@ -123,14 +129,19 @@ class CoordinatorReturn:
         pauses = backoff(RETURN_FIRST_PAUSE_S, RETURN_LONGEST_PAUSE_S, deadline)
         while not self._lifetime.is_closed and not deadline.expired():
             self._missed_news = False
+            self._search.begin()
+            is_over = False
             try:
-                if await self._attempt(await self._address()):
-                    if self._missed_news:  # sent before the answer to the announcement had come
-                        await self._directory.refresh_async()
-                    return
+                is_over = await self._attempt(await self._address())
             except RpcdistError as exc:  # nobody is there yet, or it has just ended
                 logger.debug("%s has not found the coordinator: %s", self._directory.me.name, exc)
-            await asyncio.sleep(next(pauses))
+            finally:
+                self._search.end(is_over)
+            if is_over:
+                if self._missed_news:  # sent before the answer to the announcement had come
+                    await self._directory.refresh_async()
+                return
+            await self._search.pause(next(pauses))
         if not self._lifetime.is_closed:
             logger.error(
                 "%s has not found the coordinator for %.0f s, and looks no longer; it goes on with the workers that it "
@@ -161,7 +172,9 @@ class CoordinatorReturn:
         roster = directory.roster()
         me = directory.member(directory.me.id)
         limit_s = 2 * self._recovery_s
-        peer, reply = await self._coordinator.announce(address, me, self._world_size, roster, self._joined, limit_s)
+        peer, reply = await self._coordinator.announce(
+            address, me, self._world_size, roster, self._joined, limit_s, self._search.answered
+        )
         if reply is None:
             if peer.id == COORDINATOR:  # it was only silent: the detectors take note of it
                 self._router.revive(COORDINATOR)
@@ -171,12 +184,14 @@ class CoordinatorReturn:
         try:
             directory.update(members_of(reply, directory.me, address, 0.0))
         except RpcdistError as exc:
-            logger.error(
-                "%s found another coordinator, which did not take it back: %s. It goes on with the workers that it "
-                "knows; end it if it belongs to an earlier job",
-                directory.me.name,
-                exc,
-            )
+            if peer != self._refused_by:  # each call to the lost one asks again
+                logger.error(
+                    "%s found another coordinator, which did not take it back: %s. It goes on with the workers that it "
+                    "knows; end it if it belongs to an earlier job",
+                    directory.me.name,
+                    exc,
+                )
+            self._refused_by = peer
             return True
         self._joined = peer
         logger.warning("%s was taken back by the coordinator that started at %s", directory.me.name, address)

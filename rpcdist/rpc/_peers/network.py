@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from google.protobuf.descriptor import ServiceDescriptor
 from google.protobuf.message import Message
 
+from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
@@ -205,6 +206,10 @@ class SendObserver(Protocol):
     @property
     def ended(self) -> bool:
         """Whether the message need not be sent any more."""
+
+    @property
+    def kept_until(self) -> Deadline | None:
+        """How long it may wait for the process that takes the place of a lost one; None if it is for that one only."""
 
     def on_sent(self, session: MessageSink, transfer: int) -> None:
         """It was given to this session, as this transfer (0 for none)."""

@@ -21,7 +21,7 @@ import threading
 import time
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
@@ -40,7 +40,7 @@ from rpcdist.time_limits import (
 )
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["Peer", "PeerOwner", "PeerState"]
+__all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +54,14 @@ class PeerState(Enum):
     UP = "up"
     LOST = "lost"
     CLOSED = "closed"
+
+
+class Unsent(NamedTuple):
+    """A message, with its large buffers, for which there was no connection, and who has to know."""
+
+    message: WireMessage
+    buffers: Sequence[LargeBuffer]
+    observer: SendObserver
 
 
 class PeerOwner(Protocol):
@@ -82,7 +90,7 @@ class PeerOwner(Protocol):
     def on_peer_found(self, peer: Peer) -> None:
         """A worker that was declared lost has a connection again."""
 
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
         """The worker is declared dead; `unsent` waited for a connection to it."""
 
 
@@ -179,6 +187,13 @@ class Peer:
             if self.state is PeerState.LOST:
                 self.is_gone = False
                 self._start_connecting()
+
+    async def settled(self, limit_s: float) -> None:
+        """Connects, and waits until the connection stands, or the worker is declared lost; on the I/O loop."""
+        self.connect()
+        await asyncio.sleep(0)  # the loop has been asked to begin
+        if self._task is not None and self.state is PeerState.CONNECTING:
+            await asyncio.wait({self._task}, timeout=limit_s)
 
     def connect(self) -> None:
         """Opens the connection if there is none, so that the worker's death is noticed."""
@@ -289,7 +304,7 @@ class Peer:
                 self.last_up = self.session.last_received
             self.is_gone = gone
             # Told outside of the lock: their calls end, and whoever waits for one may call this worker again.
-            unsent = [sent for _, _, sent in self._waiting if sent is not None]
+            unsent = [Unsent(message, buffers, sent) for message, buffers, sent in self._waiting if sent is not None]
             self._waiting.clear()
         self._owner.on_peer_lost(self, reason, unsent)
 

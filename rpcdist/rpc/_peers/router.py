@@ -18,12 +18,13 @@ from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, kind_of
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
+from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer, PoolJob
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.loopback import Loopback
 from rpcdist.rpc._peers.network import MessageSink, Network, PeerSession, SendObserver
-from rpcdist.rpc._peers.peer import Peer, PeerState
+from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
@@ -48,6 +49,7 @@ class Router:
         events: is told what happens to connections.
         lifetime: when it is over, control messages are dropped.
         options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
+        search: for the next coordinator, for which calls to a lost one wait.
     """
 
     def __init__(
@@ -59,12 +61,14 @@ class Router:
         events: PeerEvents,
         lifetime: Lifetime,
         options: RpcOptions,
+        search: CoordinatorSearch,
     ) -> None:
         self._network = network
         self._directory = directory
         self._control = control
         self._events = events
         self._lifetime = lifetime
+        self._search = search
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
         self.max_incoming_bytes = options.max_incoming_bytes
@@ -86,6 +90,7 @@ class Router:
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
         """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.
+        A call to a lost coordinator is kept while one attempt is made to find the next one.
 
         Raises:
             TransportError: the worker is lost, or this one shuts down.
@@ -97,7 +102,12 @@ class Router:
             self._loopback.send(message, buffers)
             observer.on_sent(self._loopback, 0)
         else:
-            self._living_peer(to).send(message, buffers, observer)
+            try:
+                self._living_peer(to).send(message, buffers, observer)
+            except TransportError as exc:
+                if not self._keep_for_next(to, observer):
+                    raise
+                self._network.io.call_soon(self._spawn_delivery, [Unsent(message, buffers, observer)], str(exc))
 
     def send(
         self,
@@ -223,11 +233,60 @@ class Router:
         since = time.monotonic() - self._peer_timeout_s / 2
         return any(one is not None and one.closed_reason is None and one.last_received > since for one in sessions)
 
+    def is_reachable(self, worker_id: int) -> bool:
+        """Whether a worker lives, as far as is known here; the coordinator, which nobody else judges, beyond doubt."""
+        return not self.misses_coordinator() if worker_id == COORDINATOR else self._directory.is_living(worker_id)
+
+    def misses_coordinator(self) -> bool:
+        """Whether the coordinator is lost, or may be."""
+        if not self._directory.is_living(COORDINATOR):
+            return True
+        peer = self._peers.get(COORDINATOR)
+        return (peer is None or peer.session is None) and self._me != COORDINATOR
+
+    def find_coordinator(self, deadline: Deadline) -> None:
+        """Waits until it is clear whether the coordinator lives, and if not, for one attempt to find the next one; not
+        on an event loop, which must not be held up.
+
+        What is made afterwards for that worker (a reference, a share in an autograd context) is for the process that
+        has its place.
+        """
+        if asyncio._get_running_loop() is None:
+            self._network.run(self._find_coordinator(deadline), None)
+
+    async def _find_coordinator(self, deadline: Deadline) -> None:
+        await self.peer(COORDINATOR).settled(min(ASK_COORDINATOR_LIMIT_S, deadline.remaining_s()))
+        if not self._directory.is_living(COORDINATOR):
+            await self._search.attempt(deadline)
+
+    def _keep_for_next(self, to: int, observer: SendObserver) -> bool:
+        return to == COORDINATOR and observer.kept_until is not None and not self._lifetime.is_closed
+
+    def _spawn_delivery(self, kept: Sequence[Unsent], reason: str) -> None:
+        self._network.io.spawn(self._deliver_to_next(kept, reason), "rpcdist calls to the next coordinator")
+
+    async def _deliver_to_next(self, kept: Sequence[Unsent], reason: str) -> None:
+        """Sends calls, which the lost coordinator has not got, to the one that has its place, if it is there."""
+        lost = self._directory.member(COORDINATOR).identity
+        limits = [limit for _, _, sent in kept if (limit := sent.kept_until) is not None]
+        await self._search.attempt(max(limits, key=lambda limit: limit.at))
+        for message, buffers, sent in kept:
+            if sent.ended:
+                continue  # its deadline passed meanwhile, or it was cancelled
+            try:
+                if self._directory.member(COORDINATOR).identity == lost:
+                    raise TransportError(reason)
+                self.send(COORDINATOR, message, buffers, sent)
+            except TransportError as exc:
+                sent.on_not_sent(self.silence_s(COORDINATOR), str(exc))
+
     def reach(self, worker_id: int, is_lost: Callable[[], bool], deadline: Deadline) -> None:
         """Tries a worker that was declared lost again, as a call to it does, and waits until it is found or given up.
 
         On an event loop, which must not be held up, it only begins to try.
         """
+        if worker_id == COORDINATOR:
+            self.find_coordinator(deadline)
         peer = self._living_peer(worker_id)
         if asyncio._get_running_loop() is None:
             given_up = (PeerState.LOST, PeerState.CLOSED)
@@ -281,12 +340,18 @@ class Router:
     def on_peer_found(self, peer: Peer) -> None:
         self._events.found.publish(peer.identity)
 
-    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[SendObserver]) -> None:
+    def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
         silence_s = time.monotonic() - peer.last_up
         # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
-        for observer in unsent:
-            observer.on_not_sent(silence_s, reason)
+        kept = []
+        for one in unsent:
+            if self._keep_for_next(peer.identity.id, one.observer):
+                kept.append(one)
+            else:
+                one.observer.on_not_sent(silence_s, reason)
+        if kept:
+            self._spawn_delivery(kept, reason)
 
     def on_acknowledgement(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
