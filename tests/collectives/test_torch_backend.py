@@ -1,4 +1,4 @@
-"""torch's functions, DDP and FSDP on our groups, in processes of their own."""
+"""torch's functions on our groups, in processes of their own; its engines are in tests/torch_engines."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ from rpcdist.testing import RankPool
         "mismatch",
         "watched_barrier",
         "again",
-        "ddp",
-        "ddp_hook",
         "ddp_compiled",
-        "fsdp",
     ],
 )
 def test_torch_runs_on_our_groups(rank_pool: RankPool, name: str) -> None:

@@ -5,7 +5,6 @@ Each function takes the rank and the number of ranks, runs with torch's default 
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,8 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import rpcdist.collectives.torch_backend
@@ -161,7 +158,7 @@ def again(rank: int, size: int) -> None:
     dist.barrier()
 
 
-# ------------------------------------------------------------ training
+# ------------------------------------------------------------ training; see tests/torch_engines for more
 
 
 def make_model() -> nn.Module:
@@ -199,31 +196,7 @@ def train_alone(size: int) -> nn.Module:
 def equal_models(got: nn.Module, wanted: nn.Module) -> None:
     expected = dict(wanted.named_parameters())
     for name, parameter in got.named_parameters():
-        full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-        torch.testing.assert_close(full, expected[name], rtol=1e-5, atol=1e-6)
-
-
-def ddp(rank: int, size: int) -> None:
-    for bucket_cap_mb in (25, 0.001):  # one bucket, and many
-        model = DistributedDataParallel(make_model(), bucket_cap_mb=bucket_cap_mb)
-        train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
-        equal_models(model.module, train_alone(size))
-
-
-def ddp_hook(rank: int, size: int) -> None:
-    """A communication hook gets the future of our Work."""
-
-    def hook(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-        work = dist.all_reduce(bucket.buffer().div_(size), async_op=True)
-        assert work is not None
-        future: torch.futures.Future[torch.Tensor] = work.get_future().then(lambda done: done.value()[0])
-        return future
-
-    hook.__annotations__.clear()  # torch wants them to be classes; here they are text
-    model = DistributedDataParallel(make_model())
-    model.register_comm_hook(None, hook)
-    train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
-    equal_models(model.module, train_alone(size))
+        torch.testing.assert_close(parameter, expected[name], rtol=1e-5, atol=1e-6)
 
 
 def ddp_compiled(rank: int, size: int) -> None:
@@ -233,19 +206,6 @@ def ddp_compiled(rank: int, size: int) -> None:
     train(compiled, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))  # type: ignore[arg-type]
     equal_models(model.module, train_alone(size))
     torch.compiler.reset()
-
-
-def fsdp(rank: int, size: int) -> None:
-    mesh = init_device_mesh("cpu", (size,))
-    for reshard in (True, False):
-        model = copy.deepcopy(make_model())
-        for layer in model:  # type: ignore[attr-defined]  # Sequential
-            if isinstance(layer, nn.Linear):
-                fully_shard(layer, mesh=mesh, reshard_after_forward=reshard)
-        fully_shard(model, mesh=mesh, reshard_after_forward=reshard)
-        assert all(isinstance(parameter, DTensor) for parameter in model.parameters())
-        train(model, batches(rank), torch.optim.Adam(model.parameters(), lr=0.01))
-        equal_models(model, train_alone(size))
 
 
 assert rpcdist.collectives.torch_backend.NAME == "rpcdist"
