@@ -15,26 +15,24 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import itertools
+import functools
 import os
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _pairs import Pair, PairFailed, open_pair
-from _report import RESULTS, Line, about_machine, layout, show, write_results
+from _report import RESULTS, Line, about_machine, layout, write_results
+from _training import HEAD, Training, compared, make_mlp, make_transformer, slower
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
 LIBRARIES = ("rpcdist", "torch")
 STEP_BUDGET = 0.8
 MEMORY_BUDGET = 1.0
-HEAD: Line = ("model", "what", "unit", "ours", "torch", "ours/torch", "in single rounds", "budget", "ok")
 
 
 @dataclass(frozen=True)
@@ -52,23 +50,6 @@ class Case:
     make: Callable[[], nn.Module]
     shape: tuple[int, ...]
     options: tuple[tuple[str, Any], ...] = ()
-
-
-def make_mlp() -> nn.Module:
-    from torch import nn
-
-    sizes = (512, 2048, 2048, 2048, 512)
-    layers: list[nn.Module] = []
-    for inputs, outputs in itertools.pairwise(sizes):
-        layers += [nn.Linear(inputs, outputs), nn.ReLU()]
-    return nn.Sequential(*layers[:-1])
-
-
-def make_transformer() -> nn.Module:
-    from torch import nn
-
-    layer = nn.TransformerEncoderLayer(256, 4, 1024, dropout=0.0, batch_first=True, norm_first=True)
-    return nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
 
 
 CASES = {
@@ -108,42 +89,21 @@ class Peer:
         self.dist.barrier()
 
     def prepare(self, name: str) -> None:
-        """Makes the model and warms up: buckets are rebuilt after the first step."""
-        import torch
-
+        """Makes the model and warms up."""
         case = CASES[name]
-        torch.manual_seed(0)
-        self.model = self.wrapper(case.make(), **dict(case.options))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
-        torch.manual_seed(self.rank)
-        self.inputs = torch.randn(case.shape)
-        for _ in range(4):
-            self._step()
-
-    def _step(self) -> Tensor:
-        self.optimizer.zero_grad()
-        loss: Tensor = self.model(self.inputs).square().mean()
-        loss.backward()
-        self.optimizer.step()
-        return loss
+        wrap = functools.partial(self.wrapper, **dict(case.options))
+        self.training = Training(case.make, wrap, case.shape, self.rank)
 
     def steps(self, count: int, sync: bool) -> tuple[float, float]:
         """The median seconds of some steps, and of processor time in them."""
-        self._step()
-        times, busy = [], []
-        with contextlib.nullcontext() if sync else self.model.no_sync():
-            for _ in range(count):
-                begin, busy_begin = time.perf_counter(), time.process_time()
-                self._step()
-                times.append(time.perf_counter() - begin)
-                busy.append(time.process_time() - busy_begin)
-        return statistics.median(times), statistics.median(busy)
+        model: Any = self.training.model
+        return self.training.time_steps(count, None if sync else model.no_sync())
 
     def memory(self, name: str) -> int:
         """Bytes that this process needs for the model and five steps, at the peak."""
         before = _memory("VmRSS")
         self.prepare(name)
-        self._step()
+        self.training.step()
         return _memory("VmHWM") - before
 
     def stop(self) -> None:
@@ -170,21 +130,15 @@ def measure_steps(name: str, pairs: list[Pair], rounds: int, count: int) -> list
     for number in range(rounds):
         order = pairs if number % 2 == 0 else pairs[::-1]
         for sync in (True, False):
-            times = {pair.name: _slower(pair.ask_both("steps", count, sync)) for pair in order}
+            times = {pair.name: slower(pair.ask_both("steps", count, sync)) for pair in order}
             (steps if sync else alone).append([times[library][0] for library in LIBRARIES])
             if sync:
                 busy.append([times[library][1] for library in LIBRARIES])
     return [
-        make_line(name, "training step", "ms", steps, 1e3, STEP_BUDGET),
-        make_line(name, "its processor time", "ms", busy, 1e3, None),
-        make_line(name, "step alone", "ms", alone, 1e3, None),
+        compared(CASES[name].name, "training step", "ms", steps, 1e3, STEP_BUDGET),
+        compared(CASES[name].name, "its processor time", "ms", busy, 1e3, None),
+        compared(CASES[name].name, "step alone", "ms", alone, 1e3, None),
     ]
-
-
-def _slower(answers: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Of both ranks, the longer time and the longer processor time."""
-    times, busy = zip(*answers, strict=True)
-    return max(times), max(busy)
 
 
 def measure_memory(name: str) -> Line:
@@ -193,25 +147,7 @@ def measure_memory(name: str) -> Line:
     for library in LIBRARIES:
         with open_pair(library, Peer, library) as pair:
             peaks.append(float(max(pair.ask_both("memory", name))))
-    return make_line(name, "peak memory", "MiB", [peaks], 2**-20, MEMORY_BUDGET)
-
-
-def make_line(name: str, what: str, unit: str, rounds: list[list[float]], scale: float, budget: float | None) -> Line:
-    """The table's line for what was measured as [ours, torch] in each round."""
-    ours, torch = (statistics.median(values) * scale for values in zip(*rounds, strict=True))
-    ratio = statistics.median(mine / peers for mine, peers in rounds)
-    ratios = sorted(mine / peers for mine, peers in rounds)
-    return (
-        CASES[name].name,
-        what,
-        unit,
-        show(ours),
-        show(torch),
-        f"{ratio:.2f}x",
-        f"{ratios[0]:.2f} to {ratios[-1]:.2f}",
-        "" if budget is None else f"at most {budget:g}x",
-        "" if budget is None else "yes" if ratio <= budget else "NO",
-    )
+    return compared(CASES[name].name, "peak memory", "MiB", [peaks], 2**-20, MEMORY_BUDGET)
 
 
 # ---- the command

@@ -1,6 +1,6 @@
 """torch's engines, each as a function that trains something small and returns every number of it.
 
-Each takes the rank, the number of ranks and an empty folder that all ranks see, and runs with torch's default group made.
+Each takes the rank, the number of ranks and an empty folder that all ranks see, and runs with torch's default group.
 All sums over ranks have two terms, so that no backend's order of adding can show; worlds of four ranks are meshes of
 2 x 2.
 """
