@@ -7,7 +7,6 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from _report import Line, show
