@@ -285,28 +285,35 @@ class BackwardPass(PassTurns):
 
     def _execute_ready(self) -> None:
         """Runs all ready groups in one engine call: a hundred small groups would cost a hundred calls."""
-        run = reduce(Run.with_, self._ready)
-        self._ready.clear()
-        if self._outbox and self._takes_long(run):
+        ready = self._ready
+        run = ready[0] if len(ready) == 1 else reduce(Run.with_, ready)
+        ready.clear()
+        takes_long = self._takes_long(run)
+        if takes_long and self._outbox:
             self.flush()
-        self._execute(run)
+        self._execute(run, takes_long)
         self.handle(*map(GroupEnded, run.groups))
 
     def _takes_long(self, run: Run) -> bool:
         """Whether the other workers should prepare meanwhile: for large gradients, or while a large graph runs."""
-        assert self._analysis is not None
-        recvs = self._analysis.recvs
-        held_bytes = sum(recvs[id].size_bytes for id in run.recvs)
-        return held_bytes > MAX_HELD_BYTES or len(self._analysis.masks) > MAX_NODES_BEFORE_SENDING
+        analysis = self._analysis
+        assert analysis is not None  # there are no runs before `start`
+        held_bytes = sum([analysis.recvs[id].size_bytes for id in run.recvs])
+        if held_bytes > MAX_HELD_BYTES:
+            return True
+        if len(analysis.masks) <= MAX_NODES_BEFORE_SENDING:
+            return False
+        num_nodes = sum([size for bit, size in enumerate(analysis.sizes) if run.used >> bit & 1])
+        return num_nodes > MAX_NODES_BEFORE_SENDING
 
     def _execute_blocking(self, run: Run) -> None:
-        self._execute(run)
+        self._execute(run, True)
         self.post(partial(self.handle, *map(GroupEnded, run.groups)))
 
-    def _execute(self, run: Run) -> None:
-        assert self._analysis is not None  # there are no runs before `start`
+    def _execute(self, run: Run, takes_long: bool) -> None:
+        assert self._analysis is not None
         began_s = time.time()
-        GroupRun(self, self._analysis, run).execute(self._options.retain_graph)
+        GroupRun(self, self._analysis, run, takes_long).execute(self._options.retain_graph)
         self._clock.took("run", began_s)
 
     # ------------------------------------------------------------ gradients

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
+import torch
+
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.errors import SerializationError
@@ -29,20 +31,23 @@ def encode_gradients(
         target: to be filled.
         map_device: where tensors of other devices than the CPU go at the receiver.
     """
-    flat = [gradient for of_message in gradients for gradient in of_message]
-    # What is small is copied in any case, and the views that torch returns (of an expanded sum) have no table.
-    present = [
-        one if one.is_contiguous() or one.nbytes > INLINE_LIMIT else one.contiguous()
-        for one in flat
-        if one is not None and not one.is_sparse
-    ]
+    present: list[torch.Tensor] = []
+    absent: list[int] = []
+    for of_message in gradients:
+        for one in of_message:
+            if one is None:
+                absent.append(len(present) + len(absent))
+            elif one.is_sparse or one.is_contiguous() or one.nbytes > INLINE_LIMIT:
+                present.append(one)
+            else:  # a view that torch returns, of an expanded sum, has no table; what is small is copied in any case
+                present.append(one.contiguous())
     table = compact_tensors(present, shares_memory=False)
-    if table is None or any(one is not None and one.is_sparse for one in flat):
+    if table is None:
         return encode_into(target.value, [list(of_message) for of_message in gradients], None, map_device=map_device)
     target.table = table.body
     target.counts.extend(map(len, gradients))
-    if len(present) < len(flat):
-        target.absent.extend(index for index, one in enumerate(flat) if one is None)
+    if absent:
+        target.absent.extend(absent)
     return table.large
 
 
@@ -60,11 +65,11 @@ def decode_gradients(
         if not isinstance(value, list) or len(value) != num_messages:
             raise SerializationError(f"gradients of {num_messages} messages arrived that are no list of so many")
         return value
-    counts, absent, body = message.counts[:], message.absent[:], message.table
+    counts, absent, body = message.counts, message.absent, message.table
     total = sum(counts)
-    missing = set(absent)
+    missing = set(absent) if absent else ()
     num_tensors = total - len(absent)
-    if len(counts) != num_messages or len(missing) != len(absent) or max(absent, default=-1) >= total:
+    if len(counts) != num_messages or len(missing) != len(absent) or (absent and max(absent) >= total):
         raise SerializationError(
             f"gradients arrived that do not fit: of {num_messages} messages, with {len(counts)} counts, for {total} "
             f"tensors of which {len(absent)} have none"
@@ -72,9 +77,9 @@ def decode_gradients(
     tensors, end = read_compact_tensors(body, num_tensors, buffers)
     if end != len(body):
         raise SerializationError(f"gradients arrived with {len(body) - end} bytes that are left over")
-    if not absent and total == num_messages and counts.count(1) == total:  # one tensor each, as usual
+    if total == num_messages == num_tensors and max(counts) == 1:  # one tensor each, as usual
         return [[tensor] for tensor in tensors]
     following = iter(tensors)
     flat = [None if missing and index in missing else next(following) for index in range(total)]
-    ends = list(accumulate(counts, initial=0))
+    ends = accumulate(counts, initial=0)
     return [flat[start:end] for start, end in pairwise(ends)]

@@ -50,18 +50,23 @@ class Analysis(NamedTuple):
         edges: the edge of each source, by its number.
         leaves: the leaves that a source reaches.
         recvs: by message.
+        outputs: by received message that a source reaches, the edges of its tensors, at which the engine hands over
+            their gradients.
         sends: by message.
         first_edges: by sent message, the number of the edge of its first tensor.
         masks: all nodes, with the mask of the sources that reach each.
+        sizes: by the number of a source, how many nodes it reaches; those that others reach, too, may be missing.
     """
 
     local: LocalGraph
     edges: list[GradientEdge]
     leaves: list[Leaf]
     recvs: dict[int, RecordedRecv]
+    outputs: dict[int, list[GradientEdge]]
     sends: dict[int, RecordedSend]
     first_edges: dict[int, int]
     masks: dict[Node, int]
+    sizes: list[int]
 
 
 def analyse(
@@ -83,6 +88,7 @@ def analyse(
     unions = _Unions(len(edges))
     leaves: list[Leaf] = []
     feeders: dict[int, list[int]] = {}
+    outputs: dict[int, list[GradientEdge]] = {}
     node: Any  # torch's stubs lack what nodes of these kinds have
     for node in walk.leaves:
         leaf, mask = node.variable, masks[node]
@@ -91,14 +97,20 @@ def analyse(
             unions.join(mask)
     for node in walk.meetings:
         unions.join(masks[node])
-    for (node, number), mask in walk.outputs.items():
+    for edge, mask in walk.outputs.items():
+        node = edge.node
         recv = node.recv
         if recv.context_id != context_id:
             raise AutogradError(
                 f"the graph of context {context_id} leads to a tensor that was received in another context, "
                 f"{recv.context_id}; detach() what is kept from one context to the next, or keep only parameters"
             )
-        feeders.setdefault(recv.id, [0] * recv.count)[number] |= mask
+        if recv.id in feeders:
+            outputs[recv.id].append(edge)
+        else:
+            feeders[recv.id] = [0] * recv.count
+            outputs[recv.id] = [edge]
+        feeders[recv.id][edge.output_nr] = mask
     facts = tuple(
         [LocalRecv(recv.id, recv.sender, recv.stamp, tuple(feeders.get(recv.id, (0,) * recv.count))) for recv in recvs]
     )
@@ -108,9 +120,11 @@ def analyse(
         edges,
         leaves,
         {recv.id: recv for recv in recvs},
+        outputs,
         {send.id: send for send in sends},
         {send.id: send.first for send in numbered},
         masks,
+        walk.sizes,
     )
 
 
@@ -124,26 +138,30 @@ class _Walk:
         masks: by node.
         leaves: the nodes at which the walk has ended at leaves.
         meetings: the other nodes where edges may meet.
-        outputs: by received tensor, given as (node of its recv, index): the mask of the sources that reach it.
+        outputs: by received tensor, given as an edge: the mask of the sources that reach it.
+        sizes: by edge, how many nodes were walked over for it.
     """
 
     def __init__(self, edges: Sequence[GradientEdge]) -> None:
         self.masks: dict[Node, int] = {}
         self.leaves: list[Node] = []
         self.meetings: Collection[Node] = []
-        self.outputs: dict[tuple[Node, int], int] = {}
+        self.outputs: dict[GradientEdge, int] = {}
+        self.sizes: list[int] = []
         self._following: dict[Node, Sequence[tuple[Node | None, int]]] = {}
         if all([self._walk_alone(edge, 1 << bit) for bit, edge in enumerate(edges)]):
-            self.meetings = {node for node, _ in self.outputs}
+            self.meetings = {edge.node for edge in self.outputs}
             return
         self.outputs.clear()
         self._walk_together(edges)
+        self.sizes = [len(self.masks)] * len(edges)
         self.leaves = [node for node in self.masks if type(node) is _AccumulateGrad]
         self.meetings = [node for node in self.masks if type(node) is not _AccumulateGrad]
 
     def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
         """Walks over what one edge reaches; False if it meets an inner node of another edge."""
         masks = self.masks
+        num_before = len(masks)
         todo: list[tuple[Node | None, int]] = [(edge.node, edge.output_nr)]
         while todo:
             node, number = todo.pop()
@@ -163,6 +181,7 @@ class _Walk:
                 todo += node.next_functions
             elif known != mask:
                 return False
+        self.sizes.append(len(masks) - num_before)
         return True
 
     def _walk_together(self, edges: Sequence[GradientEdge]) -> None:
@@ -181,7 +200,7 @@ class _Walk:
                         self._reach(following, number, mask)
 
     def _reach(self, node: Node, number: int, mask: int) -> None:
-        key = node, number
+        key = GradientEdge(node, number)
         self.outputs[key] = self.outputs.get(key, 0) | mask
 
     def _topological(self, starts: Sequence[Node]) -> list[Node]:

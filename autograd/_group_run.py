@@ -1,5 +1,19 @@
 """Runs groups of a worker's graph in one call of torch's engine.
 
+[Note: gradients of recvs]
+    The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
+    it returns them at the end, and does not execute `RecvRpc`, which would cost as much as a layer of a small model.
+    Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has them sent at
+    once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait for what
+    follows from these gradients; and for recvs whose nodes have hooks.
+
+[Note: gradients of recvs]
+    The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
+    it returns them at the end, and does not execute `RecvRpc`, which costs as much as a matrix multiplication of a
+    small model. Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has
+    them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
+    for what follows from these gradients; and for nodes of recvs that have hooks.
+
 [Note: gates]
     Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
     and back in (A->B->A, through shared nodes), some gradients arrive only after others have been sent. For these, the
@@ -12,7 +26,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, cast
 
@@ -72,30 +85,57 @@ class GroupRun:
         owner: the pass.
         analysis: the worker's graph.
         run: the groups, and their inputs and outputs.
+        sends_early: whether others should get gradients before the engine has ended; see the note above.
     """
 
-    def __init__(self, owner: RunOwner, analysis: Analysis, run: Run) -> None:
+    def __init__(self, owner: RunOwner, analysis: Analysis, run: Run, sends_early: bool) -> None:
         self._owner = owner
         self._analysis = analysis
         self._run = run
+        self._recvs = [analysis.recvs[id] for id in run.recvs]
+        self._delivers = sends_early or bool(run.pending) or any([recv.is_hooked for recv in self._recvs])
         self._unanswered = dict.fromkeys(run.recvs)
-        self._lock = threading.Lock()
         self.callbacks: list[Callable[[Captured], object]] = []
 
     def __repr__(self) -> str:
         return f"<run of groups {self._run.groups} [{len(self._run.pending)} gates]>"
 
     def execute(self, retain_graph: bool) -> None:
-        """Runs, collects the gradients of leaves, and answers every recv. Blocks only if there are gates."""
+        """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
+        analysis, used = self._analysis, self._run.used
         edges, gradients = self._starts()
-        if edges:
-            captured = self._call(edges, gradients, retain_graph)
-            self._owner.collect(self._called_back(captured) if self.callbacks else captured)
-        rest = [self._analysis.recvs[id] for id in self._unanswered]
-        if rest:
-            self._owner.answer([(recv, [None] * recv.count) for recv in rest], bool(self._run.pending))
+        leaves = [leaf for leaf in analysis.leaves if leaf.sources & used] if edges else []
+        wanted = [leaf.edge for leaf in leaves]
+        if edges and self._recvs:
+            if self._delivers:
+                wanted.append(token_edge())
+            else:
+                for recv in self._recvs:
+                    wanted += analysis.outputs[recv.id]
+        results = self._call(edges, gradients, wanted, retain_graph) if wanted else ()
+        self._answer(wanted, results, len(leaves))
+        # The zip is not strict: what the leaves do not have belongs to the recvs.
+        captured = [(leaf.tensor, found) for leaf, found in zip(leaves, results, strict=False) if found is not None]
+        if self.callbacks:
+            captured = self._called_back(captured)
+        if captured:
+            self._owner.collect(captured)
 
-    def _called_back(self, captured: LeafGradients) -> LeafGradients:
+    def _answer(self, edges: Sequence[GradientEdge], results: Sequence[torch.Tensor | None], at: int) -> None:
+        """Answers the recvs that were not delivered, with the results from the number `at` on, if they have any."""
+        answers: list[tuple[RecordedRecv, Gradients]] = []
+        for recv in self._recvs:
+            gradients: list[torch.Tensor | None] = [None] * recv.count
+            if not self._delivers and results:
+                for _ in self._analysis.outputs[recv.id]:
+                    gradients[edges[at].output_nr] = results[at]
+                    at += 1
+            if recv.id in self._unanswered:
+                answers.append((recv, gradients))
+        if answers:
+            self._owner.answer(answers, bool(self._run.pending))
+
+    def _called_back(self, captured: LeafGradients) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """What the callbacks make of the gradients of leaves."""
         by_leaf = dict(captured)
         self._owner.flush()  # they may wait for what other workers do with it
@@ -104,27 +144,22 @@ class GroupRun:
         return list(by_leaf.items())
 
     def _call(
-        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
-    ) -> LeafGradients:
-        """The gradients of leaves."""
-        leaves = [leaf for leaf in self._analysis.leaves if leaf.sources & self._run.used]
-        wanted = [leaf.edge for leaf in leaves]
-        if self._run.recvs:
-            wanted.append(token_edge())
-        if not wanted:
-            return []
+        self,
+        edges: Sequence[GradientEdge],
+        gradients: Sequence[torch.Tensor],
+        wanted: Sequence[GradientEdge],
+        retain_graph: bool,
+    ) -> Sequence[torch.Tensor | None]:
+        """The gradients at the edges that are wanted."""
         outer = set_current_run(self)
         try:
             # `torch.autograd.grad` calls this after checks that the engine repeats.
-            results = _engine.run_backward(
+            found: Sequence[torch.Tensor | None] = _engine.run_backward(
                 tuple(edges), tuple(gradients), retain_graph, False, tuple(wanted), True, accumulate_grad=False
             )
         finally:
             set_current_run(outer)
-        # The last result is that of the token.
-        return [
-            (leaf.tensor, gradient) for leaf, gradient in zip(leaves, results, strict=False) if gradient is not None
-        ]
+        return found
 
     def _starts(self) -> tuple[list[GradientEdge], list[torch.Tensor]]:
         """The edges at which the engine starts, and their gradients."""
@@ -176,10 +211,9 @@ class GroupRun:
         return self._owner.gradient(send.id)
 
     def deliver(self, recv: RecordedRecv, gradients: Gradients) -> None:
-        with self._lock:
-            is_wanted = recv.id in self._unanswered
-            self._unanswered.pop(recv.id, None)
-        if is_wanted:  # a run with gates never holds: its gates wait for what others do with the gradient
+        if recv.id in self._unanswered:
+            del self._unanswered[recv.id]
+            # A run with gates never holds: its gates wait for what others do with the gradient.
             self._owner.answer([(recv, gradients)], bool(self._run.pending))
 
 

@@ -9,7 +9,8 @@ torch names the nodes SendRpcBackward and RecvRpcBackward, like the nodes of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from typing import Any, Final, Protocol, cast
 
 import torch
@@ -83,9 +84,10 @@ class RecordedRecv:
         id, sender, stamp: as in `LocalRecv`.
         count: number of tensors in the message.
         size_bytes: of these tensors.
+        is_hooked: whether somebody has registered a hook with its node, which must then be executed.
     """
 
-    __slots__ = ("context_id", "count", "id", "sender", "size_bytes", "stamp")
+    __slots__ = ("context_id", "count", "id", "is_hooked", "sender", "size_bytes", "stamp")
 
     def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int, size_bytes: int) -> None:
         self.context_id = context_id
@@ -94,6 +96,7 @@ class RecordedRecv:
         self.stamp = stamp
         self.count = count
         self.size_bytes = size_bytes
+        self.is_hooked = False
 
     def __repr__(self) -> str:
         return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"
@@ -176,6 +179,22 @@ _apply_recv = cast(Any, super(Function, RecvRpc)).apply
 RecvNode = type(
     cast(tuple[torch.Tensor], RecvRpc.apply(torch.ones((), requires_grad=True), None, [torch.ones(())]))[0].grad_fn  # type: ignore[no-untyped-call]
 )
+
+
+def _mark_hooked(register: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes that the node of a recv has a hook; see `RecordedRecv.is_hooked`."""
+
+    @wraps(register)
+    def register_and_mark(node: Any, hook: Callable[..., Any]) -> Any:
+        node.recv.is_hooked = True
+        return register(node, hook)
+
+    return register_and_mark
+
+
+for _name in ("register_hook", "register_prehook"):
+    setattr(RecvNode, _name, _mark_hooked(getattr(RecvNode, _name)))
+
 _TOKEN: Final = torch.ones((), requires_grad=True)
 _TOKEN_EDGE: Final = get_gradient_edge(_TOKEN)
 

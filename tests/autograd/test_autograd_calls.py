@@ -369,6 +369,38 @@ def test_tensor_hooks_fire_once_with_the_whole_gradient(cluster: Cluster, hops: 
         torch.testing.assert_close(gradients, local[name])
 
 
+@pytest.mark.parametrize("num_pads", [0, 80], ids=["small", "large"])
+@pytest.mark.parametrize("where", ["tensor", "before the node", "behind the node"])
+def test_hooks_on_what_was_received_fire_once(cluster: Cluster, where: str, num_pads: int) -> None:
+    """Whether the engine executes the node or only hands over its gradient; a large graph has it executed."""
+    x, w, *_ = inputs()
+    fired: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> Tensor:
+        fired.append(gradient.clone())
+        return gradient * 3
+
+    with autograd.context() as context_id:
+        received = over_rpc_sync("worker1", functions.layer, x, w)
+        node: Any = received.grad_fn
+        if where == "tensor":
+            received.register_hook(hook)
+        elif where == "before the node":
+            node.register_prehook(lambda gradients: (hook(gradients[0]),))
+        else:
+            node.register_hook(lambda _, gradients: fired.append(gradients[0].clone()))
+        value = received
+        for _ in range(num_pads):
+            value = value + 0
+        autograd.backward(context_id, [value.sum()])
+        found = autograd.get_gradients(context_id)
+    factor = 1 if where == "behind the node" else 3
+    expected = torch.autograd.grad(functions.layer(x, w).sum(), [x, w])
+    assert len(fired) == 1
+    torch.testing.assert_close(fired[0], torch.ones_like(received))
+    torch.testing.assert_close([found[x], found[w]], [factor * gradient for gradient in expected])
+
+
 def test_callbacks_of_hooks_may_replace_gradients(cluster: Cluster) -> None:
     """What a reducer does: it starts work in the hook, and puts in the result at the end of the run."""
     x, w, *_ = inputs()

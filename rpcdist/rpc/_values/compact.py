@@ -33,6 +33,7 @@ _SEPARATE, _REQUIRES_GRAD = 1, 2
 _FLAGS: Final = _SEPARATE | _REQUIRES_GRAD
 _ENTRY: Final = Struct("<BBBB")
 _SHAPES: Final = tuple(Struct(f"<{count}q") for count in range(MAX_DIMS + 1))
+_ENTRIES: Final = tuple(Struct(f"<BBBB{count}q") for count in range(MAX_DIMS + 1))  # with the lengths
 _CPU: Final = torch.device("cpu")
 
 
@@ -89,8 +90,7 @@ def compact_tensors(
         flags = _SEPARATE if size > INLINE_LIMIT else 0
         if tensor.requires_grad:
             flags |= _REQUIRES_GRAD
-        parts.append(_ENTRY.pack(code, len(shape), flags, 0))
-        parts.append(_SHAPES[len(shape)].pack(*shape))
+        parts.append(_ENTRIES[len(shape)].pack(code, len(shape), flags, 0, *shape))
         if size:
             start = address_of(tensor, size)
             spans.append((start, start + size))
