@@ -6,7 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Final, ParamSpec, TypeVar
 
-__all__ = ["ASYNC_MARK", "async_execution", "idempotent", "is_async_execution", "is_idempotent"]
+__all__ = [
+    "ASYNC_MARK",
+    "async_execution",
+    "idempotent",
+    "is_async_execution",
+    "is_idempotent",
+    "runs_on_reader",
+    "runs_where_read",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -16,6 +24,9 @@ ASYNC_MARK: Final = "_wrapped_async_rpc_function"
 
 IDEMPOTENT_MARK: Final = "_rpcdist_idempotent"
 """The attribute by which a function is known to do no harm when it runs twice."""
+
+READER_MARK: Final = "_rpcdist_runs_on_reader"
+"""The attribute by which a function is known to need no thread of the pool."""
 
 
 def async_execution(fn: Callable[P, R]) -> Callable[P, R]:
@@ -62,3 +73,18 @@ def idempotent(fn: Callable[P, R]) -> Callable[P, R]:
 def is_idempotent(fn: object) -> bool:
     """Whether the function, or the function behind a method, carries the mark of `idempotent`."""
     return getattr(fn, IDEMPOTENT_MARK, None) is True
+
+
+def runs_on_reader(fn: Callable[P, None]) -> Callable[P, None]:
+    """Mark a function of this package that stores its arguments and returns: it never waits, and runs no code of users.
+
+    From its second call on it runs on the thread that reads the call, which may be the I/O loop's, if its arguments are
+    few plain values and tensors. So a message to a busy worker costs neither a thread of the pool nor its monitor.
+    """
+    setattr(fn, READER_MARK, True)
+    return fn
+
+
+def runs_where_read(fn: object) -> bool:
+    """Whether a function carries the mark of `runs_on_reader`."""
+    return getattr(fn, READER_MARK, None) is True

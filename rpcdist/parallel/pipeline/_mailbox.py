@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from _thread import get_ident
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
-from rpcdist.parallel.pipeline._schedules import Action
+from rpcdist.parallel.pipeline._schedules import Action, Kind
+from rpcdist.rpc._executors.blocking import blocking
 
-__all__ = ["Mailbox"]
+__all__ = ["Mailbox", "TensorSource", "TensorSources"]
+
+
+class TensorSource(Protocol):
+    """Where tensors arrive, and where a thread that waits for them can read: a session with a neighbour."""
+
+    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
+        """Reads while `is_waiting`, unless another thread does; whether the wait is over."""
+
+    def ring(self) -> None:
+        """Has a thread that reads ask `is_waiting` again."""
+
+
+TensorSources = dict[tuple[int, Kind], TensorSource]
+"""Where the tensors for a stage and kind of action came from last; filled as they arrive."""
 
 
 class Mailbox:
-    """The tensors of one worker and one step. Any thread may put, one thread takes."""
+    """The tensors of one worker and one step. Any thread may put, one thread takes.
 
-    def __init__(self) -> None:
+    Args:
+        sources: where to read for tensors that are not there yet.
+    """
+
+    def __init__(self, sources: Mapping[tuple[int, Kind], TensorSource]) -> None:
+        self._sources = sources
         self._condition = threading.Condition()
         self._arrived: dict[Action, Sequence[object]] = {}
         self._failure: BaseException | None = None
+        self._reading: tuple[int, TensorSource] | None = None  # the thread that takes, and where it reads
 
     def put(self, action: Action, values: Sequence[object]) -> None:
         """Stores the tensors that `action` needs."""
         with self._condition:
             self._arrived[action] = values
             self._condition.notify()
+        self._ring()
 
     def fail(self, failure: BaseException) -> None:
         """Ends the step: `take` and `check` raise the first `failure`."""
@@ -32,6 +56,12 @@ class Mailbox:
             if self._failure is None:
                 self._failure = failure
             self._condition.notify()
+        self._ring()
+
+    def _ring(self) -> None:
+        """After what the thread that takes waits for was stored: it looks for that after `_reading` is set."""
+        if (reading := self._reading) is not None and reading[0] != get_ident():
+            reading[1].ring()
 
     def check(self) -> None:
         """Raises if the step has ended."""
@@ -41,13 +71,33 @@ class Mailbox:
     def take(self, action: Action, deadline: Deadline) -> Sequence[object]:
         """Removes and returns the tensors that `action` needs; waits for them.
 
+        A thread that waits reads where they will arrive, so that nobody has to wake it.
+
         Raises:
             DeadlineExceeded: they did not come in time.
             BaseException: the failure that `fail` got.
         """
+        if not self._is_over(action):
+            with blocking():  # what comes may need a thread of the pool
+                if not self._read(action, deadline):
+                    with self._condition:
+                        self._condition.wait_for(lambda: self._is_over(action), deadline.wait_s())
+        self.check()
         with self._condition:
-            self._condition.wait_for(lambda: action in self._arrived or self._failure is not None, deadline.wait_s())
-            self.check()
             if action not in self._arrived:
                 raise DeadlineExceeded("what it needs did not arrive in time")
             return self._arrived.pop(action)
+
+    def _is_over(self, action: Action) -> bool:
+        return action in self._arrived or self._failure is not None
+
+    def _read(self, action: Action, deadline: Deadline) -> bool:
+        """Reads until the wait for an action is over; False if this thread may not, or the time is over."""
+        source = self._sources.get((action.stage, action.kind))
+        if source is None:
+            return False
+        self._reading = get_ident(), source
+        try:
+            return source.lead(lambda: not self._is_over(action), deadline.wait_s())
+        finally:
+            self._reading = None

@@ -14,6 +14,9 @@ from weakref import WeakValueDictionary
 from rpcdist.errors import RpcdistError
 from rpcdist.parallel.pipeline._schedules import Action, Kind
 from rpcdist.rpc._agent_local import AgentLocal
+from rpcdist.rpc._peers.calling_worker import calling_session
+from rpcdist.rpc._peers.network import MessageSink
+from rpcdist.rpc.functions import runs_on_reader
 
 __all__ = ["Receiver", "push", "receivers"]
 
@@ -21,17 +24,18 @@ __all__ = ["Receiver", "push", "receivers"]
 class Receiver(Protocol):
     """Takes the tensors that a neighbour pushes: a `StageRunner`."""
 
-    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
-        """Takes the tensors for an action of this or a later step; on any thread."""
+    def arrived(self, step: int, action: Action, values: Sequence[object], source: MessageSink | None) -> None:
+        """Takes the tensors for an action of this or a later step, and where they came from; on any thread."""
 
 
 receivers: AgentLocal[WeakValueDictionary[tuple[str, int], Receiver]] = AgentLocal(WeakValueDictionary)
 """By the key of the pipeline and the index of the worker."""
 
 
+@runs_on_reader
 def push(key: str, worker: int, step: int, stage: int, kind: Kind, microbatch: int, values: list[object]) -> None:
     """Delivers tensors for an action. A neighbour calls it by RPC."""
     receiver = receivers.get().get((key, worker))
     if receiver is None:
         raise RpcdistError(f"the pipeline {key} has ended on this worker")
-    receiver.arrived(step, Action(stage, kind, microbatch), values)
+    receiver.arrived(step, Action(stage, kind, microbatch), values, calling_session.get())

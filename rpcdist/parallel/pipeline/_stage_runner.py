@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.parallel.pipeline._mailbox import Mailbox
+from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
 from rpcdist.parallel.pipeline._receivers import receivers
 from rpcdist.parallel.pipeline._schedules import Action
@@ -18,6 +18,7 @@ from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._stage_optimizers import StageOptimizers
 from rpcdist.parallel.pipeline._step_execution import StepExecution
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StageSource, StepOrder, StepReport
+from rpcdist.rpc._peers.network import MessageSink
 
 __all__ = ["StageRunner"]
 
@@ -45,6 +46,7 @@ class StageRunner:
             threading.Lock()
         )  # guards the attributes below against `arrived`, `run` and `abort`, on several threads
         self._mailboxes: dict[int, Mailbox] = {}
+        self._sources: TensorSources = {}
         self._ended_step = 0
         receivers.get()[config.key, worker] = self
 
@@ -69,14 +71,16 @@ class StageRunner:
 
     # ------------------------------------------------------------ messages
 
-    def arrived(self, step: int, action: Action, values: Sequence[object]) -> None:
+    def arrived(self, step: int, action: Action, values: Sequence[object], source: MessageSink | None) -> None:
         """Takes the tensors that a neighbour sent for an action of this or a later step; on any thread."""
         with self._lock:
+            if source is not None:
+                self._sources[action.stage, action.kind] = source
             if step > self._ended_step:
                 self._mailbox(step).put(action, values)
 
     def _mailbox(self, step: int) -> Mailbox:
-        return self._mailboxes.setdefault(step, Mailbox())
+        return self._mailboxes.setdefault(step, Mailbox(self._sources))
 
     def abort(self, step: int, reason: str) -> None:
         """Ends a step and drops its gradients, whether it runs now, has run, or has not begun."""

@@ -1,19 +1,20 @@
 """Executes the actions of one worker in one step, in order, and pushes their tensors to the neighbours.
 
-    thread of the call `StageRunner.run`    executes the actions; waits in the mailbox for their tensors
-    threads that serve `push`               put arriving tensors into the mailbox, also before `run` was called
+    thread of the call `StageRunner.run`    executes the actions, and sends what they make; where the next one has to
+                                            wait for its tensors, it reads the neighbour's channel itself
+    I/O loop                                reads while that thread computes, and puts what arrives into the mailbox,
+                                            also before `run` was called
 
 The worker that made a tensor pushes it to the next one, so the transfer overlaps with computation on both.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-import rpcdist.rpc as rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded
 from rpcdist.parallel.pipeline._mailbox import Mailbox
@@ -23,6 +24,7 @@ from rpcdist.parallel.pipeline._receivers import push
 from rpcdist.parallel.pipeline._schedules import Action
 from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._step_messages import PipelineConfig, StepOrder, StepReport, clock_s
+from rpcdist.rpc._current import current_agent
 
 __all__ = ["StepExecution"]
 
@@ -46,16 +48,17 @@ class StepExecution:
         self._mailbox = mailbox
         self._deadline = deadline
         self._with_grad = any(action.kind == "B" for action in order.actions)
-        self._sent: list[tuple[Action, rpc.Future[None]]] = []
+        self._sent: list[tuple[Action, Callable[[], object]]] = []
+        self._agent = current_agent()
         self._report = StepReport()
 
     def run(self) -> StepReport:
         with torch.set_grad_enabled(self._with_grad):
             for action in self._order.actions:
                 self._do(action)
-        for action, future in self._sent:  # their memory must not change before
+        for action, wait in self._sent:  # their memory must not change before
             with self._blaming(action, "sending the result of the "):
-                future.wait()
+                wait()
         return self._report
 
     def _do(self, action: Action) -> None:
@@ -135,9 +138,9 @@ class StepExecution:
             values,
         )
         timeout_s = self._deadline.remaining_s() if self._deadline.is_finite else 0
-        future = rpc.rpc_async(self._config.workers[worker], push, args=arguments, timeout=timeout_s)
-        future.is_quiet = True  # `run` waits for it, unless the step fails anyway
-        self._sent.append((action, future))
+        # Not a future, whose completion is a job for the pool: this thread waits for it, unless the step fails anyway.
+        receiver_id = self._agent.directory.resolve(self._config.workers[worker])
+        self._sent.append((action, self._agent.caller.begin(receiver_id, push, arguments, timeout_s)))
 
 
 def _for_sending(value: object) -> object:

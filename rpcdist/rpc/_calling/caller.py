@@ -129,10 +129,12 @@ class Caller:
         session = None if large and takes_long(large) else self._router.session_with(call.peer)
         return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
 
-    def begin(self, to: int, func: Callable[..., Any], args: Any) -> Callable[[], Any]:
+    def begin(
+        self, to: int, func: Callable[..., Any], args: Any, timeout_s: float = UNSET_RPC_TIMEOUT
+    ) -> Callable[[], Any]:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
-        call, message, large = self._new_calls.of_function(to, func, args, None, UNSET_RPC_TIMEOUT, reply_sink)
+        call, message, large = self._new_calls.of_function(to, func, args, None, timeout_s, reply_sink)
         self._send_in_turn(call, message, large)
         return lambda: reply_sink.wait(call, self)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Final
 
 import torch
 
@@ -20,6 +21,8 @@ from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
 __all__ = ["Arrived", "ArrivedCompact", "ArrivedValue", "OutgoingRRefs"]
 
+MAX_SHORT_BYTES: Final = 64 * 1024  # of a body; what is decoded on the I/O loop must not hold it up
+
 
 class Arrived:
     """One received value; decode it once, or `discard` it. Either may happen on any thread but the I/O loop's.
@@ -35,6 +38,11 @@ class Arrived:
     @property
     def is_simple(self) -> bool:
         """Whether `decode` is quick and runs no code of users, so that it may run on a loop."""
+        return False
+
+    @property
+    def is_short(self) -> bool:
+        """The same, with tensors: `decode` makes them on the memory in which they arrived, or copies a few KiB."""
         return False
 
     def confirmation(self) -> Future[None] | None:
@@ -122,6 +130,10 @@ class ArrivedCompact(Arrived):
     @property
     def is_simple(self) -> bool:
         return not self._message.num_tensors
+
+    @property
+    def is_short(self) -> bool:
+        return len(self._message.body) <= MAX_SHORT_BYTES
 
     def decode(self) -> object:
         message = self._message

@@ -1,4 +1,5 @@
-"""Which worker has made the call that runs: for the parts of the agent that others call, and that believe no name."""
+"""Who has made the call that runs, and on which session: for parts of the agent that others call, and that believe no
+name."""
 
 from __future__ import annotations
 
@@ -6,11 +7,15 @@ from contextvars import ContextVar
 
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.network import MessageSink
 
-__all__ = ["calling_worker", "check_speaks_for"]
+__all__ = ["calling_session", "calling_worker", "check_speaks_for"]
 
 calling_worker: ContextVar[Identity | None] = ContextVar("rpcdist_calling_worker", default=None)
 """Set in calls that gather workers: the proven peer of the session on which the call came."""
+
+calling_session: ContextVar[MessageSink | None] = ContextVar("rpcdist_calling_session", default=None)
+"""Set in functions that run on the thread that reads: where the call came, and the next one will probably come."""
 
 
 def check_speaks_for(name: str) -> None:

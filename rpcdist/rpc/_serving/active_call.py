@@ -131,6 +131,11 @@ class ActiveCall:
         return self.value is not None and not self.function and self.function_pickle is None
 
     @property
+    def is_plain(self) -> bool:
+        """Whether it neither makes nor uses a remote reference."""
+        return self.result is None and self.value is None
+
+    @property
     def is_abandoned(self) -> bool:
         """Nothing runs, and nobody waits: its caller gave up, and the future may never be completed."""
         return self.is_chained and (self.cancelled or self.deadline.expired())

@@ -1,7 +1,7 @@
 """Runs the calls that arrive.
 
     whoever reads      the I/O loop, or a thread that leads: admits a call, and hands it to the pool (or a known
-                       coroutine function to the user loop)
+                       coroutine function to the user loop); runs what is marked by `runs_on_reader`
     pool thread        finds the function, decodes the arguments, runs it, encodes the result
     user loop          runs coroutines; their arguments were decoded in the pool unless they are plain
 
@@ -37,7 +37,7 @@ from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._marshal.marshal import Marshal
-from rpcdist.rpc._peers.calling_worker import calling_worker
+from rpcdist.rpc._peers.calling_worker import calling_session, calling_worker
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
@@ -50,7 +50,7 @@ from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
 from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
-from rpcdist.rpc.functions import ASYNC_MARK
+from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
@@ -60,7 +60,7 @@ logger = logging.getLogger(__name__)
 
 MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
-MAX_KNOWN_COROUTINES = 4096
+MAX_KNOWN_NAMES: Final = 4096
 _GENERATORS: Final = (Generator, AsyncGenerator)
 
 
@@ -113,6 +113,7 @@ class Dispatcher:
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
+        self._reader_functions: set[str] = set()  # likewise, of functions that run on the thread that reads
         self.accepting = True
         self.gil_wait: GilWait | None = None
 
@@ -168,6 +169,8 @@ class Dispatcher:
             confirmed.add_done_callback(lambda _: self._pool.submit(self.run, active))
         elif active.function in self._coroutine_functions and (arguments is None or arguments.is_simple):
             self._start_coroutine(active, None)
+        elif active.function in self._reader_functions and active.is_plain and (not arguments or arguments.is_short):
+            self._new_context().run(self._run_on_reader, active)
         else:
             jobs.append((self.run, (active,)))
 
@@ -230,7 +233,23 @@ class Dispatcher:
     # ------------------------------------------------------------ pool
 
     def run(self, active: ActiveCall) -> None:
-        """Runs a call on this thread."""
+        """Runs a call on this thread of the pool."""
+        self._run(active, is_last=hooks.enter is not None)
+
+    def _run_on_reader(self, active: ActiveCall) -> None:
+        """Runs a call on the thread that reads, which sends the answer and reads on."""
+        try:
+            function = self._callables.find(active.function)
+        except BaseException as exc:
+            self.fail(active, exc)
+            return
+        if runs_where_read(function):
+            calling_session.set(active.session)  # the context is that of this call
+            self._run(active, is_last=False)
+        else:  # the name leads to another one now
+            self._pool.submit(self.run, active)
+
+    def _run(self, active: ActiveCall, *, is_last: bool) -> None:
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
         try:
@@ -239,9 +258,9 @@ class Dispatcher:
             if self.gil_wait is not None:
                 self.gil_wait.sample()
             if active.is_fetch:
-                self._finish_fetch(active, is_last=hooks.enter is not None)
+                self._finish_fetch(active, is_last)
             else:
-                self._invoke(active)
+                self._invoke(active, is_last)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
             self.fail(active, exc)
         finally:
@@ -266,7 +285,7 @@ class Dispatcher:
         else:
             self._finish(active, value, is_last)
 
-    def _invoke(self, active: ActiveCall) -> None:
+    def _invoke(self, active: ActiveCall, is_last: bool) -> None:
         function = self._callables.find(active.function, active.function_pickle)
         args, kwargs = decoded_arguments(active, self._actors)
         if is_profiling():
@@ -276,12 +295,14 @@ class Dispatcher:
             result = function(*args, **kwargs)
         if result is not None and inspect.iscoroutine(result):
             if inspect.iscoroutinefunction(function):
-                self._remember(active.function)
+                self._remember(self._coroutine_functions, active.function)
             self._start_coroutine(active, result)
         elif hasattr(function, ASYNC_MARK):
             self._chain(active, result)
         else:
-            self._finish(active, result, is_last=hooks.enter is not None)
+            if result is None and runs_where_read(function):
+                self._remember(self._reader_functions, active.function)
+            self._finish(active, result, is_last)
 
     def _chain(self, active: ActiveCall, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -308,9 +329,9 @@ class Dispatcher:
 
     # ------------------------------------------------------------ user loop
 
-    def _remember(self, name: str) -> None:
-        if name and len(self._coroutine_functions) < MAX_KNOWN_COROUTINES:
-            self._coroutine_functions.add(name)
+    def _remember(self, names: set[str], name: str) -> None:
+        if name and len(names) < MAX_KNOWN_NAMES:
+            names.add(name)
 
     def _start_coroutine(self, active: ActiveCall, coroutine: Coroutine[Any, Any, Any] | None) -> None:
         async def run() -> object:
