@@ -53,6 +53,7 @@ from rpcdist.rpc._membership.leaving import Leaving
 from rpcdist.rpc._membership.membership_news import MembershipNews
 from rpcdist.rpc._membership.membership_watch import MembershipWatch
 from rpcdist.rpc._membership.serving import STOP, StopRequests
+from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
@@ -156,12 +157,19 @@ class Agent:
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
         search = CoordinatorSearch()
+        announced = Announcements(options.max_incoming_bytes, self.directory.holder_of)
         self.router = Router(
-            network, self.directory, self._demultiplexer, self._control, events, lifetime, options, search
+            network,
+            self.directory,
+            self._demultiplexer,
+            self._control,
+            events,
+            lifetime,
+            options,
+            announced,
+            search,
         )
-        self._inbound = Inbound(
-            self._demultiplexer, self.directory, events, options.share_payloads, options.max_incoming_bytes
-        )
+        self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads, announced)
         self._connections = Connections(self.router, self._inbound, self._control)
         self._leases = LeaseWatch(options.peer_timeout, self._connections.sessions, events)
 

@@ -28,6 +28,7 @@ from rpcdist.transport._framing.frames import (
 )
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.heartbeats import Heartbeats
 from rpcdist.transport.io_loop import IoLoop
@@ -74,19 +75,20 @@ class SessionHandler(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may lie in shared memory, in both directions."""
 
-    @property
-    def max_incoming_bytes(self) -> int | None:
-        """What the peer may have announced and not sent; None for the memory of this machine."""
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """Counts what a peer has announced, on all its sessions together, and not sent."""
 
 
 class HeapPayloads:
     """The part of a `SessionHandler` that says where large buffers arrive, all of them on the heap, and messages."""
 
     shares_payloads = False
-    max_incoming_bytes: int | None = None
 
     def takes_anywhere(self, message: WireMessage) -> bool:
         return False
+
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        return AnnouncedBytes()
 
     def allocate(self, size_bytes: int) -> IncomingBuffer:
         return heap_buffer(size_bytes)
@@ -152,7 +154,7 @@ class Session:
         self._outgoing = Outgoing()
         self._writer = SessionWriter(io, channel, self._outgoing, self._close, peer.name)
         self._shared = self._new_shared_payloads()
-        self._incoming = Incoming(handler.allocate, self._borrow, handler.max_incoming_bytes)
+        self._incoming = Incoming(handler.allocate, self._borrow, handler.announced_by(peer))
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for

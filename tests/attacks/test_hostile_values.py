@@ -11,10 +11,13 @@ from values_helpers import encode
 
 from rpcdist._proto import rpc_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
 from rpcdist.transport._framing.frames import Chunk
 from rpcdist.transport._framing.incoming import Incoming, IncomingBuffer, heap_buffer
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 
 MODULUS = 2**61 - 1  # of Python's hash of numbers
 INT64, BIG, COMPLEX, NONE, LIST, DICT, TUPLE0 = 0x83, 0x84, 0x86, 0x80, 0x8C, 0x8E, 0xA0
@@ -102,8 +105,8 @@ def test_an_announcement_takes_no_memory() -> None:
         incoming.announce(rpc_pb2.Message(transfer=2, large=[1] * 400_000))
 
 
-def test_announcements_of_one_peer_share_one_limit() -> None:
-    incoming = Incoming(max_bytes=1000)
+def test_announcements_of_one_session_share_one_limit() -> None:
+    incoming = Incoming(announced=AnnouncedBytes(1000))
     assert incoming.announce(rpc_pb2.Message(transfer=1, large=[600])) is None
     with pytest.raises(ProtocolViolation, match=r"500 bytes.*600.*takes 1000.*max_incoming_bytes"):
         incoming.announce(rpc_pb2.Message(transfer=2, large=[500]))
@@ -111,6 +114,23 @@ def test_announcements_of_one_peer_share_one_limit() -> None:
     assert incoming.announce(rpc_pb2.Message(transfer=3, large=[500])) is None  # what has arrived does not count
     incoming.abort(1)
     assert incoming.announce(rpc_pb2.Message(transfer=4, large=[500])) is None
+
+
+def test_sessions_of_one_peer_share_one_limit() -> None:
+    """Ten sessions took ten times `max_incoming_bytes`. Whoever is no member shares his with all such."""
+    announcements = Announcements(1000, {0: "a", 1: "b"}.get)
+    first, second = (Incoming(announced=announcements.of(Identity("a", 0, n))) for n in (1, 2))
+    assert first.announce(rpc_pb2.Message(transfer=1, large=[600])) is None
+    with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
+        second.announce(rpc_pb2.Message(transfer=1, large=[500]))
+    other = Incoming(announced=announcements.of(Identity("b", 1, 1)))
+    assert other.announce(rpc_pb2.Message(transfer=1, large=[1000])) is None
+    strangers = [Incoming(announced=announcements.of(Identity(f"x{n}", 7 + n, 1))) for n in range(2)]
+    assert strangers[0].announce(rpc_pb2.Message(transfer=1, large=[600])) is None
+    with pytest.raises(ProtocolViolation, match="max_incoming_bytes"):
+        strangers[1].announce(rpc_pb2.Message(transfer=1, large=[500]))
+    first.close()
+    assert second.announce(rpc_pb2.Message(transfer=2, large=[1000])) is None
 
 
 def test_a_session_that_has_ended_holds_no_buffers() -> None:

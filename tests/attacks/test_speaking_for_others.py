@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 from peer_timeouts import CALM_S, LIMIT_S
 
 from rpcdist import rpc
-from rpcdist.errors import CallRefused, Overloaded, UnknownActor
+from rpcdist.errors import CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.rpc._actors import actor_names
 from rpcdist.rpc._actors.actor_names import CONFIRM, RELEASE, RESERVE
+from rpcdist.rpc._api.actor_functions import keep_actor
 from rpcdist.rpc._membership.departures import DEPART
 from rpcdist.rpc._membership.leader import CONTRIBUTE
 from rpcdist.rpc._membership.serving import STOP
 from rpcdist.rpc._peers.calling_worker import check_speaks_for
+from rpcdist.rpc._rref.proxied import _turns_over
 from rpcdist.testing import InProcessCluster
+
+
+class Journal:
+    """An actor."""
+
+    def __init__(self) -> None:
+        self.notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self.notes.append(text)
+
 
 CLAIMS = {
     "a gathering": (CONTRIBUTE, (["a", "b", "c"], "c", "forged")),
@@ -36,10 +51,47 @@ def test_nobody_speaks_for_another_worker(claim: str) -> None:
         assert gathering[0].result(LIMIT_S) == {name: f"of {name}" for name in "abc"}
 
 
-def test_a_name_counts_only_in_calls_that_gather_workers() -> None:
+def test_a_name_counts_only_where_its_worker_is_known_to_have_called() -> None:
     with InProcessCluster("a", "b", peer_timeout=CALM_S) as cluster, cluster.use("b"):
-        with pytest.raises(CallRefused, match="a call that gathers nobody cannot speak for worker 'b'"):
+        with pytest.raises(CallRefused, match="code that no worker has called cannot speak for worker 'b'"):
             rpc.rpc_sync("a", check_speaks_for, ("b",))
+
+
+def test_nobody_ends_the_calls_of_another_worker_at_an_actor() -> None:
+    """The message was believed whose calls had ended: calls of another worker were not waited for any more."""
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        actor = cluster.run("c", partial(rpc.remote, "a", Journal, (), serial=True, name="journal"))
+        cluster.run("c", lambda: actor.rpc_sync().note("first"))
+        with cluster.use("a") as agent:
+            [queue] = [found._queue for found in agent.actors._actors.values()]
+            of_c = next(iter(queue._callers.values()))
+        with cluster.use("b"):
+            there = rpc.get_actor("journal")
+            rpc.rpc_sync("a", _turns_over, (there, 0, (1, 2, 3)))
+            with pytest.raises(TypeError):
+                rpc.rpc_sync("a", _turns_over, (there, (2, 1), 0, (1, 2, 3)))
+            for stream, numbers in ((0, [1]), ("0", (1,)), (0, ("1",)), (0, 1)):
+                with pytest.raises(RpcdistError, match="are over by the number"):
+                    rpc.rpc_sync("a", _turns_over, (there, stream, numbers))
+        assert of_c.over == set() and len(queue._callers) == 2
+
+
+def test_an_actor_is_kept_under_a_name_only_for_who_has_reserved_it() -> None:
+    """Whoever had the token could put a value of its own under the name of another actor, and any number of them."""
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        cluster.run("b", partial(rpc.remote, "a", Journal, (), serial=True, name="journal"))
+        with cluster.use("c") as agent:
+            forged = rpc.remote("a", Journal, (), serial=True)
+            for name in ("journal", "another"):
+                with pytest.raises(CallRefused, match=f"'c' has not reserved the name '{name}'"):
+                    rpc.rpc_sync("a", keep_actor, (name, forged))
+            agent.actor_names.reserve("elsewhere", 1, LIMIT_S)
+            with pytest.raises(CallRefused, match="'c' has not reserved"):
+                rpc.rpc_sync("a", keep_actor, ("elsewhere", forged))
+            agent.actor_names.release("elsewhere", LIMIT_S)
+            del forged
+        with cluster.use("b"):
+            rpc.get_actor("journal").rpc_sync().note("mine")
 
 
 @pytest.mark.parametrize(("allowed", "stops"), [([], False), ([STOP], True)])

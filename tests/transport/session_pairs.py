@@ -96,7 +96,6 @@ class Handler(HeapPayloads):
 
     def __init__(self, shares_payloads: bool) -> None:
         self.shares_payloads = shares_payloads
-        self.max_incoming_bytes: int | None = None
         self._loop = asyncio.get_running_loop()
         self.received: asyncio.Queue[tuple[rpc_pb2.Message, list[Any]]] = asyncio.Queue()
         self.opened = 0

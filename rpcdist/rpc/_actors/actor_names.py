@@ -13,13 +13,15 @@ from typing import Any, Final, Protocol
 from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
-from rpcdist.rpc._peers.calling_worker import check_speaks_for
+from rpcdist.rpc._peers.calling_worker import calling_worker, check_speaks_for
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
+from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 
 __all__ = ["MAX_NAME_CHARS", "ActorNames"]
 
 RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"
 CONFIRM: Final = "rpcdist.rpc._actors.actor_names:confirm"
+ADMIT: Final = "rpcdist.rpc._actors.actor_names:admit"
 RELEASE: Final = "rpcdist.rpc._actors.actor_names:release"
 FIND: Final = "rpcdist.rpc._actors.actor_names:find"
 GIVE: Final = "rpcdist.rpc._actors.actor_names:give"
@@ -95,6 +97,7 @@ class ActorNames:
         """What every peer may call, by the name on the wire."""
         return {
             RESERVE: self._on_reserve,
+            ADMIT: self._on_admit,
             CONFIRM: self._on_confirm,
             RELEASE: self._on_release,
             FIND: self._on_find,
@@ -117,6 +120,15 @@ class ActorNames:
             raise Overloaded(f"{MAX_NAMES} actors of the job have names already; make others without name=")
         member = self._directory.member
         self._claims[name] = _Claim(member(owner).identity, member(creator).identity)
+
+    async def _on_admit(self, name: str, owner: int, creator: int) -> None:
+        """An owner asks whether a worker has reserved a name for an actor there."""
+        check_speaks_for(self._directory.name_of(owner))
+        claim = self._claim(name)
+        if claim is None or claim.is_confirmed or (claim.owner.id, claim.creator.id) != (owner, creator):
+            raise CallRefused(
+                f"{self._directory.name_of(creator)!r} has not reserved the name {name!r} for an actor there"
+            )
 
     async def _on_confirm(self, name: str, creator: int) -> None:
         check_speaks_for(self._directory.name_of(creator))
@@ -157,9 +169,17 @@ class ActorNames:
         self._claims = {name: claim for name, claim in self._claims.items() if not self._has_ended(claim)}
 
     async def keep(self, name: str, rref: NamedValue) -> None:
-        """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised."""
+        """At the owner: holds the actor under its name, as soon as it exists. Raises what its creation raised, and
+        `CallRefused` unless the worker that asks for it has reserved the name.
+        """
         await rref
-        self._kept[name] = rref
+        caller = calling_worker.get()
+        if caller is None:
+            raise CallRefused("an actor is kept under a name for the worker that calls for it")
+        await self._caller.start_gathering(COORDINATOR, ADMIT, (name, self._me.id, caller.id), UNSET_RPC_TIMEOUT)
+        if len(self._kept) >= MAX_NAMES and name not in self._kept:
+            raise Overloaded(f"{MAX_NAMES} actors of this worker have names already; make others without name=")
+        self._kept[name] = rref  # one that is here already was never confirmed, or its claim ended with its coordinator
 
     async def _on_give(self, name: str) -> NamedValue:
         if name not in self._kept:

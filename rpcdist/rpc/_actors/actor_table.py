@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from rpcdist.errors import RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.serial_actor import SerialActor
 from rpcdist.rpc._actors.turn import Turn
@@ -48,7 +49,9 @@ class ActorTable:
         return Turn(self._actor(rref), value, caller, number, method, args, kwargs)
 
     def over(self, rref: RRefId, who: Incarnation, stream: int, numbers: tuple[int, ...]) -> None:
-        """Calls of a caller have ended for it, and may never come."""
+        """Calls of a caller have ended for it, and may never come. Raises `RpcdistError` for what says nothing."""
+        if type(stream) is not int or type(numbers) is not tuple or any(type(number) is not int for number in numbers):
+            raise RpcdistError("calls of an actor are over by the number of their stream, and a tuple of their own")
         self._actor(rref).over(who, stream, numbers)
 
     def _actor(self, rref: RRefId) -> SerialActor:

@@ -98,6 +98,4 @@ class SerialCalls:
         order.end(number, error is None, partial(self._tell_over, owner, rref))
 
     def _tell_over(self, owner: int, rref: Any, stream: int, numbers: tuple[int, ...]) -> Future[Any]:
-        me = self._rrefs.me
-        arguments = (rref, tuple(me), stream, numbers)
-        return self._retries.start(owner, proxied._turns_over, arguments, None, UNSET_RPC_TIMEOUT)
+        return self._retries.start(owner, proxied._turns_over, (rref, stream, numbers), None, UNSET_RPC_TIMEOUT)

@@ -199,6 +199,14 @@ class Caller:
         call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, reply_sink)
         return reply_sink.wait(call, self, partial(self._send, call, message, large))
 
+    def start_gathering(self, to: int, name: str, args: tuple[Any, ...], timeout_s: float) -> Future[Any]:
+        """`gather` without waiting."""
+        future: Future[Any] = Future()
+        call, message, large = self._new_calls.of_gathering(to, name, args, timeout_s, self._sink(future))
+        self._expect(future, call)
+        self._send(call, message, large)
+        return future
+
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
         if asyncio._get_running_loop() is None:

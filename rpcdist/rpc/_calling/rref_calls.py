@@ -8,13 +8,14 @@ from typing import Any
 import torch
 
 from rpcdist.deadline import Deadline, current_deadline
-from rpcdist.errors import WorkerLost
+from rpcdist.errors import CallRefused, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
 from rpcdist.rpc._futures.collected import note_started
+from rpcdist.rpc._peers.calling_worker import calling_worker
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
@@ -115,8 +116,12 @@ class RRefCalls:
     ) -> Any:
         return self._serial.call(rref, mode, method, args, kwargs, timeout_s, self.remote)
 
-    def turns_over(self, rref: Any, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
-        self._actors.over(rref._handle.state.rref, Incarnation(*who), stream, numbers)
+    def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
+        """At the owner; the caller is who called this, whatever it says."""
+        state, caller = rref._handle.state, calling_worker.get()
+        if caller is None or state.value is None:
+            raise CallRefused("the end of an actor's calls is told to its owner, by who made them")
+        self._actors.over(state.rref, Incarnation(caller.id, caller.incarnation), stream, numbers)
 
     def _on_value(self, rref: Any, args: tuple[Any, ...]) -> tuple[int, tuple[Any, ...], HandleState | None]:
         """The owner, the arguments, and the reference to name in the call. The owner's own needs no name."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._peers.network import PeerSession
@@ -24,7 +25,7 @@ class Inbound:
         directory: knows who was replaced.
         events: is told of sessions that open and end.
         shares_payloads: whether large buffers may travel in shared memory.
-        max_incoming_bytes: what a peer may have announced and not sent; None for the memory of this machine.
+        announcements: count what peers have announced and not sent.
 
     Attributes:
         sessions: those that are open.
@@ -36,7 +37,7 @@ class Inbound:
         directory: Directory,
         events: PeerEvents,
         shares_payloads: bool,
-        max_incoming_bytes: int | None,
+        announcements: Announcements,
     ) -> None:
         self.sessions: set[PeerSession] = set()
         self.takes_anywhere = demultiplexer.takes_anywhere
@@ -44,7 +45,7 @@ class Inbound:
         self.allocate = ReceiveBuffer.allocate
         self.borrow = ReceiveBuffer.borrowed
         self.shares_payloads = shares_payloads
-        self.max_incoming_bytes = max_incoming_bytes
+        self.announced_by = announcements.of
         self._directory = directory
         self._events = events
         events.replaced.listen(self._close_sessions_of)

@@ -17,6 +17,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import LINK_CLOSE_LIMIT_S
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.records import Records
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -124,9 +125,8 @@ class SessionTaker(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
 
-    @property
-    def max_incoming_bytes(self) -> int | None:
-        """What the peer may have announced and not sent; None for the memory of this machine."""
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """Counts what a peer has announced, on all its sessions together, and not sent."""
 
 
 class Connection(Protocol):

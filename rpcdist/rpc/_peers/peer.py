@@ -38,6 +38,7 @@ from rpcdist.time_limits import (
     MIN_ATTEMPT_S,
     REFUSED_GRACE_S,
 )
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
@@ -71,9 +72,8 @@ class PeerOwner(Protocol):
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
 
-    @property
-    def max_incoming_bytes(self) -> int | None:
-        """What a peer may have announced and not sent; None for the memory of this machine."""
+    def announced_by(self, peer: Identity) -> AnnouncedBytes:
+        """See `SessionTaker`."""
 
     def on_messages(self, session: MessageSink, messages: list[tuple[WireMessage, list[ReceiveBuffer]]]) -> None:
         """Messages arrived on the connection."""
@@ -338,14 +338,14 @@ class _PeerTaker:
     """Takes what arrives on a peer's session (`SessionTaker`): its end is for the peer, the rest for the owner."""
 
     __slots__ = (
-        "allocate", "borrow", "max_incoming_bytes", "on_closed", "on_messages", "shares_payloads", "takes_anywhere",
+        "allocate", "announced_by", "borrow", "on_closed", "on_messages", "shares_payloads", "takes_anywhere",
     )  # fmt: skip
 
     def __init__(self, peer: Peer, owner: PeerOwner) -> None:
         self.allocate = ReceiveBuffer.allocate
         self.borrow = ReceiveBuffer.borrowed
         self.shares_payloads = owner.shares_payloads
-        self.max_incoming_bytes = owner.max_incoming_bytes
+        self.announced_by = owner.announced_by
         self.on_messages = owner.on_messages
         self.takes_anywhere = owner.takes_anywhere
         self.on_closed = peer.on_session_closed

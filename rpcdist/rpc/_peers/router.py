@@ -16,6 +16,7 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
 from rpcdist.errors import RpcdistError, TransportError, WorkerLost
 from rpcdist.ids import Identity
+from rpcdist.rpc._peers.announcements import Announcements
 from rpcdist.rpc._peers.control import ControlBody, kind_of
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
@@ -49,6 +50,7 @@ class Router:
         events: is told what happens to connections.
         lifetime: when it is over, control messages are dropped.
         options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
+        announcements: count what peers have announced and not sent.
         search: for the next coordinator, for which calls to a lost one wait.
     """
 
@@ -61,6 +63,7 @@ class Router:
         events: PeerEvents,
         lifetime: Lifetime,
         options: RpcOptions,
+        announcements: Announcements,
         search: CoordinatorSearch,
     ) -> None:
         self._network = network
@@ -71,7 +74,7 @@ class Router:
         self._search = search
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
-        self.max_incoming_bytes = options.max_incoming_bytes
+        self.announced_by = announcements.of
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
         self._me = directory.me.id

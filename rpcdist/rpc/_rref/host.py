@@ -95,7 +95,7 @@ class RRefHome(Protocol):
     ) -> Any:
         """Calls a method of an actor, in the way that `mode` says (`rpcdist.rpc._rref.proxy.Mode`)."""
 
-    def turns_over(self, rref: Any, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
+    def turns_over(self, rref: Any, stream: int, numbers: tuple[int, ...]) -> None:
         """At the owner of an actor: calls of it have ended for their caller, and may never come."""
 
     def backward(self, context_id: int, root: torch.Tensor, retain_graph: bool) -> None:

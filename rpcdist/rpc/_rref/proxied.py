@@ -125,9 +125,9 @@ def _invoke_in_turn(
     return rref.in_turn(order, method, args, kwargs)
 
 
-def _turns_over(rref: HomeRRef, who: tuple[int, int], stream: int, numbers: tuple[int, ...]) -> None:
-    """Calls of an actor have ended for their caller, and may never come."""
-    rref._home.turns_over(rref, who, stream, numbers)
+async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> None:
+    """Calls of an actor have ended for their caller, which is who calls this, and may never come."""
+    rref._home.turns_over(rref, stream, numbers)
 
 
 INVOKERS: Final = {

@@ -356,8 +356,7 @@ class Dispatcher:
         # A function that is not a coroutine function may have set variables before it returned a coroutine.
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
-        if active.counts_as_idle:
-            context.run(calling_worker.set, active.session.peer)
+        context.run(calling_worker.set, active.session.peer)
         active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
         if active.cancelled:  # between the check and here
             active.handle.cancel()

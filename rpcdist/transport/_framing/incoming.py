@@ -10,16 +10,16 @@ Invariants:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
+from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
-__all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer", "memory_of_machine_bytes"]
+__all__ = ["MAX_BUFFERS", "Delivery", "Incoming", "IncomingBuffer", "heap_buffer"]
 
 MAX_BUFFERS: Final = 1 << 16
 """Large buffers of one message. Senders keep buffers of up to 32 KiB inside the message, so this is 2 GiB or more."""
@@ -84,30 +84,24 @@ class _IncomingTransfer:
         return buffer
 
 
-def memory_of_machine_bytes() -> int:
-    """The size of this machine's memory: nobody can send more than that at once."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
 class Incoming:
     """The transfers of one session that are under way.
 
     Args:
         allocate: takes memory for a buffer.
         borrow: finds the buffers that the peer lends.
-        max_bytes: what may be announced and not have arrived, in all transfers; None for the memory of the machine.
+        announced: counts what the peer has announced, on all its sessions, and not sent.
     """
 
     def __init__(
         self,
         allocate: Callable[[int], IncomingBuffer] = heap_buffer,
         borrow: Borrow = _nothing_is_lent,
-        max_bytes: int | None = None,
+        announced: AnnouncedBytes | None = None,
     ) -> None:
         self._allocate = allocate
         self._borrow = borrow
-        self._max_bytes = memory_of_machine_bytes() if max_bytes is None else max_bytes
-        self._announced_bytes = 0  # of the transfers that are under way
+        self._announced = AnnouncedBytes() if announced is None else announced
         self._transfers: dict[int, _IncomingTransfer] = {}
 
     def __repr__(self) -> str:
@@ -119,7 +113,7 @@ class Incoming:
         """Takes a message; returns it with its buffers when nothing is missing.
 
         Raises:
-            ProtocolViolation: the transfer number is in use, more is announced than this session takes, or what is
+            ProtocolViolation: the transfer number is in use, more is announced than is taken from this peer, or what is
                 said to be lent is not.
         """
         sizes = message.large
@@ -137,13 +131,7 @@ class Incoming:
         transfer = _IncomingTransfer(message, lent, heap_buffer if message.wrapped else self._allocate)
         if not transfer.missing:
             return self._deliver(transfer)
-        if self._announced_bytes + transfer.missing > self._max_bytes:
-            raise ProtocolViolation(
-                f"{transfer.missing} bytes were announced while {self._announced_bytes} announced ones are under way, "
-                f"and this worker takes {self._max_bytes} from one peer at a time. Send less at once, or start it "
-                "with RpcOptions(max_incoming_bytes=...)"
-            )
-        self._announced_bytes += transfer.missing
+        self._announced.add(transfer.missing)
         self._transfers[number] = transfer
         return None
 
@@ -181,7 +169,7 @@ class Incoming:
             return None
         transfer.filled[buffer] += size
         transfer.missing -= size
-        self._announced_bytes -= size
+        self._announced.subtract(size)
         if transfer.missing:
             return None
         del self._transfers[number]
@@ -192,13 +180,14 @@ class Incoming:
         transfer = self._transfers.pop(number, None)
         if transfer is None:
             return None
-        self._announced_bytes -= transfer.missing
+        self._announced.subtract(transfer.missing)
         return transfer.message
 
     def close(self) -> None:
         """Gives back the memory of all transfers: a session that has ended may be held for a while by who used it."""
+        announced, self._announced = self._announced, AnnouncedBytes()  # what is still read counts for nobody
+        announced.subtract(sum(transfer.missing for transfer in self._transfers.values()))
         self._transfers.clear()
-        self._announced_bytes = 0
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes

@@ -26,6 +26,8 @@ __all__ = ["TlsSocket"]
 
 _RECORD_BYTES: Final = 16 << 10  # of plain text, at most
 _CIPHERTEXT_BYTES: Final = 128 << 10  # taken from the socket at once
+_HANDSHAKE_PIECE_BYTES: Final = 4 << 10  # the same during the handshake, when a stranger may be at the other end
+_HANDSHAKE_BYTES: Final = 32 << 10  # of the peer, in all; 8 certificates with keys of 4096 bits have 16 KiB
 _PIECE_BYTES: Final = 128 << 10  # encrypted before the socket is asked whether it takes it
 
 
@@ -60,7 +62,8 @@ class TlsSocket:
         self._unsent = memoryview(b"")  # ciphertext
         self._num_owed = 0  # [Note: sent and owed]
         self._is_broken = False
-        self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
+        self._ciphertext = memoryview(bytearray(_HANDSHAKE_PIECE_BYTES))
+        self._handshake_bytes = 0  # that came until it was done
         self._decrypted = memoryview(b"")  # [Note: buffered]
         self._failure: ssl.SSLError | None = None  # of what comes behind that; OpenSSL says it once
 
@@ -115,10 +118,15 @@ class TlsSocket:
                     pass
                 finally:
                     is_sent = self._send_ciphertext()
+            if is_done and len(self._ciphertext) < _CIPHERTEXT_BYTES:
+                self._ciphertext = memoryview(bytearray(_CIPHERTEXT_BYTES))
             if is_done or not is_sent:
                 return is_done and is_sent
-            if not self._feed():
+            if self._handshake_bytes > _HANDSHAKE_BYTES:
+                raise OSError(f"the peer sent more than {_HANDSHAKE_BYTES} bytes before its TLS handshake was done")
+            if (num_bytes := self._feed()) is None:
                 return False
+            self._handshake_bytes += num_bytes
 
     @property
     def has_unsent(self) -> bool:
@@ -150,21 +158,21 @@ class TlsSocket:
                 if got is not None:
                     self._look_ahead()
                     return got
-            if not self._feed():
+            if self._feed() is None:
                 raise BlockingIOError
 
-    def _feed(self) -> bool:
-        """Takes ciphertext from the socket; False if there is none yet."""
+    def _feed(self) -> int | None:
+        """Takes ciphertext from the socket; returns how many bytes, 0 at the end, and None if there is none yet."""
         try:
             num_bytes = self._raw.recv_into(self._ciphertext)
         except (BlockingIOError, InterruptedError):
-            return False
+            return None
         with self._lock:
             if num_bytes:
                 self._incoming.write(self._ciphertext[:num_bytes])
             else:
                 self._incoming.write_eof()
-        return True
+        return num_bytes
 
     def _decrypt(self, place: memoryview) -> int | None:
         """Fills the place as far as the ciphertext goes; None if that yields nothing, 0 at the end."""

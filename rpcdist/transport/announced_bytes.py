@@ -1,0 +1,49 @@
+"""What peers have announced and not sent yet, in bytes."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+from rpcdist.errors import ProtocolViolation
+
+__all__ = ["AnnouncedBytes", "memory_of_machine_bytes"]
+
+
+def memory_of_machine_bytes() -> int:
+    """The size of this machine's memory: nobody can send more than that at once."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+class AnnouncedBytes:
+    """Of one peer, on all its sessions together. Any thread may use it.
+
+    Args:
+        limit_bytes: None for the memory of the machine.
+    """
+
+    def __init__(self, limit_bytes: int | None = None) -> None:
+        self._limit_bytes = memory_of_machine_bytes() if limit_bytes is None else limit_bytes
+        self._num_bytes = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<AnnouncedBytes {self._num_bytes} of {self._limit_bytes}>"
+
+    def add(self, num_bytes: int) -> None:
+        """More was announced; raises `ProtocolViolation`, and counts nothing, where that is too much."""
+        with self._lock:
+            under_way = self._num_bytes
+            if under_way + num_bytes <= self._limit_bytes:
+                self._num_bytes += num_bytes
+                return
+        raise ProtocolViolation(
+            f"{num_bytes} bytes were announced while {under_way} announced ones are under way, and this worker takes "
+            f"{self._limit_bytes} from one peer at a time. Send less at once, or start it with "
+            "RpcOptions(max_incoming_bytes=...)"
+        )
+
+    def subtract(self, num_bytes: int) -> None:
+        """So much has arrived, or will not come."""
+        with self._lock:
+            self._num_bytes -= num_bytes
