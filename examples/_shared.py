@@ -1,4 +1,4 @@
-"""What the examples share: options of the command line, the start of the processes, and pictures.
+"""What the examples share: options of the command line, and the start of the processes.
 
 Nothing here imports torch, and every example defines its options before it imports torch: `--help` and the mistakes of
 a command line are answered at once.
@@ -13,20 +13,15 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import Field, dataclass, field, fields, replace
-from functools import partial
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Never, NoReturn, TypeVar
+from typing import Any, ClassVar, NoReturn, Self, TypeVar
 
-from rpcdist import launch, placement_from_environment
-from rpcdist.errors import ConfigError
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-    from tqdm import tqdm
+from rpcdist import LocalCluster, launch, placement_from_environment
 
 PROCESSES_PER_CORE = 4  # that are started without a question
 MEMORY_PER_PROCESS_GB = 0.25  # of one that has imported torch
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}  # for each process, since they share the cores already
 NUM_TRAIN = 1437  # of the 1,797 images of digits; the other 360 measure the accuracy
 
 
@@ -62,91 +57,103 @@ def flag(description: str) -> Any:
 
 
 def counted(default: int, description: str) -> Any:
-    """The field of `Options` that counts the processes besides `num_others`; torchrun's ranks decide it otherwise."""
+    """The field of `Options` that counts processes; under torchrun, its number of ranks decides instead."""
     return field(default=default, metadata={"help": description, "type": positive(int), "metavar": "N", "counts": True})
+
+
+def at_least(description: str, metavar: str) -> Any:
+    """The field `min_...` of `Options`: a result below it is a failure, for checks that run the example."""
+    return option(0.0, f"exit with status 1 when {description} is below", float, metavar=metavar)
 
 
 @dataclass(frozen=True)
 class ExampleOptions:
-    """Base of the options of an example. Every process gets a copy of them."""
+    """Base of the options of an example, whose docstring is what `--help` begins with. Every process gets a copy."""
 
-    port: int = option(0, "port of the rendezvous on this machine; 0 is any free one", int)
+    seed: int = option(0, "random seed", int)
     yes: bool = flag("start even a great many processes without a question")
 
-    roles: ClassVar[str] = "the workers"  # for the message that torchrun started too few
+    roles: ClassVar[str]  # of all processes, for the message that torchrun started too few
     needs: ClassVar[tuple[str, ...]] = ("matplotlib",)  # modules that rpcdist itself does not need
 
     @property
-    def num_others(self) -> int:
-        """Number of processes besides those that the `counted` option counts."""
-        return 0
+    def first_names(self) -> Sequence[str]:
+        """Of the processes that the `counted` field does not count; theirs are the first ranks."""
+        return ()
+
+    @property
+    def names(self) -> list[str]:
+        """Of the processes, by rank: `observers: int = counted(2, ...)` has observer0 and observer1."""
+        counts = self.counted_name() or ""
+        return [*self.first_names, *(f"{counts[:-1]}{number}" for number in range(getattr(self, counts, 0)))]
 
     def check(self) -> None:
         """Raises `ValueError` for options that would fail late, or with a message that is hard to understand."""
+
+    @classmethod
+    def counted_name(cls) -> str | None:
+        return next((each.name for each in fields(cls) if each.metadata.get("counts")), None)
+
+    @classmethod
+    def parse(cls) -> Self:
+        """The options of the command line; a wrong one ends the program, with an explanation and status 2."""
+        counts = cls.counted_name()
+        epilog = f"Under torchrun the ranks are {cls.roles}" + (f"; leave out --{counts}." if counts else ".")
+        parser = argparse.ArgumentParser(
+            description=cls.__doc__, epilog=epilog, formatter_class=argparse.ArgumentDefaultsHelpFormatter
+        )
+        shared = {each.name for each in fields(ExampleOptions)}
+        for each in sorted(fields(cls), key=lambda each: each.name in shared):
+            add_option(parser, each.name, each.default, each.metadata)
+        given = vars(parser.parse_args())
+        try:
+            options = fit_to_torchrun(cls(**given), given)
+            for module in options.needs:
+                if importlib.util.find_spec(module) is None:
+                    raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
+            options.check()
+            for name in ("picture", "checkpoint"):
+                if hasattr(options, name):
+                    make_folder(f"--{name}", getattr(options, name), is_picture=name == "picture")
+        except ValueError as error:
+            parser.error(str(error))
+        return options
 
 
 Options = TypeVar("Options", bound=ExampleOptions)
 
 
-def parse(kind: type[Options], description: str, epilog: str = "") -> Options:
-    """The options of the command line; a wrong one ends the program, with an explanation and status 2."""
-    parser = argparse.ArgumentParser(
-        description=description, epilog=epilog, formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    shared = {each.name for each in fields(ExampleOptions)}
-    for each in sorted(fields(kind), key=lambda each: each.name in shared):
-        settings = {name: value for name, value in each.metadata.items() if name != "counts" and value is not None}
-        if settings.get("choices") or settings.get("type") in (str, Path):
-            settings["metavar"] = "FILE" if settings.get("type") is Path else None
-        unset = each.default is None or each.metadata.get("counts")
-        settings["help"] += f" (default: {each.default})" if each.metadata.get("counts") else ""
-        parser.add_argument(f"--{each.name.replace('_', '-')}", default=argparse.SUPPRESS if unset else each.default,
-                            **settings)  # fmt: skip
-    given = vars(parser.parse_args())
-    try:
-        options = fit_to_torchrun(kind(**given), given)
-        for module in options.needs:
-            if importlib.util.find_spec(module) is None:
-                raise ValueError(f"the package {module} is missing: pip install 'rpcdist[examples]'")
-        options.check()
-        for name in ("picture", "checkpoint"):
-            if hasattr(options, name):
-                check_output(f"--{name}", getattr(options, name), is_picture=name == "picture")
-    except ValueError as error:
-        parser.error(str(error))
-    return options
-
-
-def counted_field(options: ExampleOptions) -> Field[Any] | None:
-    return next((each for each in fields(options) if each.metadata.get("counts")), None)
-
-
-def num_processes(options: ExampleOptions) -> int:
-    counts = counted_field(options)
-    return options.num_others + (getattr(options, counts.name) if counts else 0)
+def add_option(parser: argparse.ArgumentParser, name: str, default: object, metadata: Any) -> None:
+    settings = {key: value for key, value in metadata.items() if key != "counts" and value is not None}
+    if settings.get("choices") or settings.get("type") is Path:
+        settings["metavar"] = "FILE" if settings.get("type") is Path else None
+    if metadata.get("counts"):
+        settings["help"] += f" (default: {default})"
+    unset = default is None or metadata.get("counts")  # what is not given shall not be seen as given
+    parser.add_argument(f"--{name.replace('_', '-')}", default=argparse.SUPPRESS if unset else default, **settings)
 
 
 def fit_to_torchrun(options: Options, given: dict[str, object]) -> Options:
     """The options, with all ranks of torchrun, if it has started this process, counted."""
-    place, counts = placement_from_environment(), counted_field(options)
-    if place is None or (counts is None and place.world_size == options.num_others):
+    place, counts = placement_from_environment(), options.counted_name()
+    if place is None or place.world_size == len(options.names):
         return options
-    if counts is None or place.world_size <= options.num_others:
-        at_least = "at least " if counts else ""
-        needed = options.num_others + (1 if counts else 0)
+    num_others = len(options.names) - (getattr(options, counts) if counts else 0)
+    if counts is None or place.world_size <= num_others:
+        needed = num_others + (1 if counts else 0)
         raise ValueError(
-            f"torchrun must start {at_least}{needed} processes, {options.roles}: --nproc-per-node {needed}"
+            f"torchrun must start {'at least ' if counts else ''}{needed} processes, {options.roles}: "
+            f"--nproc-per-node {needed}"
         )
-    number = place.world_size - options.num_others
-    if given.get(counts.name, number) != number:
+    if counts in given:
         raise ValueError(
-            f"--{counts.name} {given[counts.name]} does not fit torchrun's {place.world_size} processes: leave it out"
+            f"--{counts} {given[counts]} does not fit torchrun's {place.world_size} processes: leave it out"
         )
-    changed: dict[str, Any] = {counts.name: number}
+    changed: dict[str, Any] = {counts: place.world_size - num_others}
     return replace(options, **changed)
 
 
-def check_output(name: str, path: Path, *, is_picture: bool) -> None:
+def make_folder(name: str, path: Path, *, is_picture: bool) -> None:
     """Makes the folder of a file that the example will write."""
     if is_picture and path.suffix not in (".png", ".pdf", ".svg"):
         raise ValueError(f"{name} {path}: the name must end in .png, .pdf or .svg")
@@ -156,28 +163,28 @@ def check_output(name: str, path: Path, *, is_picture: bool) -> None:
         raise ValueError(f"{name} {path}: its folder cannot be made ({error.strerror})") from error
 
 
-def refuse(reason: str) -> NoReturn:
-    """Ends the program as argparse does."""
-    print(f"{Path(sys.argv[0]).name}: error: {reason}", file=sys.stderr)
-    sys.exit(2)
-
-
 def start(function: Callable[[int, Options], None], options: Options) -> None:
     """Calls `function(rank, options)` in every process: in new ones, or in those of torchrun."""
-    device = getattr(options, "device", "cpu")
-    if device.startswith("cuda"):
-        import torch
+    announce(options)
+    launch(function, (options,), workers=len(options.names), env=ONE_THREAD)
 
-        if not torch.cuda.is_available():
-            refuse(f"--device {device}: torch finds no GPU here")
+
+@contextmanager
+def cluster(options: ExampleOptions) -> Iterator[None]:
+    """This process is the worker `options.names[0]`, which calls the others; they are new, or those of torchrun."""
+    import torch
+
+    announce(options)
+    torch.set_num_threads(1)
+    with LocalCluster(options.names, env=ONE_THREAD):
+        yield
+
+
+def announce(options: ExampleOptions) -> None:
+    """Importing torch takes each process seconds, in which nothing else would be seen."""
     if placement_from_environment() is None:
-        confirm_many(num_processes(options), sure=options.yes)
-        # Importing torch takes each process seconds, in which nothing else would be seen.
-        print(f"starting {num_processes(options)} process{'es' * (num_processes(options) > 1)} ...", flush=True)
-    try:
-        launch(function, (options,), workers=num_processes(options), master_port=options.port)
-    except ConfigError as error:
-        refuse(f"--port: {error}")
+        confirm_many(len(options.names), sure=options.yes)
+        print(f"starting {count(len(options.names), 'process', 'es')} ...", flush=True)
 
 
 def confirm_many(processes: int, *, sure: bool) -> None:
@@ -192,56 +199,21 @@ def confirm_many(processes: int, *, sure: bool) -> None:
         sys.exit("nothing was started")
 
 
-class Bars:
-    """The progress of several workers: a bar for each on a terminal, lines elsewhere.
-
-    One process shows them all, so lines never mix. Each worker's calls come one after the other, those of different
-    workers may come on different threads (tqdm locks the terminal).
-    """
-
-    def __init__(self, names: Sequence[str], total: int, unit: str) -> None:
-        self.names = names
-        self.bars: list[tqdm[Never]] = []
-        if sys.stderr.isatty():  # in a pipe, a file or a log, bars would be noise
-            from tqdm import tqdm
-
-            bar = partial(tqdm, total=total, unit=unit, dynamic_ncols=True)
-            self.bars = [bar(desc=name, position=position) for position, name in enumerate(names)]
-
-    def advance(self, number: int, amount: int, when: str, status: str) -> None:
-        """A worker has done `amount` more; `when` (an epoch, say) is shown in lines only."""
-        if self.bars:
-            self.bars[number].set_postfix_str(status, refresh=False)
-            self.bars[number].update(amount)
-        else:
-            print(f"{self.names[number]}: {when}, {status}", flush=True)
-
-    def close(self) -> None:
-        for bar in self.bars:
-            bar.close()
+def refuse(reason: str) -> NoReturn:
+    """Ends the program as argparse does."""
+    print(f"{Path(sys.argv[0]).name}: error: {reason}", file=sys.stderr)
+    sys.exit(2)
 
 
-@contextmanager
-def picture(path: Path, title: str, columns: int = 2, height: float = 4.4, **options: Any) -> Iterator[list[Axes]]:
-    """Yields the axes of a figure, side by side; then gives them grids and legends, and writes the file."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file needs no display
-    from matplotlib import layout_engine, pyplot
-
-    layout = layout_engine.ConstrainedLayoutEngine(w_pad=0.15, h_pad=0.1)
-    width = 11 if columns > 1 else 8
-    figure, axes = pyplot.subplots(1, columns, figsize=(width, height), layout=layout, squeeze=False, **options)
-    yield list(axes[0])
-    for each in axes[0]:
-        if not each.images:
-            each.grid(alpha=0.25)
-            each.spines[["top", "right"]].set_visible(False)
-        if each.get_legend_handles_labels()[0] and each.get_legend() is None:
-            each.legend(frameon=False)
-    figure.suptitle(title, fontweight="bold")
-    figure.savefig(path, dpi=130)
+def require_accuracy(accuracy: float, min_accuracy: float) -> None:
+    if accuracy < min_accuracy:
+        sys.exit(f"test accuracy {accuracy:.1f} % is below --min-accuracy {min_accuracy:g}")
 
 
-def count(number: int, what: str) -> str:
-    return f"{number} {what}{'s' * (number != 1)}"
+def require_loss(loss: float, max_loss: float) -> None:
+    if loss > max_loss:
+        sys.exit(f"validation loss {loss:.2f} is above --max-loss {max_loss:g}")
+
+
+def count(number: int, what: str, plural: str = "s") -> str:
+    return f"{number} {what}{plural if number != 1 else ''}"

@@ -21,21 +21,23 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from _shared import ExampleOptions, count, counted, option, parse, picture, refuse
+from _killed_processes import KilledProcesses
+from _shared import ExampleOptions, at_least, count, counted, option, require_accuracy
 
 from rpcdist import placement_from_environment
 
 
 @dataclass(frozen=True)
 class Options(ExampleOptions):
+    """Trains a digit classifier while its processes are killed and replaced."""
+
     ranks: int = counted(3, "number of processes")
     kills: int = option(3, "how often one of them is killed", int)
     steps: int = option(1200, "steps of the training")
-    lr: float = option(0.05, "learning rate")
-    seed: int = option(0, "random seed", int)
-    min_accuracy: float = option(0.0, "exit with status 1 when the test is below", float, metavar="PERCENT")
+    min_accuracy: float = at_least("the test accuracy", "PERCENT")
     picture: Path = option(Path("out/elastic_ddp.png"), "file for the picture", Path)
 
+    roles = "the ranks"
     needs = ("sklearn", "matplotlib")
 
     def check(self) -> None:
@@ -45,18 +47,12 @@ class Options(ExampleOptions):
             raise ValueError("torchrun ends all ranks when one is lost: start this example without it")
 
 
-def parse_options() -> Options:
-    return parse(Options, "Trains a digit classifier while its processes are killed and replaced.")
-
-
 if __name__ == "__main__":
-    parse_options()  # before torch is imported: help and mistakes are answered at once
-
-from multiprocessing import get_context
-from multiprocessing.process import BaseProcess
+    Options.parse()  # before torch is imported: help and mistakes are answered at once
 
 import torch
 from _data import load_digits, percent_right
+from _pictures import moving_mean, picture
 from torch import nn
 from torch.nn.functional import cross_entropy
 
@@ -67,16 +63,15 @@ from rpcdist.parallel import ElasticDataParallel
 BATCH_SIZE = 32
 STEP_S = 0.02  # at least: with so small a model, all would be over before a new process has started
 EVENT_LIMIT_S = 120.0
-SMOOTH = 0.95
 
 
-def train(folder: Path, options: Options) -> None:
+def train(_: int, folder: Path, options: Options) -> None:
     """What each process does, the first ones and those that come later."""
     torch.set_num_threads(1)  # the processes share the cores already
     torch.manual_seed(options.seed)
     (images, labels), (test_images, test_labels) = load_digits(options.seed)
     module = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64), nn.ReLU(), nn.Linear(64, 10))
-    optimizer = torch.optim.SGD(module.parameters(), lr=options.lr, momentum=0.9)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     store = FileStore(folder / "store")
     model = ElasticDataParallel(module, optimizer, store, num_ranks=options.ranks)
     up_at, is_new = time.monotonic(), store.check(["first step"])
@@ -107,37 +102,20 @@ def train(folder: Path, options: Options) -> None:
 
 def supervise(folder: Path, options: Options) -> list[float]:
     """Starts the processes, and kills and replaces one now and then; returns how long newcomers needed, in seconds."""
-    context, chance = get_context("spawn"), random.Random(options.seed)
-
-    def start() -> BaseProcess:
-        process = context.Process(target=train, args=(folder, options))
-        process.start()
-        return process
-
-    print(f"starting {options.ranks} process{'es' * (options.ranks > 1)} ...", flush=True)
-    processes = [start() for _ in range(options.ranks)]
+    chance = random.Random(options.seed)
     times = []
-    try:
-        with FileStore(folder / "store", timeout=EVENT_LIMIT_S) as store:
-            for number in range(options.kills):
-                store.wait(["first step"])
-                victim = chance.randrange(options.ranks)
-                processes[victim].kill()
-                processes[victim].join()
-                processes[victim] = start()
-                answer = store.queue_pop("back").decode()
-                if answer == "too late":
-                    raise SystemExit("the training was over before a new process had started: choose more --steps")
-                times.append(float(answer))
-                print(f"kill {number + 1}: the new process trains {times[-1]:.2f} s after it was up", flush=True)
-        for process in processes:
-            process.join()
-            if process.exitcode != 0:
-                raise SystemExit("a process failed; see above")
-    finally:
-        for process in processes:
-            process.kill()
-            process.join()
+    processes = KilledProcesses(train, (folder, options), options)
+    with processes, FileStore(folder / "store", timeout=EVENT_LIMIT_S) as store:
+        for number in range(options.kills):
+            store.wait(["first step"])
+            processes.replace(chance.randrange(options.ranks))
+            answer = store.queue_pop("back").decode()
+            if answer == "too late":
+                raise SystemExit("the training was over before a new process had started: choose more --steps")
+            times.append(float(answer))
+            print(f"kill {number + 1}: the new process trains {times[-1]:.2f} s after it was up", flush=True)
+        for rank in range(options.ranks):
+            processes.has_ended(rank)
     return times
 
 
@@ -145,12 +123,10 @@ def draw(folder: Path, options: Options) -> float:
     """Writes the picture; returns the smoothed loss at the end."""
     rows = [line.split() for line in (folder / "log").read_text().splitlines()]
     steps, sizes, losses = [int(row[0]) for row in rows], [int(row[1]) for row in rows], [float(row[2]) for row in rows]
-    smooth = [losses[0]]
-    for loss in losses[1:]:
-        smooth.append(SMOOTH * smooth[-1] + (1 - SMOOTH) * loss)
+    smooth = moving_mean(losses, 30)
     with picture(options.picture, f"{count(options.kills, 'kill')} while {options.ranks} ranks train") as (left, right):
         left.plot(steps, losses, ".", markersize=2, alpha=0.3, label="of each batch of rank 0")
-        left.plot(steps, smooth, label="smoothed")
+        left.plot(steps, smooth, label="mean of 30")
         left.set(xlabel="step", ylabel="loss", yscale="log")
         right.step(steps, sizes, where="post")
         right.set(xlabel="step", ylabel="ranks", yticks=range(options.ranks + 1))
@@ -158,7 +134,7 @@ def draw(folder: Path, options: Options) -> float:
 
 
 def main() -> None:
-    options = parse_options()
+    options = Options.parse()
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         times = supervise(folder, options)
@@ -168,8 +144,7 @@ def main() -> None:
     trained = f"{options.steps} steps of {count(options.ranks, 'rank')}"
     what = f"loss {loss:.3f}, {trained}, {count(options.kills, 'kill')}{back}"
     print(f"test accuracy {accuracy:.1f} % ({what}), picture: {options.picture}", flush=True)
-    if accuracy < options.min_accuracy:
-        refuse(f"test accuracy {accuracy:.1f} % is below --min-accuracy {options.min_accuracy:g}")
+    require_accuracy(accuracy, options.min_accuracy)
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ The first line is the command, the second its last line of output. Trainers push
 processes are killed at random, and the server once. Each is replaced by a new process under the same name, and the
 others go on: the picture has the loss, and who was gone when.
 
-The server (rank 0) writes its parameters to a file every few steps, and its successor begins with them. A trainer that
-gets `WorkerLost` waits until the server is there again: workers find the new rank 0 by themselves.
+The server (rank 0) saves its state every few steps, and its successor begins with that. A trainer's call that is lost
+with the server is made again (`rpc.idempotent`) until there is another one: workers find the new rank 0 by themselves.
 
 It starts, kills and replaces its processes itself. Under torchrun, which starts all ranks again when one fails,
 trainers kill themselves, as often as there are restarts, and the job goes on from the file:
@@ -16,274 +16,178 @@ trainers kill themselves, as often as there are restarts, and the job goes on fr
 
 from __future__ import annotations
 
-import argparse
 import math
 import os
 import random
 import signal
 import threading
 import time
-from dataclasses import dataclass, field
-from itertools import pairwise
-from multiprocessing import get_context
-from multiprocessing.context import SpawnProcess
+from dataclasses import dataclass
 from pathlib import Path
-from socket import socket
+
+from _killed_processes import KilledProcesses
+from _shared import ExampleOptions, counted, option
+
+from rpcdist import placement_from_environment
+
+
+@dataclass(frozen=True)
+class Options(ExampleOptions):
+    """Trains with a parameter server while its processes are killed and replaced."""
+
+    trainers: int = counted(2, "number of trainers")
+    steps: int = option(1000, "steps of all trainers together")
+    kills: int = option(4, "how often a process is killed; the server is one of them")
+    picture: Path = option(Path("out/elastic_parameter_server.png"), "file for the loss curve", Path)
+
+    first_names = ("server",)
+    roles = "the server and the trainers"
+    needs = ("sklearn", "matplotlib")
+
+    @property
+    def state(self) -> Path:
+        """The file of the server's state."""
+        return self.picture.with_suffix(".state")
+
+
+if __name__ == "__main__":
+    Options.parse()  # before torch is imported: help and mistakes are answered at once
 
 import torch
-from _data import Digits, load_digits, percent_right
+from _data import load_digits, percent_right
+from _pictures import draw_failures
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, linear
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
-from rpcdist import placement_from_environment, rpc
-from rpcdist.errors import WorkerLost
+from rpcdist import rpc
 
-SHAPES = ((128, 64), (128,), (10, 128), (10,))  # of the weights and biases of both layers
 SAVED_EVERY = 10  # steps
 BATCH_SIZE = 64
 LEARNING_RATE = 0.3
 STEP_S = 0.02  # of each trainer, at least: with so small a model, all would be over before a new process has started
-GAP_S = 1.0
-RETURN_LIMIT_S = 300.0
+RETURN_LIMIT_S = 300.0  # of a server
 
 
-# ---- the model, as a function of one vector of parameters
-
-
-def initial_parameters(seed: int) -> Tensor:
+def new_model(seed: int) -> nn.Module:
     torch.manual_seed(seed)
-    layers = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-    return nn.utils.parameters_to_vector(layers.parameters()).detach()
-
-
-def predict(parameters: Tensor, images: Tensor) -> Tensor:
-    """The scores (n, 10) of the digits."""
-    parts = parameters.split([math.prod(shape) for shape in SHAPES])
-    weight, bias, weight_out, bias_out = (part.view(shape) for part, shape in zip(parts, SHAPES, strict=True))
-    return linear(linear(images, weight, bias).relu(), weight_out, bias_out)
-
-
-@torch.no_grad()
-def measure_accuracy(parameters: Tensor, digits: Digits) -> float:
-    """The percentage of images that the model labels correctly."""
-    images, labels = digits
-    return percent_right(predict(parameters, images), labels)
-
-
-@dataclass
-class State:
-    """What the server keeps, and its successor finds."""
-
-    parameters: Tensor
-    losses: list[tuple[float, float]] = field(default_factory=list)  # (time, loss of a batch) of each step
-    events: list[tuple[float, str]] = field(default_factory=list)  # (time, who was lost or came back)
-
-
-# ---- the server: trainers call `fetch` and `push` by name, so any process that is called "server" will do
+    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 class Server:
-    """One per process. Calls run on several threads."""
+    """The parameters, and what happened. Calls run on several threads; a successor begins with the file."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
+    def __init__(self, options: Options) -> None:
         self.options = options
         self.lock = threading.Lock()
         self.is_done = threading.Event()
+        self.parameters = parameters_to_vector(new_model(options.seed).parameters()).detach()
+        self.losses: list[tuple[float, float]] = []  # (time, loss of a batch) of each step
+        self.events: list[tuple[float, str]] = []  # (time, who was lost or came back)
         if options.state.exists():
-            self.state: State = torch.load(options.state, weights_only=False)
-            self.state.events.append((self.state.losses[-1][0], "server is lost"))  # nobody saw when it was
+            self.parameters, self.losses, self.events = torch.load(options.state)
+            self.events.append((self.losses[-1][0], "server is lost"))  # nobody saw when it was
             self.note("server is back")
-        else:
-            self.state = State(initial_parameters(options.seed))
 
     def note(self, what: str) -> None:
-        print(f"step {len(self.state.losses)}: {what}", flush=True)
-        self.state.events.append((time.time(), what))
+        print(f"step {len(self.losses)}: {what}", flush=True)
+        self.events.append((time.time(), what))
 
     def on_change(self, change: rpc.MembershipChange) -> None:
         with self.lock:
-            if change.kind == "lost" or (change.kind == "joined" and not self.is_done.is_set()):
-                self.note(f"{change.worker.name} {'is lost' if change.kind == 'lost' else 'is there'}")
+            if change.kind != "left" and not self.is_done.is_set():
+                self.note(f"{change.worker.name} is {'lost' if change.kind == 'lost' else 'there'}")
 
-    def push(self, gradient: Tensor, loss: float) -> Tensor | None:
-        """Applies a gradient; the new parameters, or None when the training is over."""
+    def push(self, gradient: Tensor | None, loss: float) -> Tensor | None:
         with self.lock:
-            if not self.is_done.is_set():
-                self.state.parameters.sub_(gradient, alpha=LEARNING_RATE)
-                self.state.losses.append((time.time(), loss))
-                if len(self.state.losses) % SAVED_EVERY == 0:
-                    self.save()
-                if len(self.state.losses) >= self.options.steps:
+            if gradient is not None and not self.is_done.is_set():
+                self.parameters.sub_(gradient, alpha=LEARNING_RATE)
+                self.losses.append((time.time(), loss))
+                if len(self.losses) % SAVED_EVERY == 0:
+                    written = self.options.state.with_suffix(".new")
+                    torch.save((self.parameters, self.losses, self.events), written)
+                    written.replace(self.options.state)  # whenever the process dies, there is a whole file
+                if len(self.losses) >= self.options.steps:
                     self.is_done.set()
-            return None if self.is_done.is_set() else self.state.parameters.clone()
-
-    def save(self) -> None:
-        """At every moment the file is a whole one, whenever the process dies."""
-        written = self.options.state.with_suffix(".new")
-        torch.save(self.state, written)
-        os.replace(written, self.options.state)
+            return None if self.is_done.is_set() else self.parameters.clone()
 
 
 server: Server | None = None  # in the process that is the server
 
 
-def push(gradient: Tensor, loss: float) -> Tensor | None:
+@rpc.idempotent  # the call is made again when the server is lost: a gradient that is applied twice does no harm
+def push(gradient: Tensor | None, loss: float = math.nan) -> Tensor | None:
+    """Applies a gradient, if there is one; the new parameters, or None when the training is over."""
     assert server is not None
     return server.push(gradient, loss)
 
 
-def fetch() -> Tensor:
-    assert server is not None
-    with server.lock:
-        return server.state.parameters.clone()
-
-
-def serve(options: argparse.Namespace) -> None:
-    global server
-    server = Server(options)
-    join(0, options)
+def serve(server: Server, options: Options) -> None:
     rpc.on_membership_change(server.on_change)
     server.is_done.wait()
-    rpc.shutdown()  # waits until the trainers have left
-    accuracy = measure_accuracy(server.state.parameters, load_digits(options.seed)[1])
-    draw(server.state, options)
+    model = new_model(options.seed)
+    vector_to_parameters(server.parameters, model.parameters())
+    images, labels = load_digits(options.seed)[1]
+    draw_failures(options.picture, server.losses, server.events)
     options.state.unlink()
-    seconds = server.state.losses[-1][0] - server.state.losses[0][0]
+    seconds = server.losses[-1][0] - server.losses[0][0]
     what = f"{options.steps} steps of {options.trainers} trainers, {options.kills} kills, {seconds:.1f} s"
+    accuracy = percent_right(model(images), labels)
     print(f"test accuracy {accuracy:.1f} % ({what}), picture: {options.picture}", flush=True)
 
 
-# ---- the trainers
-
-
-def train(rank: int, options: argparse.Namespace, dies_after: int | None) -> None:
+def train(rank: int, options: Options, dies_after: int | None) -> None:
     """Trains until the server says that it is over; the server may be another process by then."""
     images, labels = (part.chunk(options.trainers)[rank - 1] for part in load_digits(options.seed)[0])
-    join(rank, options)
-    parameters: Tensor | None = None
-    steps, is_over = 0, False
-    while not is_over:
-        try:
-            parameters = rpc.rpc_sync("server", fetch) if parameters is None else parameters
-            batch = torch.randint(len(labels), (BATCH_SIZE,))
-            parameters.requires_grad_()
-            loss = cross_entropy(predict(parameters, images[batch]), labels[batch])
-            (gradient,) = torch.autograd.grad(loss, parameters)
-            parameters = rpc.rpc_sync("server", push, (gradient, loss.item()))
-            is_over = parameters is None
-        except WorkerLost:  # it is unknown whether the gradient was applied: one more or less does no harm
-            parameters = None
-            rpc.wait_for_worker("server", timeout=RETURN_LIMIT_S)
+    model = new_model(options.seed)
+    parameters, steps = rpc.rpc_sync("server", push, (None,)), 0
+    while parameters is not None:
+        vector_to_parameters(parameters, model.parameters())
+        batch = torch.randint(len(labels), (BATCH_SIZE,))
+        loss = cross_entropy(model(images[batch]), labels[batch])
+        gradient = parameters_to_vector(torch.autograd.grad(loss, list(model.parameters())))
+        parameters = rpc.rpc_sync("server", push, (gradient, loss.item()))
         time.sleep(STEP_S)
         steps += 1
         if steps == dies_after:
             os.kill(os.getpid(), signal.SIGKILL)
-    rpc.shutdown()
 
 
-# ---- processes
-
-
-def join(rank: int, options: argparse.Namespace) -> None:
+def work(rank: int, options: Options, dies_after: int | None = None) -> None:
+    """What each process does: rank 0 is the server, the others are trainers."""
+    global server
     torch.set_num_threads(1)  # the processes share the cores already
-    url = "env://" if options.port is None else f"tcp://127.0.0.1:{options.port}"
-    settings = rpc.RpcOptions(init_method=url, role="trainer" if rank else "server", rpc_timeout=RETURN_LIMIT_S)
-    rpc.init_rpc("server" if rank == 0 else f"trainer{rank}", rank=rank, rpc_backend_options=settings)
-
-
-def work(rank: int, options: argparse.Namespace, dies_after: int | None = None) -> None:
-    if rank == 0:
-        serve(options)
+    server = Server(options) if rank == 0 else None  # before anybody can call it
+    settings = rpc.RpcOptions(rpc_timeout=RETURN_LIMIT_S)
+    rpc.init_rpc(options.names[rank], rank=rank, world_size=len(options.names), rpc_backend_options=settings)
+    if server is not None:
+        serve(server, options)
     else:
         train(rank, options, dies_after)
+    rpc.shutdown()  # the server waits until the trainers have left
 
 
-def steps_done(options: argparse.Namespace) -> int:
-    return len(torch.load(options.state, weights_only=False).losses) if options.state.exists() else 0
-
-
-def supervise(options: argparse.Namespace) -> None:
-    """Starts the processes, kills one now and then, and replaces what has died, until the server has ended."""
-    with socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        options.port = probe.getsockname()[1]
-    context, chance = get_context("spawn"), random.Random(options.seed)
-
-    def start(rank: int) -> SpawnProcess:
-        process = context.Process(target=work, args=(rank, options))
-        process.start()
-        return process
-
+def supervise(options: Options) -> None:
+    """Starts the processes, and kills and replaces one now and then, until the server has ended."""
+    chance = random.Random(options.seed)
     victims = [chance.randint(1, options.trainers) for _ in range(options.kills)]
-    if victims:
-        victims[len(victims) // 2] = 0
-    kill_at = [(number + 1) * options.steps // (options.kills + 2) for number in range(options.kills)]
-    processes = [start(rank) for rank in range(1 + options.trainers)]
-    try:
-        while processes[0].exitcode != 0:
-            for rank, process in enumerate(processes):
-                if process.exitcode not in (None, 0, -signal.SIGKILL):
-                    raise SystemExit(f"the process of rank {rank} failed; see above")
-                if process.exitcode == -signal.SIGKILL:
-                    processes[rank] = start(rank)
-            if victims and steps_done(options) >= kill_at[-len(victims)]:
-                processes[victims.pop(0)].kill()
-            processes[0].join(0.1)
-    finally:
-        for process in processes:
-            process.terminate()  # one that came when all was over
-            process.join()
-
-
-def draw(state: State, options: argparse.Namespace) -> None:
-    """Writes the picture: the loss over time, and who was gone when."""
-    import matplotlib
-
-    matplotlib.use("Agg")  # a file needs no display
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(11, 4.5), layout="constrained")
-    started = state.losses[0][0]
-    times = [when - started for when, _ in state.losses]
-    losses = [loss for _, loss in state.losses]
-    means = [sum(losses[max(0, end - 20) : end]) / min(end, 20) for end in range(1, len(losses) + 1)]
-    gaps = [when - before > GAP_S for before, when in pairwise([times[0], *times])]  # nobody trained: no line
-    means = [math.nan if is_gap else mean for mean, is_gap in zip(means, gaps, strict=True)]
-    axes.plot(times, losses, ".", markersize=2, alpha=0.4, color="C0", label="of each batch")
-    axes.plot(times, means, color="C0", label="mean of 20 batches")
-    for number, (when, what) in enumerate(state.events):
-        if when > started:
-            color = "C3" if "lost" in what else "C2"
-            axes.axvline(when - started, color=color, linestyle=":", linewidth=1)
-            axes.text(
-                when - started, axes.get_ylim()[1] * 0.8 ** (number % 4), f" {what}", fontsize="x-small", color=color
-            )
-    axes.set(title="Training loss while processes are killed", xlabel="seconds", yscale="log")
-    axes.legend(loc="lower left", frameon=False)
-    options.picture.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(options.picture, dpi=130)
+    victims[options.kills // 2] = 0
+    with KilledProcesses(work, (options,), options) as processes:
+        while not processes.has_ended(0, limit_s=0.1):
+            steps_done = len(torch.load(options.state)[1]) if options.state.exists() else 0
+            number = options.kills - len(victims)
+            if victims and steps_done >= (number + 1) * options.steps // (options.kills + 2):
+                processes.replace(victims.pop(0))
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--trainers", type=int, default=2, help="number of trainers; under torchrun all ranks but one")
-    parser.add_argument("--steps", type=int, default=1000, help="steps of all trainers together")
-    parser.add_argument("--kills", type=int, default=4, help="how often a process is killed; the server is one of them")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--picture", type=Path, default=Path("out/elastic_parameter_server.png"))
-    options = parser.parse_args()
-    options.picture.parent.mkdir(parents=True, exist_ok=True)
-    options.state = options.picture.with_suffix(".state")
-    options.port = None
+    options = Options.parse()
     place = placement_from_environment()
-    if place is None:
-        options.state.unlink(missing_ok=True)
-        supervise(options)
-        return
-    options.trainers = place.world_size - 1
     restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
-    if place.rank == 0 and restarts == 0:
+    if restarts == 0 and (place is None or place.rank == 0):
         options.state.unlink(missing_ok=True)
+    if place is None:
+        return supervise(options)
     dies = place.rank == 1 + restarts % options.trainers and restarts < options.kills
     work(place.rank, options, options.steps // (2 * (options.kills + 1)) if dies else None)
 

@@ -12,20 +12,17 @@ from example_runs import explanation_of as explanation_of
     ("example", "arguments", "message"),
     [
         ("reinforcement_learning", ("--observers", "0"), "--observers: '0' is not a positive whole number"),
-        ("reinforcement_learning", ("--steps", "3"), "--steps 3: at least 4"),
         ("recurrent_net", ("--picture", "a.txt"), "the name must end in .png, .pdf or .svg"),
         ("recurrent_net", ("--lr", "inf"), "--lr: 'inf' is not a positive number"),
         ("asyncio_service", ("--waiters", "many"), "--waiters: 'many' is not a positive whole number"),
         ("ddp_rpc", ("--servers", "0"), "--servers: '0' is not a positive whole number"),
         ("ddp", ("--ranks", "0"), "--ranks: '0' is not a positive whole number"),
-        ("ddp", ("--batch-size", "1000"), "2 batches of 1000 are more than the 1437 images"),
-        ("ddp", ("--resume", "--checkpoint", "none.pt"), "--resume: there is no checkpoint none.pt; train without"),
-        ("ddp", ("--port", "70000"), "--port: master_port 70000: must be between 0 and 65535"),
+        ("ddp", ("--ranks", "50"), "--ranks 50: 1437 images are fewer than a batch of 32 for each"),
+        ("ddp", ("--resume", "--checkpoint", "none"), "--resume: there is no checkpoint none; train without"),
         ("collectives", ("--ranks", "1"), "--ranks: at least 2"),
-        ("collectives", ("--lr", "nan"), "--lr: 'nan' is not a positive number"),
+        ("elastic_ddp", ("--kills", "-1"), "--kills -1 is negative"),
+        ("elastic_parameter_server", ("--kills", "0"), "--kills: '0' is not a positive whole number"),
         ("pipeline_parallel", ("--workers", "0"), "--workers: '0' is not a positive whole number"),
-        ("pipeline_parallel", ("--layers", "1"), "--layers 1: at least one for each of the 2 stages"),
-        ("pipeline_parallel", ("--width", "30"), "--width 30: must be a multiple of 4"),
         (
             "pipeline_parallel",
             ("--schedule", "interleaved", "--microbatches", "5"),
@@ -43,10 +40,10 @@ def test_bad_arguments_are_explained(
 @pytest.mark.parametrize(
     ("example", "world_size", "message"),
     [
-        ("reinforcement_learning", 1, "torchrun must start at least 2 processes, an agent and an observer"),
+        ("reinforcement_learning", 1, "torchrun must start at least 2 processes, the agent and the observers"),
         ("recurrent_net", 3, "torchrun must start 2 processes, the trainer and the server"),
         ("asyncio_service", 1, "torchrun must start 2 processes, the client and the service"),
-        ("ddp_rpc", 2, "torchrun must start the master, 1 server and the trainers: --nproc-per-node 4"),
+        ("ddp_rpc", 2, "torchrun must start at least 3 processes, the master, the servers and the trainers: --nproc"),
     ],
 )
 def test_too_few_processes_are_explained(

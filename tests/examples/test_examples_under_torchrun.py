@@ -11,27 +11,28 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from example_runs import EXAMPLES, last_line
 from full_sets import FULL_ONLY
 from program_sessions import STOP_LIMIT_S, assert_no_process_left, read_until, run, session_members, start
 from torchrun_job import Program, Ran, run_under_torchrun
 
+from rpcdist import checkpoint
+
 pytestmark = pytest.mark.multiproc
 
 PNG = b"\x89PNG"
 JOB_LIMIT_S = 300.0
-SHORT_PIPELINE = "--steps 40 --width 32 --length 32 --batch-size 16 --max-loss 3.0"  # guessing reaches 3.07, this 2.8
+SHORT_PIPELINE = "--steps 40 --max-loss 3.0"  # guessing reaches 3.07, this 2.8
 
 # By name: the example, its options, and how many ranks take part.
 RUNS = {
     "ddp_rpc": ("ddp_rpc", "--epochs 1 --servers 2 --min-accuracy 100", 5),
-    "reinforcement_learning": ("reinforcement_learning", "--rounds 6 --min-reward 40 --picture made/a.png", 3),
-    "collectives": ("collectives", "--rounds 4 --local-steps 15", 3),
+    "reinforcement_learning": ("reinforcement_learning", "--rounds 6 --picture made/a.png", 3),
+    "collectives": ("collectives", "--rounds 4", 3),
     "recurrent_net": ("recurrent_net", "--steps 80 --max-loss 4.6", 2),  # reaches 4.3
-    "asyncio_service": ("asyncio_service", "--min-accuracy 90 --epochs 5", 2),
-    "ddp": ("ddp", "--epochs 2 --checkpoint ../made/model.pt", 2),
-    "ddp again": ("ddp", "--epochs 3 --checkpoint ../made/model.pt --resume", 2),
+    "asyncio_service": ("asyncio_service", "--epochs 5", 2),
+    "ddp": ("ddp", "--epochs 2 --checkpoint ../made/model", 2),
+    "ddp again": ("ddp", "--epochs 3 --checkpoint ../made/model --resume", 2),
     "pipeline_parallel": ("pipeline_parallel", f"{SHORT_PIPELINE} --picture made/a.svg", 2),
 }
 
@@ -74,7 +75,7 @@ def test_an_agent_learns_from_observers(ran: dict[str, Ran]) -> None:
 
 def test_collectives_are_shown_and_averaging_learns(ran: dict[str, Ran]) -> None:
     result = ran["collectives"]
-    found = last_line(result, r"parameter averaging: test accuracy (\d+\.\d) % on each of 3 ranks, 4 rounds, \d+\.\d s")
+    found = last_line(result, r"parameter averaging: test accuracy (\d+\.\d) % on each of 3 ranks, 4 rounds")
     assert float(found[1]) >= 80  # 90 with the default seed
     assert result.stderr == ""
     shown = {line[:32].strip(): re.split(r"\s*rank \d: ", line[32:])[1:] for line in result.stdout.splitlines()}
@@ -85,8 +86,6 @@ def test_collectives_are_shown_and_averaging_learns(ran: dict[str, Ran]) -> None
     assert shown["all_reduce of ranks 0 and 1"] == ["[1, 21]", "[1, 21]", "[2, 12]"]
     assert shown["from the previous rank"] == ["[2, 12]", "[0, 10]", "[1, 11]"]
     assert all(float(apart) < 1e-4 for apart in shown["ring minus built-in all_reduce"])
-    for which in ("ring", "built-in"):
-        assert all(re.fullmatch(r"\d+\.\d ms", took) for took in shown[f"{which} all_reduce took"])
     assert len(set(shown["round 4/4, after averaging"])) == 1
 
 
@@ -102,9 +101,10 @@ def test_a_recurrent_net_over_two_workers_learns(ran: dict[str, Ran]) -> None:
 
 def test_the_asyncio_service_shows_what_it_says(ran: dict[str, Ran]) -> None:
     result = ran["asyncio_service"]
-    last_line(
-        result, r"test accuracy .* %, 5000 calls waited for it at a service with \d+ threads \(.* s\), picture: .*"
+    found = last_line(
+        result, r"test accuracy (.*) %, 5000 calls waited for it at a service with \d+ threads \(.* s\), picture: .*"
     )
+    assert float(found[1]) >= 90
     out = result.stdout
     assert "named failure, on worker 'service': NotTrained: the model is not trained yet: 0 steps done\n" in out
     assert "deadline: the call ended after 0.5 s, here and at the service\n" in out
@@ -119,7 +119,7 @@ def test_the_asyncio_service_shows_what_it_says(ran: dict[str, Ran]) -> None:
 def test_ddp_learns_and_resumes(ran: dict[str, Ran]) -> None:
     result, again = ran["ddp"], ran["ddp again"]
     found = last_line(
-        result, r"test accuracy (\d+\.\d) % \(2 ranks, 2 epochs, \d+\.\d\d s each\), checkpoint: .*/made/model\.pt"
+        result, r"test accuracy (\d+\.\d) % \(2 ranks, 2 epochs, \d+\.\d\d s each\), checkpoint: .*/made/model"
     )
     assert float(found[1]) >= 85  # 97 with the default seed
     assert result.stderr == ""
@@ -129,9 +129,9 @@ def test_ddp_learns_and_resumes(ran: dict[str, Ran]) -> None:
     lines = again.stdout.splitlines()
     assert lines[0] == "resumed after 2 epochs"
     assert re.match(r"epoch 3/3: loss 0\.\d+, test accuracy \d+\.\d %, \d+\.\d\d s", lines[1])
-    state = torch.load(again.folder / "../made/model.pt", weights_only=True)
+    state: dict[str, object] = {"epochs": 0}
+    checkpoint.load(again.folder / "../made/model", state)
     assert state["epochs"] == 3
-    assert "0.weight" in state["model"]
 
 
 def test_a_pipeline_learns(ran: dict[str, Ran]) -> None:

@@ -57,6 +57,18 @@ def test_shutdown_waits_for_a_slow_worker() -> None:
         cluster.close()
 
 
+def test_a_replacement_leaves_that_never_knew_a_lost_worker() -> None:
+    """It joins while another one is gone, which nobody replaces."""
+    with InProcessCluster("a", "b", "c", peer_timeout=CALM_S) as cluster:
+        cluster.kill("b")
+        cluster.kill("c")
+        cluster.restart("b")
+        leaving = {name: cluster.begin(name, rpc.shutdown) for name in ("a", "b")}
+        for name, future in leaving.items():
+            assert list(future.result(LIMIT_S)) == ["c"], name
+        cluster.close()
+
+
 def test_shutdown_waits_for_outstanding_calls(cluster: InProcessCluster) -> None:
     with cluster.use("a"):
         rpc.rpc_async("b", pass_on, ("a",))

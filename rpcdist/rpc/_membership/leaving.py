@@ -135,8 +135,7 @@ class Leaving:
             # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
             outcome = self._departing.take_part(had_work, deadline)
             if not outcome.had_work:
-                info, rank_of = self._directory.info, self._directory.resolve
-                self._watch.all_leave([(info(rank_of(name)), why) for name, why in outcome.losses.items()])
+                self._watch.all_leave(outcome.losses)
                 self._led_last = outcome.led_here
                 return dict(outcome.losses)
 

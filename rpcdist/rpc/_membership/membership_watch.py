@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -69,17 +69,18 @@ class MembershipWatch:
 
         return remove
 
-    def all_leave(self, losses: Iterable[tuple[WorkerInfo, str]]) -> None:
+    def all_leave(self, losses: Mapping[str, str]) -> None:
         """Everybody leaves by agreement: connections that end are no news any more.
 
         Args:
-            losses: who was lost before, and why; an agreement may come ahead of the event.
+            losses: who was lost before, by name, and why. An agreement may come ahead of the event; and this worker may
+                never have known one that was lost before it joined.
         """
         with self._lock:
             self._all_leave = True
-            unheard = [(who, reason) for who, reason in losses if who.name not in self._lost]
-        for who, reason in unheard:
-            _warn_of(who.name, who.id, reason)
+            unheard = [(name, reason) for name, reason in losses.items() if name not in self._lost]
+        for name, reason in unheard:
+            logger.warning("worker %r is lost: %s", name, reason)
 
     def on_member(self, event: MemberEvent) -> None:
         """A worker came or went; on the I/O loop."""
@@ -90,7 +91,7 @@ class MembershipWatch:
                 return
             (self._lost.add if is_lost else self._lost.discard)(who.name)
         if is_lost:
-            _warn_of(who.name, who.id, event.reason)
+            logger.warning("worker %r (rank %d) is lost: %s", who.name, who.id, event.reason)
         else:
             logger.info("worker %r (rank %d) has %s", who.name, who.id, event.kind)
         with self._lock:
@@ -116,7 +117,3 @@ class MembershipWatch:
                     callback(change)
                 except Exception:
                     logger.exception("%r failed with %r", callback, change)
-
-
-def _warn_of(name: str, rank: int, reason: str) -> None:
-    logger.warning("worker %r (rank %d) is lost: %s", name, rank, reason)

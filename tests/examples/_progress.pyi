@@ -1,0 +1,1 @@
+from examples._progress import *  # mypy finds here what the examples import from the file beside them  # noqa: F403
