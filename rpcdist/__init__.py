@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import importlib
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
 from rpcdist import _upper_layers
@@ -69,12 +70,25 @@ def __getattr__(name: str) -> object:
 
         return version("rpcdist")
     if module := _MODULE_OF.get(name):
-        value: object = getattr(importlib.import_module(module), name)
+        value: object = getattr(_imported(module), name)
         globals()[name] = value
         return value
     if name in __all__:
-        return importlib.import_module(f"rpcdist.{name}")
+        return _imported(f"rpcdist.{name}")
     raise AttributeError(f"module 'rpcdist' has no attribute {name!r}")
+
+
+def _imported(module: str) -> ModuleType:
+    """Imports a module, which may take seconds; Ctrl-C meanwhile ends a program as in `LocalCluster`."""
+    try:
+        from rpcdist._launch.stop_signals import KeptInterrupt
+
+        with KeptInterrupt():
+            return importlib.import_module(module)
+    except KeyboardInterrupt:
+        from rpcdist._launch.outcome_errors import interrupted
+
+        raise interrupted() from None
 
 
 def __dir__() -> list[str]:

@@ -24,6 +24,7 @@ __all__ = [
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
     "CHECK_INTERVAL_S",
+    "CLUSTER_NOTICE_S",
     "CLUSTER_START_LIMIT_S",
     "CONNECT_FIRST_PAUSE_S",
     "CONNECT_LONGEST_PAUSE_S",
@@ -344,6 +345,8 @@ PROFILE_LIMIT_S: Final = 300.0
 """One run of the two processes of `profile-call`, measured by their parent; then they are ended: take fewer calls."""
 LAUNCH_TERMINATE_LIMIT_S: Final = 5.0
 """Processes of `launch` that were asked to end by SIGTERM, measured by their parent; then they are killed."""
+CLUSTER_NOTICE_S: Final = 15.0
+"""The processes of a `LocalCluster` import the program, measured by their parent; then it logs which are not so far."""
 CLUSTER_START_LIMIT_S: Final = 300.0
 """The processes of a `LocalCluster` import the program, measured by their parent; then the cluster is ended."""
 LAUNCH_KILL_LIMIT_S: Final = 5.0

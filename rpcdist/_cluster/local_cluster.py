@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import logging
 import os
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from rpcdist._launch.rank_call import pickle_call
 from rpcdist._launch.rank_main import check_not_importing_main
 from rpcdist._launch.rendezvous_port import HOST, held_port, job_variables
 from rpcdist._launch.reports import Raised
-from rpcdist._launch.stop_signals import StopSignals
+from rpcdist._launch.stop_signals import KeptInterrupt, StopSignals
 from rpcdist.errors import (
     AlreadyInitialized,
     BlockingInLoop,
@@ -32,12 +33,14 @@ from rpcdist.errors import (
 )
 from rpcdist.ids import check_worker_name
 from rpcdist.off_loop import run_in_thread
-from rpcdist.time_limits import CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
+from rpcdist.time_limits import CLUSTER_NOTICE_S, CLUSTER_START_LIMIT_S, LAUNCH_CAUSE_LIMIT_S
 
 if TYPE_CHECKING:
     from rpcdist.rpc import RpcOptions
 
 __all__ = ["LocalCluster"]
+
+logger = logging.getLogger("rpcdist.cluster")
 
 
 class LocalCluster:
@@ -67,7 +70,8 @@ class LocalCluster:
         names: of the workers, by rank.
 
     Raises:
-        ConfigError: an argument is wrong, there is no guard, or the launcher's WORLD_SIZE is not the number of workers.
+        ConfigError: an argument is wrong, or the launcher's WORLD_SIZE is not the number of workers.
+        SystemExit: there is no guard; the text has the line where it belongs.
         AlreadyInitialized: this process is a worker already.
         ProcessFailed: a new process failed before the job was complete; the text has its traceback.
         DeadlineExceeded, RendezvousError: the workers did not come in time.
@@ -183,17 +187,26 @@ class LocalCluster:
         processes = self._processes = BackgroundRanks(call, range(1, size), variables)
         self._check_not_cancelled()  # from here on, `_cancel` finds the processes
         processes.start()
-        importlib.import_module("rpcdist.rpc")
-        processes.wait_until_ready(CLUSTER_START_LIMIT_S)
+        with KeptInterrupt():
+            importlib.import_module("rpcdist.rpc")
+        with KeptInterrupt():
+            self._join(processes, address)
+        self._is_worker = True
+        self._check_not_cancelled()
+
+    def _join(self, processes: BackgroundRanks, address: str) -> None:
+        processes.wait_until_ready(CLUSTER_START_LIMIT_S, CLUSTER_NOTICE_S, self._say_who_is_missing)
         try:
             join_cluster(0, self.names, address, self._options)
         except RpcdistError as error:
             failure = processes.failure()
             if failure is None:
                 raise
-            raise error_of(failure, size) from error
-        self._is_worker = True
-        self._check_not_cancelled()
+            raise error_of(failure, len(self.names)) from error
+
+    def _say_who_is_missing(self, ranks: Sequence[int]) -> None:
+        missing = ", ".join(self.names[rank] for rank in ranks)
+        logger.warning("after %g s, still waiting until these have imported the program: %s", CLUSTER_NOTICE_S, missing)
 
     def _cancel(self) -> None:
         """Ends the processes, and `start` as soon as its thread looks."""
@@ -208,7 +221,8 @@ class LocalCluster:
         """Under a launcher: rank 0 goes on to the block, the others never return."""
         if placement.world_size != len(self.names):
             raise ConfigError(f"workers={len(self.names)}, but the launcher started WORLD_SIZE={placement.world_size}")
-        join_cluster(placement.rank, self.names, "env://", self._options, serve=placement.rank != 0)
+        with KeptInterrupt():
+            join_cluster(placement.rank, self.names, "env://", self._options, serve=placement.rank != 0)
         if placement.rank != 0:
             raise SystemExit(0)
         self._is_worker = True

@@ -50,8 +50,13 @@ class BackgroundRanks:
             self._check_not_ended()
             self._thread.start()
 
-    def wait_until_ready(self, limit_s: float) -> None:
+    def wait_until_ready(self, limit_s: float, notice_s: float, notice: Callable[[list[int]], object]) -> None:
         """Waits until every process has imported what it needs, and calls its function.
+
+        Args:
+            limit_s: of the wait.
+            notice_s: after this time `notice` is called, once, with the ranks that are not so far.
+            notice: tells the user why nothing happens.
 
         Raises:
             ProcessFailed, SystemExit: one failed before that.
@@ -64,12 +69,16 @@ class BackgroundRanks:
             self._check_watched()
             self._check_not_ended()
             self._raise_failure()
-            return self._progress.all_are_ready()
+            return not self._progress.not_ready()
 
+        if self._wait_for(is_ready, Deadline.after(notice_s).earlier(deadline)):
+            return
+        notice(self._progress.not_ready())
         if not self._wait_for(is_ready, deadline):
+            missing = ", ".join(map(str, self._progress.not_ready()))
             raise DeadlineExceeded(
-                f"after {limit_s:g} s not all of the {len(self._ranks)} processes had imported the program; "
-                "is the machine overloaded, or does an import wait for something?"
+                f"after {limit_s:g} s these ranks had not imported the program: {missing}; is the machine overloaded, "
+                "or does an import wait for something?"
             )
 
     def wait_until_ended(self) -> None:

@@ -67,8 +67,9 @@ def launch(
         ConfigError: an argument is wrong, the port is in use, or the launcher's WORLD_SIZE is not `workers`.
         SerializationError: the function or its arguments, or a result here, cannot be pickled.
         OSError: a process cannot be started.
-        SystemExit: a rank called `sys.exit` with this code (not 0); or 130 after Ctrl-C, and 143 after SIGTERM. That of
-            Ctrl-C is a `KeyboardInterrupt` as well, and at a prompt or in a notebook nothing but that.
+        SystemExit: a rank called `sys.exit` with this code (not 0); there is no guard, and the text has the line where
+            it belongs; or 130 after Ctrl-C, and 143 after SIGTERM. That of Ctrl-C is a `KeyboardInterrupt` as well, and
+            at a prompt or in a notebook nothing but that.
     """
     _check(workers, join_timeout_s, env or {})
     placement = placement_from_environment()

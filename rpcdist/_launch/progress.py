@@ -106,9 +106,9 @@ class Progress:
     def has_reported(self, rank: int) -> bool:
         return rank in self._results or rank in self._failures
 
-    def all_are_ready(self) -> bool:
-        """Whether every rank has come to its function."""
-        return len(self._ready) == len(self._ranks)
+    def not_ready(self) -> list[int]:
+        """The ranks that have not imported everything yet."""
+        return [rank for rank in self._ranks if rank not in self._ready]
 
     def all_have_ended(self) -> bool:
         """Whether no process is left."""

@@ -61,12 +61,23 @@ def main() -> None:
         sys.exit(1)
 
 
+class MissingGuard(ConfigError, SystemExit):
+    """The main module starts processes whenever it is imported. The program of the parent ends with this one line."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.code = text
+
+
 def check_not_importing_main(what: str) -> None:
-    """Raises `ConfigError` while this process is only importing the main module of its parent, to find a function."""
+    """Raises `MissingGuard` while this process is only importing the main module of its parent, to find a function."""
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        raise ConfigError(
-            f"`{what}` was called while a new process imported the main module: put the call under "
-            '`if __name__ == "__main__":`'
+        frame = sys._getframe()
+        while frame.f_back is not None and frame.f_globals.get("__name__") != "__mp_main__":
+            frame = frame.f_back
+        raise MissingGuard(
+            f"{frame.f_code.co_filename}, line {frame.f_lineno}: put this call of {what} under "
+            '`if __name__ == "__main__":`, since each new process imports this file'
         )
 
 

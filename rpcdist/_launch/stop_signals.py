@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM as something to wait for, beside the reports of the ranks."""
+"""Ctrl-C and SIGTERM: as something to wait for, beside the reports of the ranks; and kept where imports lose them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import os
 import signal
 import threading
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
-__all__ = ["StopSignals"]
+__all__ = ["KeptInterrupt", "StopSignals"]
 
 
 class StopSignals:
@@ -45,3 +45,32 @@ class StopSignals:
         if self.received is None:
             self.received = signal.Signals(number)
             os.write(self._write_end, b"\0")
+
+
+class KeptInterrupt:
+    """While entered, no Ctrl-C gets lost: one that other code swallows is raised again at the end.
+
+    C++ that imports Python modules drops the errors of that, `KeyboardInterrupt` included; so does the import of torch.
+    This has no effect beside handlers that the program installed, and outside of the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._is_installed = False
+        self._has_come = False
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+                self._is_installed = True
+                signal.signal(signal.SIGINT, self._interrupt)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._is_installed:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        if self._has_come and not isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt from error
+
+    def _interrupt(self, number: int, _: FrameType | None) -> NoReturn:
+        self._has_come = True
+        raise KeyboardInterrupt

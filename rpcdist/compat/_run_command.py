@@ -52,5 +52,13 @@ def _run(arguments: argparse.Namespace) -> int:
         from rpcdist.compat._installation import install
 
         install()
-    run_script(arguments.script, arguments.arguments)
+    try:
+        run_script(arguments.script, arguments.arguments)
+    except Exception as error:
+        frames = error.__traceback__
+        while frames is not None and frames.tb_frame.f_globals.get("__name__") == __name__:
+            frames = frames.tb_next
+        # Told as `python script.py` would, without the way here.
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
+        return 1
     return 0

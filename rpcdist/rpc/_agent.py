@@ -24,7 +24,7 @@ import torch
 
 from rpcdist._proto import autograd_pb2, rref_pb2
 from rpcdist.collectives import Store
-from rpcdist.errors import RpcdistError
+from rpcdist.errors import NotInitialized
 from rpcdist.ids import Identity
 from rpcdist.rpc._actors.actor_names import ActorNames
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -385,8 +385,8 @@ class Agent:
         self._interrupts.stop()
         self._restore_torch()
         stopped = "RPC was shut down in this process while the call was in flight"
-        self.caller.fail_all(RpcdistError(stopped))
-        self.retries.fail_all(RpcdistError(stopped))
+        self.caller.fail_all(NotInitialized(stopped))
+        self.retries.fail_all(NotInitialized(stopped))
         self.streams.fail_all(stopped)
         self.serving.stop("RPC was shut down in this process")
         self.dispatcher.calls.cancel_all()

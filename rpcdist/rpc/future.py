@@ -179,9 +179,7 @@ class Future(torch.futures.Future[T]):
                 yield from waiter
             except asyncio.CancelledError:
                 self._forget(wake)
-                self.is_quiet = True
-                if self._failure is not None:
-                    self._failure.seen = True
+                self._not_looked_at()
                 self.cancel()
                 raise
         try:
@@ -217,8 +215,17 @@ class Future(torch.futures.Future[T]):
                         self._settle()
             if not self._finished:
                 raise DeadlineExceeded(f"the result was not there within the {timeout} s of wait(); the call goes on")
+        except (KeyboardInterrupt, SystemExit):
+            self._not_looked_at()
+            raise
         finally:
             del self  # [Note: frames]
+
+    def _not_looked_at(self) -> None:
+        """Who waited was torn away: that the error is not looked at is no oversight, so nothing is logged."""
+        self.is_quiet = True
+        if self._failure is not None:
+            self._failure.seen = True
 
     def _sleep(self, ends_at: float | None) -> bool:
         """Waits for one wake-up: True; or until `ends_at`: False."""

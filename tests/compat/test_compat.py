@@ -51,3 +51,26 @@ def test_an_unmodified_program_of_rpc_runs(tmp_path: Path) -> None:
 def test_a_script_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--compat", "/nowhere/train.py"]) == 2
     assert "no file /nowhere/train.py" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("import os\nx = = 3\n", '  File "{}", line 2\n    x = = 3\n        ^\nSyntaxError: invalid syntax\n'),
+        (
+            "raise ValueError('x')\n",
+            "Traceback (most recent call last):\n  File \"{}\", line 1, in <module>\n    raise ValueError('x')\n"
+            "ValueError: x\n",
+        ),
+    ],
+)
+def test_errors_of_a_script_are_told_without_the_way_to_it(
+    text: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    assert main(["run", str(script)]) == 1
+    assert capsys.readouterr().err == said.format(script)

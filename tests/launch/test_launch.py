@@ -195,11 +195,13 @@ def test_nobody_outlives_a_parent_that_is_killed(while_they_start: bool, tmp_pat
 @pytest.mark.multiproc
 def test_a_program_without_a_guard_is_told_so(tmp_path: Path) -> None:
     script = tmp_path / "unguarded.py"
-    script.write_text("from rpcdist import launch\nlaunch(print, workers=2)\n")
-    result = run(sys.executable, script)
-    assert result.returncode == 1
-    assert result.stderr.count("Traceback") == 2
-    assert 'put the call under `if __name__ == "__main__":`' in result.stderr.splitlines()[-1]
+    script.write_text("from rpcdist import LocalCluster, launch\n\nlaunch(print, workers=2)\n")
+    for line, what in ((3, "launch"), (5, "LocalCluster")):
+        result = run(sys.executable, script)
+        where = f'{script}, line {line}: put this call of {what} under `if __name__ == "__main__":`'
+        assert (result.returncode, result.stdout) == (1, "")
+        assert result.stderr == f"{where}, since each new process imports this file\n"
+        script.write_text("import rpcdist\n\nif True:\n    # a comment\n    rpcdist.LocalCluster(2).start()\n")
 
 
 # ---------------------------------------------------------------- without processes

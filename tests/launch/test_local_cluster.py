@@ -24,6 +24,7 @@ from program_sessions import (
     run,
     session_members,
     start,
+    without_notices,
 )
 
 from rpcdist import LocalCluster, rpc
@@ -87,7 +88,7 @@ def test_functions_and_classes_of_standard_input_travel_by_value() -> None:
         timeout=LIMIT_S,
         check=False,
     )
-    assert (result.stdout, result.stderr, result.returncode) == ("7 5\n[0, 1]\n", "", 0)
+    assert (result.stdout, without_notices(result.stderr), result.returncode) == ("7 5\n[0, 1]\n", "", 0)
 
 
 def children() -> set[int]:
@@ -135,7 +136,7 @@ def test_ctrl_c_ends_everything_quietly(when: str, tmp_path: Path) -> None:
         os.killpg(process.pid, signal.SIGINT)
         _, errors = process.communicate(timeout=LIMIT_S)
         assert_no_process_left(process.pid, STOP_LIMIT_S)
-    assert (process.returncode, errors) == (130, "\ninterrupted\n")
+    assert (process.returncode, without_notices(errors)) == (130, "\ninterrupted\n")
 
 
 @pytest.mark.multiproc
@@ -208,11 +209,24 @@ def test_what_the_watching_thread_failed_with_is_told(monkeypatch: pytest.Monkey
     processes = BackgroundRanks(pickle_call(pid, ()), [1], {})
     processes.start()
     try:
-        for wait in (partial(processes.wait_until_ready, LIMIT_S), processes.wait_until_ended):
+        for wait in (partial(processes.wait_until_ready, LIMIT_S, LIMIT_S, print), processes.wait_until_ended):
             with pytest.raises(OSError, match="no more processes"):
                 wait()
     finally:
         processes.end()
+
+
+def test_a_slow_start_says_whom_it_waits_for(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """The processes are never started here, so that none is ready."""
+    monkeypatch.setattr("rpcdist._cluster.local_cluster.CLUSTER_NOTICE_S", 0.01)
+    cluster = LocalCluster(["trainer", "server", "observer"])
+    processes = BackgroundRanks(pickle_call(pid, ()), [1, 2], {})
+    with pytest.raises(DeadlineExceeded, match=r"after 0\.02 s these ranks had not imported the program: 1, 2; is the"):
+        processes.wait_until_ready(0.02, 0.01, cluster._say_who_is_missing)
+    processes.end()
+    [record] = caplog.records
+    expected = "after 0.01 s, still waiting until these have imported the program: server, observer"
+    assert record.getMessage() == expected
 
 
 @pytest.mark.parametrize("workers", [0, -1, [], "worker", 3.5, None])

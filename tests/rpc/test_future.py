@@ -19,7 +19,7 @@ import torch
 from future_helpers import LIMIT_S, REPLY_SINKS, deliver, done_future, failed_future
 from future_helpers import pool as pool
 
-from rpcdist.errors import Cancelled, DeadlineExceeded
+from rpcdist.errors import Cancelled, DeadlineExceeded, NotInitialized
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import collect_all, wait_all
 from rpcdist.rpc.future import Future
@@ -405,6 +405,26 @@ def test_an_error_that_nobody_looked_at_is_logged(
     del future
     gc.collect()
     assert ("nobody looked" in caplog.text and "unread" in caplog.text) == is_logged
+
+
+def test_what_ctrl_c_or_the_end_of_rpc_leaves_unread_is_not_logged(
+    pool: ThreadPool, press_ctrl_c: Callable[[], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    future: Future[int] = Future()
+
+    def press_once_it_waits(future: Future[int] = future) -> None:
+        eventually(lambda: future._observers, "a thread waits")
+        press_ctrl_c()
+
+    pool.submit(press_once_it_waits)
+    with pytest.raises(KeyboardInterrupt):
+        future.wait(LIMIT_S)
+    future.set_exception(ValueError("the cluster ends"))
+    ended: Future[int] = Future()
+    ended.set_exception(NotInitialized("RPC was shut down in this process"))
+    del future, ended
+    gc.collect()
+    assert not caplog.records
 
 
 def test_the_log_of_an_unread_error_says_where_it_was_raised(caplog: pytest.LogCaptureFixture) -> None:

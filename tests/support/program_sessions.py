@@ -20,6 +20,7 @@ __all__ = [
     "run",
     "session_members",
     "start",
+    "without_notices",
 ]
 
 # A machine with more work than cores is slower by about this factor; the limits grow with it.
@@ -39,7 +40,12 @@ def run(*command: str | Path, cwd: Path | None = None, limit_s: float = LIMIT_S)
     with start(*command, cwd=cwd) as process:
         out, errors = process.communicate(timeout=limit_s)
         assert_no_process_left(process.pid)
-    return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, errors)
+    return subprocess.CompletedProcess(list(map(str, command)), process.returncode, out, without_notices(errors))
+
+
+def without_notices(errors: str) -> str:
+    """What a program wrote to stderr, without the line of a `LocalCluster` that starts slowly on a busy machine."""
+    return "".join(line for line in errors.splitlines(keepends=True) if "still waiting until these have" not in line)
 
 
 @contextmanager

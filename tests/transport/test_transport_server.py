@@ -75,11 +75,11 @@ def test_nobody_answers(nodes: Nodes) -> None:
         with pytest.raises(ConnectFailed, match=rf"could not connect to {address} after 0\.4 s"):
             node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
         assert time.monotonic() - started < 5 * UNIT_S
-        with pytest.raises(ConnectFailed, match="refused"):
+        with pytest.raises(ConnectFailed, match=r": connection refused: no process listens there$"):
             node.run(node.connect(address, "echo", LIMIT_S, retry=False), LIMIT_S)
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (nobody answered there|.*timed out)"):
+        with pytest.raises(ConnectFailed, match=rf"{address} after 0\.4 s: (nobody answered there|no answer in time)"):
             node.run(node.connect(address, "echo", UNIT_S), LIMIT_S)
     assert not node.links
 

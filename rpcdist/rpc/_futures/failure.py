@@ -14,7 +14,7 @@ import sys
 import traceback
 from typing import NoReturn
 
-from rpcdist.errors import Cancelled
+from rpcdist.errors import Cancelled, NotInitialized
 from rpcdist.rpc._values.exceptions import copied, pickles_itself
 
 __all__ = ["Failure", "raise_failure"]
@@ -32,7 +32,7 @@ class Failure:
         self._frames: traceback.StackSummary | None = None
         if error.__traceback__ is not None:  # raised in this process; of a remote one the cause has the traceback
             self._frames = traceback.StackSummary.extract(traceback.walk_tb(error.__traceback__), lookup_lines=False)
-        self.seen = isinstance(error, Cancelled)
+        self.seen = isinstance(error, Cancelled | NotInitialized)  # what this process itself has ended is no news
 
     def raise_copy(self) -> NoReturn:
         self.seen = True

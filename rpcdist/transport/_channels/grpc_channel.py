@@ -21,6 +21,7 @@ from rpcdist.errors import (
     TransportError,
 )
 from rpcdist.time_limits import GRPC_GREETING_LIMIT_S
+from rpcdist.transport._channels.connect_reasons import connect_reason
 from rpcdist.transport._framing.frames import CHUNK_BYTES, MAX_ENVELOPE_BYTES, MAX_FRAME_BYTES
 from rpcdist.transport._tls.certificate import Certificate, fingerprint_of_pem
 from rpcdist.transport._tls.tls_failures import tls_failure
@@ -121,13 +122,13 @@ def _error_for(code: grpc.StatusCode, details: str, address: str) -> RpcdistErro
     if code is grpc.StatusCode.UNAVAILABLE:
         if (failure := tls_failure(details)) is not None:
             return AuthenticationFailed(failure)
-        return ConnectFailed(address, details)
+        return ConnectFailed(address, connect_reason(details))
     if code is grpc.StatusCode.ABORTED:
         return TransportError(f"{address} closed the connection: {details}")
     if code is grpc.StatusCode.CANCELLED:
         return TransportError(f"the connection with {address} was closed")
     if code in (grpc.StatusCode.RESOURCE_EXHAUSTED, grpc.StatusCode.UNIMPLEMENTED, grpc.StatusCode.INVALID_ARGUMENT):
-        return ProtocolViolation(f"{address}: {details}")
+        return ProtocolViolation(f"{address}: {connect_reason(details)}")
     return TransportError(f"{address}: {code.name}: {details}")
 
 
@@ -152,7 +153,9 @@ def _stream_error(exc: Exception, address: str, stood: bool = True) -> RpcdistEr
     if not isinstance(exc, grpc.RpcError):
         return TransportError(f"the connection with {address} is closed: {exc}")
     if stood and exc.code() in _BROKEN:
-        return TransportError(f"the connection with {address} broke: {exc.details() or exc.code().name}")
+        return TransportError(
+            f"the connection with {address} broke: {connect_reason(exc.details() or exc.code().name)}"
+        )
     return error_of(exc, address)
 
 
