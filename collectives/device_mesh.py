@@ -8,14 +8,13 @@ All ranks of the world make the same meshes in the same order, as they do with g
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from typing import cast
 
 import torch
 
-from rpcdist.collectives._api.default_group import init_process_group
-from rpcdist.collectives._api.group_queries import get_rank, get_world_size, is_initialized
+from rpcdist.collectives._api.group_queries import get_rank, get_world_size
+from rpcdist.collectives._api.mesh_arguments import check_device_type, check_ranks, checked_names, set_up_world
 from rpcdist.collectives._api.new_groups import new_group
 from rpcdist.collectives._group.world import default_group
 from rpcdist.collectives.process_group import ProcessGroup
@@ -54,21 +53,38 @@ class DeviceMesh:
         backend_override: Mapping[Dimension, str] | None = None,
     ) -> None:
         ranks = torch.as_tensor(mesh, dtype=torch.int64, device="cpu").clone()
-        _check_device_type(device_type)
-        names = _checked_names(mesh_dim_names, ranks.dim())
-        self._set(device_type, ranks, names, ())
-        _set_up(device_type)
-        _check_ranks(ranks)
+        check_device_type(device_type)
+        names = checked_names(mesh_dim_names, ranks.dim())
+        self._set(device_type, ranks, names, (), ranks[None], {})
+        set_up_world(device_type)
+        check_ranks(ranks)
         backends = {self._dimension(key): name for key, name in (backend_override or {}).items()}
         self._groups = tuple(self._make_groups(dim, backends.get(dim)) for dim in range(ranks.dim()))
 
     def _set(
-        self, device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None, groups: tuple[ProcessGroup, ...]
+        self,
+        device_type: str,
+        ranks: torch.Tensor,
+        names: tuple[str, ...] | None,
+        groups: tuple[ProcessGroup, ...],
+        slices: torch.Tensor,
+        flattened: dict[str, DeviceMesh],
     ) -> None:
+        """Sets all attributes.
+
+        Args:
+            device_type, ranks, names: as the constructor's.
+            groups: this rank's, by dimension.
+            slices: all parts of the whole mesh that have these dimensions, one behind the other; every rank makes the
+                groups of all of them.
+            flattened: the meshes that `_flatten` made from the whole mesh and its parts, by name.
+        """
         self.device_type = device_type
         self.mesh = ranks
         self.mesh_dim_names = names
         self._groups = groups
+        self._slices = slices
+        self._flattened = flattened
         self._rank = -1
         self._coordinate: tuple[int, ...] | None = None
 
@@ -77,7 +93,7 @@ class DeviceMesh:
         name = f"mesh_{dim}" if self.mesh_dim_names is None else f"mesh_{self.mesh_dim_names[dim]}"
         everybody = list(range(get_world_size()))
         own_group: ProcessGroup | None = None
-        for ranks in self.mesh.movedim(dim, -1).reshape(-1, self.mesh.shape[dim]).tolist():
+        for ranks in self._slices.movedim(dim + 1, -1).reshape(-1, self.mesh.shape[dim]).tolist():
             reuses = ranks == everybody and backend is None
             made = default_group() if reuses else new_group(ranks, backend=backend, group_desc=name, sort_ranks=False)
             if isinstance(made, ProcessGroup):
@@ -86,10 +102,17 @@ class DeviceMesh:
 
     @classmethod
     def _part(
-        cls, device_type: str, ranks: torch.Tensor, names: tuple[str, ...] | None, groups: tuple[ProcessGroup, ...]
+        cls,
+        device_type: str,
+        slices: torch.Tensor,
+        names: tuple[str, ...] | None,
+        groups: tuple[ProcessGroup, ...],
+        flattened: dict[str, DeviceMesh],
     ) -> DeviceMesh:
+        """The slice that this rank is in, or else the first one."""
         made = cls.__new__(cls)
-        made._set(device_type, ranks, names, groups)
+        own = (slices == get_rank()).flatten(1).any(1).nonzero().flatten().tolist()
+        made._set(device_type, slices[own[0] if own else 0].clone(), names, groups, slices, flattened)
         return made
 
     @staticmethod
@@ -105,14 +128,14 @@ class DeviceMesh:
         Raises:
             ConfigError: the groups do not fit the mesh.
         """
-        _check_device_type(device_type)
+        check_device_type(device_type)
         groups = (group,) if isinstance(group, ProcessGroup) else tuple(group)
         if mesh is None and len(groups) != 1:
             raise ConfigError("Must pass mesh if passing several ProcessGroups, or none")
         ranks = torch.tensor(groups[0].ranks) if mesh is None else torch.as_tensor(mesh, dtype=torch.int64).clone()
         if ranks.dim() != len(groups):
             raise ConfigError(f"the mesh has {ranks.dim()} dimensions and {len(groups)} groups; give one for each")
-        made = DeviceMesh._part(device_type, ranks, _checked_names(mesh_dim_names, ranks.dim()), groups)
+        made = DeviceMesh._part(device_type, ranks[None], checked_names(mesh_dim_names, ranks.dim()), groups, {})
         for dim, each in enumerate(groups):
             if (line := made._line(dim)) != list(each.ranks):
                 raise ConfigError(f"dimension {dim} of the mesh has ranks {line} here, but its group {each.ranks}")
@@ -218,6 +241,8 @@ class DeviceMesh:
             KeyError: names that do not exist, or are in another order.
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else tuple(mesh_dim_names)
+        if len(names) == 1 and names[0] in self._flattened:
+            return self._flattened[names[0]]
         dims = [self._dimension(name) for name in names]
         if not dims or dims != sorted(set(dims)):
             raise KeyError(
@@ -225,10 +250,93 @@ class DeviceMesh:
             )
         if len(dims) == self.ndim:
             return self
-        coordinate = self.get_coordinate() or (0,) * self.ndim
-        index = tuple(slice(None) if dim in dims else at for dim, at in enumerate(coordinate))
+        slices = self._slices.movedim([dim + 1 for dim in dims], list(range(-len(dims), 0)))
+        slices = slices.reshape(-1, *(self.shape[dim] for dim in dims))
         groups = tuple(self._groups[dim] for dim in dims)
-        return self._part(self.device_type, self.mesh[index].clone(), names, groups)
+        return self._part(self.device_type, slices, names, groups, self._flattened)
+
+    def _flatten(self, mesh_dim_name: str | None = None, backend_override: str | None = None) -> DeviceMesh:
+        """A mesh of one dimension of this one's ranks, with a group of its own; all ranks of the world call it.
+
+        Args:
+            mesh_dim_name: finds it as `mesh[name]` afterwards; by default the dimensions' names with "_" between them.
+            backend_override: the group's backend.
+
+        Raises:
+            ConfigError: the dimensions have no names, or the name is that of another dimension.
+        """
+        if self.mesh_dim_names is None:
+            raise ConfigError("Cannot flatten a DeviceMesh without mesh_dim_names!")
+        name = mesh_dim_name or "_".join(self.mesh_dim_names)
+        if self.mesh_dim_names == (name,):
+            return self
+        if name in self.mesh_dim_names:
+            raise ConfigError(f"{name!r} is a dimension of the mesh; give the flattened one another name")
+        made = self._part(self.device_type, self._slices.flatten(1), (name,), (), self._flattened)
+        if (known := self._flattened.get(name)) is not None:
+            if known._slices.tolist() != made._slices.tolist():
+                raise ConfigError(f"{name!r} is the name of other flattened dimensions; give this one another name")
+            return known
+        made._groups = (made._make_groups(0, backend_override),)
+        self._flattened[name] = made
+        return made
+
+    def _unflatten(
+        self,
+        dim: Dimension,
+        mesh_sizes: Sequence[int],
+        mesh_dim_names: Sequence[str],
+        backend_override: Mapping[Dimension, str] | None = None,
+    ) -> DeviceMesh:
+        """The mesh with several dimensions in the place of one, the last one fastest; all ranks of the world call it.
+
+        Args:
+            dim: which one, by number or name.
+            mesh_sizes: of the new dimensions.
+            mesh_dim_names: one for each new dimension.
+            backend_override: new dimension, by number or name, to the backend of its groups.
+
+        Raises:
+            ConfigError: sizes or names do not fit.
+        """
+        at, sizes, new_names = self._dimension(dim), tuple(mesh_sizes), tuple(mesh_dim_names)
+        if self.mesh_dim_names is None:
+            raise ConfigError("Cannot unflatten a DeviceMesh without mesh_dim_names!")
+        if len(sizes) != len(new_names) or torch.Size(sizes).numel() != self.shape[at]:
+            raise ConfigError(f"sizes {sizes} named {new_names} do not make a dimension of {self.shape[at]} ranks")
+        all_names = (*self.mesh_dim_names[:at], *new_names, *self.mesh_dim_names[at + 1 :])
+        slices = self._slices.unflatten(at + 1, sizes)
+        made = self._part(self.device_type, slices, checked_names(all_names, slices.dim() - 1), (), self._flattened)
+        backends = {made._dimension(key) - at if isinstance(key, str) else key: name
+                    for key, name in (backend_override or {}).items()}  # fmt: skip
+        new_groups = (made._make_groups(at + number, backends.get(number)) for number in range(len(sizes)))
+        made._groups = (*self._groups[:at], *new_groups, *self._groups[at + 1 :])
+        return made
+
+    @staticmethod
+    def _concatenate(device_mesh_list: Sequence[DeviceMesh]) -> DeviceMesh:
+        """A mesh with the dimensions of several parts of one mesh, in this order; nothing is sent.
+
+        Raises:
+            ConfigError: they are parts of different meshes, have no names, or share a dimension.
+        """
+        first, *others = device_mesh_list
+        slices = first._slices
+        for other in others:
+            slice_of = {rank: part for part in other._slices.tolist() for rank in torch.tensor(part).flatten().tolist()}
+            ranks = slices.flatten().tolist()
+            if other._flattened is not first._flattened or not all(rank in slice_of for rank in ranks):
+                raise ConfigError("Cannot concatenate DeviceMeshes derived from different device meshs")
+            slices = torch.tensor([slice_of[rank] for rank in ranks]).reshape(*slices.shape, *other.shape)
+        if any(len(set(part)) != len(part) for part in slices.flatten(1).tolist()):
+            raise ConfigError(f"Cannot concatenate overlapping meshes: {device_mesh_list}")
+        unique = {tuple(sorted(part.flatten().tolist())): part for part in reversed(slices)}
+        groups = tuple(group for mesh in device_mesh_list for group in mesh._groups)
+        slices = torch.stack(list(unique.values()))
+        names = checked_names(
+            [name for mesh in device_mesh_list for name in mesh.mesh_dim_names or ()], slices.dim() - 1
+        )
+        return DeviceMesh._part(first.device_type, slices, names, groups, first._flattened)
 
 
 def init_device_mesh(
@@ -259,45 +367,3 @@ def init_device_mesh(
         )
     ranks = torch.arange(torch.Size(shape).numel()).view(shape)
     return DeviceMesh(device_type, ranks, mesh_dim_names=mesh_dim_names, backend_override=backend_override)
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _check_device_type(device_type: str) -> None:
-    if not device_type.isalpha():
-        raise ConfigError(
-            f"Device type with index is not supported but got {device_type}: pass 'cpu' or 'cuda', and set the current "
-            "device with torch.cuda.set_device()"
-        )
-
-
-def _checked_names(names: Sequence[str] | None, ndim: int) -> tuple[str, ...] | None:
-    if names is None:
-        return None
-    unique = tuple(names)
-    if len(unique) != ndim:
-        raise ConfigError(f"the mesh has {ndim} dimensions, and {len(unique)} names: {unique}")
-    if len(set(unique)) != len(unique):
-        raise ConfigError(f"Each mesh_dim_name must be unique; found {unique}")
-    return unique
-
-
-def _check_ranks(ranks: torch.Tensor) -> None:
-    flat, size = ranks.flatten().tolist(), get_world_size()
-    if len(set(flat)) != len(flat):
-        raise ConfigError(f"every rank is in a mesh once; found {flat}")
-    if flat and not (0 <= min(flat) and max(flat) < size):
-        raise ConfigError(
-            f"Mesh should not be bigger than default world size {size}, but found ranks up to {max(flat)}"
-        )
-
-
-def _set_up(device_type: str) -> None:
-    """Makes the default group where there is none, as torch does before it makes the first mesh."""
-    if not is_initialized():
-        init_process_group()
-    if device_type == "cuda" and torch.cuda.is_available() and not torch.cuda.is_initialized():
-        local_rank = os.environ.get("LOCAL_RANK", "")
-        number = int(local_rank) if local_rank.isdigit() else get_rank()
-        torch.cuda.set_device(number % torch.cuda.device_count())

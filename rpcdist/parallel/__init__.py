@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel import model_averaging as model_averaging
     from rpcdist.parallel import parameter_server as parameter_server
     from rpcdist.parallel import pipeline as pipeline
+    from rpcdist.parallel._ddp._mixed_precision import MixedPrecision as MixedPrecision
     from rpcdist.parallel.algorithms import Join as Join
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from rpcdist.parallel.elastic import ElasticDataParallel as ElasticDataParallel
@@ -29,6 +30,7 @@ __all__ = [
     "DistributedDataParallel",
     "ElasticDataParallel",
     "Join",
+    "MixedPrecision",
     "ParameterServer",
     "Pipeline",
     "ShardedEmbedding",
@@ -50,6 +52,7 @@ _HOMES: dict[str, str | None] = {
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "ElasticDataParallel": "rpcdist.parallel.elastic",
     "Join": "rpcdist.parallel.algorithms",
+    "MixedPrecision": "rpcdist.parallel._ddp._mixed_precision",
     "ParameterServer": "rpcdist.parallel.parameter_server",
     "Pipeline": "rpcdist.parallel.pipeline",
     "ShardedEmbedding": "rpcdist.parallel.parameter_server",

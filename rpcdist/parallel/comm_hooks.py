@@ -82,6 +82,18 @@ def bf16_compress_hook(process_group: ProcessGroup | None, bucket: GradBucket) -
     return _average_in(torch.bfloat16, process_group, bucket)
 
 
+def average_in(dtype: torch.dtype, process_group: ProcessGroup) -> CommHook:
+    """A hook that adds up in a dtype and divides then, as torch's mixed precision; for `DistributedDataParallel`."""
+
+    def hook(_: object, bucket: GradBucket) -> TensorFuture:
+        work = collectives.all_reduce(bucket.buffer().to(dtype), group=process_group, async_op=True)
+        assert work is not None
+        size = process_group.size()
+        return work.get_future().then(lambda done: bucket.buffer().copy_(_first(done).div_(size)))
+
+    return hook
+
+
 def noop_hook(_: object, bucket: GradBucket) -> TensorFuture:
     """Reduces nothing: every rank keeps its own gradients. Shows what communication costs."""
     future: TensorFuture = torch.futures.Future()

@@ -19,7 +19,7 @@ from rpcdist.errors import ConfigError
 from rpcdist.parallel._ddp._bucket_assignment import BucketCaps
 from rpcdist.parallel._ddp._buffer_hook import BufferHook, BufferHookLocation
 from rpcdist.parallel._ddp._comm_hook import CommHook, RegisteredHook, check_comm_hook
-from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group, refuse_mixed_precision
+from rpcdist.parallel._ddp._ddp_arguments import choose_sync, group_of_mesh, member_group
 from rpcdist.parallel._ddp._ddp_errors import DataParallelError
 from rpcdist.parallel._ddp._delayed_reduction import DelayedReduction
 from rpcdist.parallel._ddp._devices import choose_device, move_to
@@ -28,6 +28,7 @@ from rpcdist.parallel._ddp._gradient_hooks import install_accumulation_hooks, in
 from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
+from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
 from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
@@ -36,7 +37,7 @@ from rpcdist.parallel._ddp._torch_hooks import adapt_hook
 from rpcdist.parallel._ddp._torch_methods import TorchMethods
 from rpcdist.parallel._ddp._used_parameters import reached_leaves, watch_outputs
 from rpcdist.parallel.algorithms import Join, Joinable
-from rpcdist.parallel.comm_hooks import BuiltinCommHookType, builtin_hook, leaves_equal_bits
+from rpcdist.parallel.comm_hooks import BuiltinCommHookType, average_in, builtin_hook, leaves_equal_bits
 from rpcdist.parallel.sync_batch_norm import adopt_sync_batch_norms
 
 __all__ = ["DistributedDataParallel"]
@@ -66,7 +67,8 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         delay_all_reduce_named_params: names and parameters that are reduced together when the gradient of
             `param_to_hook_all_reduce` is ready, outside of the buckets.
         param_to_hook_all_reduce: see `delay_all_reduce_named_params`.
-        mixed_precision: not supported; use `torch.autocast`.
+        mixed_precision: `MixedPrecision`, or torch's `_MixedPrecision`: dtypes of the forward pass, the reductions and
+            the buffers. It takes the place of a communication hook.
         device_mesh: a mesh of one dimension, whose ranks are the group; instead of `process_group`.
         skip_all_reduce_unused_params: with `find_unused_parameters`: buckets without used parameters are not reduced;
             the same parameters must be unused on all ranks.
@@ -108,19 +110,20 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
     ) -> None:
         nn.Module.__init__(self)
         Joinable.__init__(self)
-        refuse_mixed_precision(mixed_precision)
         if check_reduction:
             warnings.warn("The `check_reduction` argument is deprecated: it does nothing", FutureWarning, stacklevel=2)
         if (delay_all_reduce_named_params is None) != (param_to_hook_all_reduce is None):
             raise ConfigError(
                 "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time."
             )
+        self.mixed_precision = mixed_precision
+        self._precision = MixedPrecision.of(mixed_precision)
         self.process_group = member_group(group_of_mesh(device_mesh, process_group))
         adopt_sync_batch_norms(module, self.process_group)
         self.module = module
         self.dim = dim
         self.parameters_to_ignore = {
-            *getattr(module, "_ddp_params_and_buffers_to_ignore", ()),
+            *self._ignored_by_module(),
             *(name for name, _ in delay_all_reduce_named_params or ()),
         }
         self.find_unused_parameters = find_unused_parameters
@@ -140,6 +143,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             self._delayed = DelayedReduction(
                 delay_all_reduce_named_params, param_to_hook_all_reduce, self.process_group
             )
+        self._precision.cast_buffers(module, self._ignored_by_module())
         parameters = self._trainable()
         tensors = [parameter.tensor for parameter in parameters]
         self._input_device = choose_device(tensors, device_ids, output_device)
@@ -169,6 +173,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             )
         return found
 
+    def _ignored_by_module(self) -> frozenset[str]:
+        return frozenset(getattr(self.module, "_ddp_params_and_buffers_to_ignore", ()))
+
     def _shared_options(self) -> dict[str, object]:
         """The options that must be the same on all ranks."""
         return {
@@ -178,6 +185,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             "gradient_as_bucket_view": self.gradient_as_bucket_view,
             "skip_all_reduce_unused_params": self.skip_all_reduce_unused_params,
             "check_finite": self.check_finite,
+            "mixed_precision": self._precision,
         }
 
     def _make_reducer(self, parameters: list[Named]) -> None:
@@ -190,6 +198,10 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
             check_finite=self.check_finite,
         )
         self.reducer = Reducer(parameters, self.process_group, options)
+        wire_dtype = self._precision.wire_dtype
+        if wire_dtype is not None and any(parameter.tensor.dtype is not wire_dtype for parameter in parameters):
+            hook = average_in(wire_dtype, self.process_group)
+            self.reducer.use_hook(RegisteredHook(hook, None, leaves_equal_bits=True))
         self._capture_handles: list[RemovableHandle] = []
         self._handles = install_accumulation_hooks(parameters, self.reducer)
         weakref.finalize(self, _remove, self._handles, self._capture_handles)  # the module may be wrapped again
@@ -233,7 +245,7 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
         if self._input_device is not None:
             inputs, kwargs = move_to(inputs, self._input_device), move_to(kwargs, self._input_device)
         with self._inside_ddp_forward():
-            output = self.module(*inputs, **kwargs)
+            output = self._precision.run(self.module, self._ignored_by_module(), inputs, kwargs)
         if self._syncs_buffers(BufferHookLocation.POST_FORWARD):
             self._sync_buffers()
         return self._expect_backward(output, trains)

@@ -59,6 +59,44 @@ def test_three_dimensions_and_a_part_of_two() -> None:
     run_ranks(8, on_rank)
 
 
+def test_flattened_unflattened_and_concatenated() -> None:
+    """The ranks of each part as torch's classes have them."""
+
+    def on_rank(rank: int) -> None:
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("data", "context", "tensor"))
+        flat = mesh["data", "context"]._flatten()
+        assert flat.mesh.tolist() == [each for each in range(8) if each % 2 == rank % 2]
+        assert flat.mesh_dim_names == ("data_context",) and mesh["data_context"] is flat
+        assert total(flat.get_group()) == sum(flat.mesh.tolist())
+        assert mesh["data", "context"]._flatten() is flat and flat._flatten() is flat
+        both = DeviceMesh._concatenate([mesh["tensor"], flat])
+        assert both.shape == (2, 4) and both.mesh.tolist() == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert both.get_all_groups() == [mesh.get_group("tensor"), flat.get_group()]
+        pairs = DeviceMesh._concatenate([mesh["data"], mesh["tensor"]])
+        assert pairs == mesh["data", "tensor"]
+        again = flat._unflatten(0, (2, 2), ("outer", "inner"))
+        assert again.mesh.tolist() == [[each, each + 2] for each in (rank % 2, 4 + rank % 2)]
+        assert again.get_group("inner").ranks == (rank - rank // 2 % 2 * 2, rank - rank // 2 % 2 * 2 + 2)
+        assert total(again.get_group("outer")) == 2 * (rank % 4) + 4
+        one = mesh._flatten("all")
+        assert one.mesh.tolist() == list(range(8)) and one.get_group() is c.group.WORLD
+        mistakes: tuple[Callable[[], object], ...] = (
+            lambda: DeviceMesh._concatenate([mesh["data"], flat]),
+            lambda: DeviceMesh._concatenate([mesh["data"], DeviceMesh.from_group(one.get_group(), "cpu")]),
+            lambda: mesh["data", "tensor"]._flatten("data_context"),
+            lambda: mesh["data", "tensor"]._flatten("data"),
+            lambda: flat._unflatten(0, (2, 3), ("outer", "inner")),
+            lambda: flat._unflatten(0, (2, 2), ("outer",)),
+            lambda: DeviceMesh.from_group(one.get_group(), "cpu")._flatten(),
+            lambda: DeviceMesh.from_group(one.get_group(), "cpu")._unflatten(0, (2, 4), ("a", "b")),
+        )
+        for wrong in mistakes:
+            with pytest.raises(ConfigError):
+                wrong()
+
+    run_ranks(8, on_rank)
+
+
 def test_one_dimension_of_all_ranks_is_the_default_group() -> None:
     def on_rank(rank: int) -> None:
         mesh = init_device_mesh("cpu", (2,))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import pickle
 import time
@@ -15,11 +16,12 @@ import ddp_models
 import torch
 import torch.utils.checkpoint
 from torch import nn
+from torch.nn.parallel.distributed import _MixedPrecision as TorchMixedPrecision
 
 from rpcdist import collectives
 from rpcdist.collectives import flight_recorder
 from rpcdist.data import DistributedSampler
-from rpcdist.parallel import DistributedDataParallel, comm_hooks
+from rpcdist.parallel import DistributedDataParallel, MixedPrecision, comm_hooks
 
 LIMIT_S = 30.0
 P = ParamSpec("P")
@@ -295,6 +297,47 @@ def autocast_and_mixed(rank: int, size: int) -> list[str]:
     collectives.all_gather(everybody, mine)
     assert all(torch.equal(each, mine) for each in everybody)
     return [str(parameter.grad.dtype) for parameter in module.parameters()]
+
+
+PRECISIONS = [
+    ("wide", MixedPrecision(torch.bfloat16, torch.bfloat16)),
+    ("wide", MixedPrecision(torch.bfloat16, torch.float32)),
+    ("cnn", TorchMixedPrecision(torch.float16, None, torch.float16)),
+    ("shared", MixedPrecision(reduce_dtype=torch.bfloat16)),
+]
+
+
+@scenario
+def mixed_precision(rank: int, size: int) -> list[bool]:
+    """Whether gradients, parameters and outputs are those of the same done by hand, in single precision outside."""
+    return [_as_by_hand(rank, size, ddp_models.CASES[name], precision) for name, precision in PRECISIONS]
+
+
+def _as_by_hand(rank: int, size: int, case: ddp_models.Case, precision: Any) -> bool:
+    by_hand, together = case.model().float(), case.model().float()
+    model = DistributedDataParallel(together, mixed_precision=precision)
+    dtype = precision.param_dtype or torch.float32
+    for batch in ddp_models.batches(case, 3):
+        model.zero_grad()
+        output = model(part(batch, rank, size).float())
+        assert output.dtype is dtype
+        ddp_models.loss_of(output).backward()
+        parts = []
+        for other in range(size):
+            low = copy.deepcopy(by_hand).to(dtype)
+            ddp_models.loss_of(low(part(batch, other, size).to(dtype))).backward()
+            parts.append([parameter.grad for parameter in low.parameters() if parameter.grad is not None])
+        wire_dtype = precision.reduce_dtype or dtype
+        for parameter, one, other in zip(by_hand.parameters(), *parts, strict=True):
+            parameter.grad = ((one.to(wire_dtype) + other.to(wire_dtype)) / size).float()
+        if difference(ddp_models.gradients(by_hand), ddp_models.gradients(model)):
+            return False
+        for module in (by_hand, model):
+            descend(module)
+    in_full = all(value.dtype is torch.float32 for value in together.parameters())
+    low_buffers = [value.dtype for value in together.buffers() if value.is_floating_point()]
+    assert low_buffers == [precision.buffer_dtype] * len(low_buffers)
+    return in_full and not difference(dict(by_hand.named_parameters()), dict(together.named_parameters()))
 
 
 @scenario

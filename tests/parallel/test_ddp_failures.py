@@ -132,7 +132,7 @@ ARGUMENT_ERRORS = {
     "lazy": "parameter 'weight' is not initialized: run a forward pass of the module before wrapping it",
     "two devices": "start one process for each device",
     "cpu device": "device_ids and output_device are for modules on one accelerator; this one is on cpu",
-    "mixed precision": "run the forward pass under torch.autocast",
+    "mixed precision": "is a rpcdist.parallel.MixedPrecision of floating-point dtypes",
     "mesh": "made by init_device_mesh",
     "cap": "a bucket cap of 0 MiB makes no sense",
     "half delayed": "delay_all_reduce_named_params and param_to_hook_all_reduce need to be set at the same time.",

@@ -37,6 +37,12 @@ def test_same_numbers_and_buckets_as_torch(
         assert ours == theirs
 
 
+def test_mixed_precision(rank_pool: RankPool) -> None:
+    """torch's own cannot run on CPU: what it does is done by hand beside it."""
+    same = [True] * 4
+    assert rank_pool.run(2, ddp_ranks.mixed_precision, rank_pool.new_file()) == [same, same]
+
+
 @pytest.mark.parametrize("view", [False, True])
 def test_no_sync_accumulates(rank_pool: RankPool, view: bool) -> None:
     worst = rank_pool.run(3, ddp_ranks.accumulate, rank_pool.new_file(), view)

@@ -10,7 +10,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.errors import ConfigError
 
-__all__ = ["choose_sync", "default_group", "group_of_mesh", "member_group", "refuse_mixed_precision"]
+__all__ = ["choose_sync", "default_group", "group_of_mesh", "member_group"]
 
 
 def member_group(given: ProcessGroup | None) -> ProcessGroup:
@@ -75,12 +75,3 @@ def group_of_mesh(device_mesh: object, process_group: ProcessGroup | None) -> Pr
     if getattr(device_mesh, "ndim", 1) != 1:
         raise ConfigError(f'Only 1D device mesh is supported, but got {device_mesh}; pass one dimension, mesh["name"].')
     return member_group(get_group())
-
-
-def refuse_mixed_precision(mixed_precision: object | None) -> None:
-    """Raises ConfigError, with an alternative."""
-    if mixed_precision is not None:
-        raise ConfigError(
-            "mixed_precision is not supported: run the forward pass under torch.autocast, and halve the bytes on the "
-            "wire with register_comm_hook(None, rpcdist.parallel.comm_hooks.bf16_compress_hook)"
-        )
