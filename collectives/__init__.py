@@ -43,7 +43,9 @@ _MODULES = {
     "._api.point_to_point": "P2POp batch_isend_irecv irecv isend recv send",
     "._operations.reduce_ops": "_make_nccl_premul_sum reduce_op supports_complex",
     "._api.split_groups": "shrink_group split_group",
-    "._api.torch_names": "GroupName _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint",
+    "._api.torch_names": (
+        "GroupName ProcessGroupGloo _all_gather_base _coalescing_manager _reduce_scatter_base breakpoint"
+    ),
     "._stores.store_base": "Store",
     "._stores.file_store": "FileStore",
     "._stores.hash_store": "HashStore",

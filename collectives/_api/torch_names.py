@@ -13,15 +13,51 @@ from typing import NewType
 import torch
 
 from rpcdist.collectives._api.operations import all_gather_single, barrier, reduce_scatter_single
+from rpcdist.collectives._group.creation import open_group
 from rpcdist.collectives._group.world import Group, current_world, default_group, member_group
 from rpcdist.collectives._operations.operation import ReduceOp
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives.constants import default_pg_timeout
+from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.work import Work
 from rpcdist.time_limits import DEBUGGER_LIMIT_S
 
-__all__ = ["GroupName", "_all_gather_base", "_coalescing_manager", "_reduce_scatter_base", "breakpoint"]
+__all__ = [
+    "GroupName",
+    "ProcessGroupGloo",
+    "_all_gather_base",
+    "_coalescing_manager",
+    "_reduce_scatter_base",
+    "breakpoint",
+]
 
 GroupName = NewType("GroupName", str)
 """What `ProcessGroup.group_name` is."""
+
+
+class _GlooNames(type):
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroup) and instance.name() in ("gloo", "tcp")
+
+    def __call__(cls, store: Store, rank: int, size: int, timeout: timedelta = default_pg_timeout) -> ProcessGroup:
+        return open_group(
+            "ProcessGroupGloo",
+            rank,
+            tuple(range(size)),
+            store,
+            backend="gloo",
+            timeout=timeout,
+            options=None,
+            device=None,
+            description="made by its class",
+        )
+
+
+class ProcessGroupGloo(metaclass=_GlooNames):
+    """torch's class: `ProcessGroupGloo(store, rank, size, timeout)` makes a group on its own, with a store on its own.
+
+    Groups of the backend `tcp`, which answers to the name "gloo", are instances of it. End one by `shutdown()`.
+    """
 
 
 def breakpoint(rank: int = 0, skip: int = 0, timeout_s: float | None = DEBUGGER_LIMIT_S) -> None:

@@ -2,22 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import struct
 import threading
 
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.errors import ConfigError
 from rpcdist.transport import Node, acquire_node
-from rpcdist.transport.addresses import pick_bind_host, split_address
+from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 from rpcdist.transport.sockets import SocketHub
 
 __all__ = ["SharedSockets", "bind_host"]
-
-HOST_VARIABLE = "RPCDIST_HOST"
-INTERFACE_VARIABLES = ("RPCDIST_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-_SIOCGIFADDR = 0x8915
 
 
 class SharedSockets:
@@ -75,24 +68,8 @@ def bind_host(store: Store) -> str:
     Raises:
         ConfigError: a variable is wrong, or no interface leads to the store.
     """
-    explicit = os.environ.get(HOST_VARIABLE) or next(
-        (_interface_address(variable, name) for variable in INTERFACE_VARIABLES if (name := os.environ.get(variable))),
-        None,
-    )
     try:
         coordinator, _ = split_address(store.address)
     except ConfigError:
         coordinator = "127.0.0.1"  # a file, or memory: the processes share a machine
-    return pick_bind_host(coordinator, explicit)
-
-
-def _interface_address(variable: str, name: str) -> str:
-    import fcntl
-
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            request = struct.pack("256s", name.encode()[:15])
-            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
-        except OSError as exc:
-            known = ", ".join(interface for _, interface in socket.if_nameindex())
-            raise ConfigError(f"{variable}={name!r}: no IPv4 address ({exc.strerror}); interfaces are {known}") from exc
+    return pick_bind_host(coordinator, host_from_environment("GLOO_SOCKET_IFNAME"))

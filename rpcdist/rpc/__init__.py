@@ -35,6 +35,7 @@ from rpcdist.rpc._api.rpc_session import RpcSession, init_rpc_async, session, sh
 from rpcdist.rpc._calling.result_streams import Stream
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, wait_all, wait_any
 from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, and programs use them
+    AllGatherStates,
     _all_gather,
     _barrier,
     _delete_all_user_and_unforked_owner_rrefs,
@@ -56,6 +57,8 @@ from rpcdist.rpc.api import (  # noqa: F401  # torch has the private ones here, 
     get_rpc_timeout,
     get_worker_info,
     is_available,
+    method_factory,
+    new_method,
     remote,
     rpc_async,
     rpc_stream,
@@ -84,6 +87,7 @@ from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = [
+    "AllGatherStates",
     "BackendType",
     "Future",
     "MembershipChange",
@@ -121,6 +125,8 @@ __all__ = [
     "init_rpc_async",
     "internal",
     "is_available",
+    "method_factory",
+    "new_method",
     "on_membership_change",
     "options",
     "register_backend",

@@ -30,7 +30,7 @@ from rpcdist.rpc.options import RpcOptions
 from rpcdist.rpc.rref import PyRRef, RRef
 from rpcdist.time_limits import COORDINATOR_LOOK_UP_LIMIT_S, COORDINATOR_STALE_S, LATE_JOINERS_LIMIT_S
 from rpcdist.transport import NodeOptions, acquire_node
-from rpcdist.transport.addresses import pick_bind_host, split_address
+from rpcdist.transport.addresses import host_from_environment, pick_bind_host, split_address
 
 __all__ = ["node_options", "start_agent"]
 
@@ -127,12 +127,12 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
 
 
 def _bind_host(options: RpcOptions) -> str:
-    """Loopback, or the interface that reaches the coordinator."""
+    """What options or environment name; else loopback, or the interface that reaches the coordinator."""
     url = urlsplit(options.init_method)
     coordinator = url.hostname if url.scheme == "tcp" else None
     if url.scheme == "env":
         coordinator = os.environ.get("MASTER_ADDR")
-    return pick_bind_host(coordinator or "127.0.0.1", options.host)
+    return pick_bind_host(coordinator or "127.0.0.1", options.host or host_from_environment("TP_SOCKET_IFNAME"))
 
 
 def _find_coordinator(records: SignedRecords, timeout_s: float) -> str:

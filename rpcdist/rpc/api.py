@@ -16,15 +16,19 @@ from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._api.actor_functions import get_actor
 from rpcdist.rpc._api.call_functions import call, call_async, remote, rpc_async, rpc_stream, rpc_sync
+from rpcdist.rpc._api.torch_names import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
 from rpcdist.rpc.internal import _internal_rpc_pickler
 from rpcdist.rpc.options import RpcBackendOptions
+from rpcdist.rpc.rref import RRef
 from rpcdist.rpc.worker_info import WorkerInfo
 from rpcdist.time_limits import RREF_DELETION_LIMIT_S
 
 __all__ = [
+    "AllGatherStates",
+    "RRef",
     "call",
     "call_async",
     "debug_info",
@@ -34,6 +38,8 @@ __all__ = [
     "get_rpc_timeout",
     "get_worker_info",
     "is_available",
+    "method_factory",
+    "new_method",
     "remote",
     "rpc_async",
     "rpc_stream",

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import os
 import socket
+import struct
 
 from rpcdist.errors import ConfigError
 
 __all__ = [
+    "host_from_environment",
     "is_loopback",
     "join_address",
     "pick_bind_host",
@@ -21,6 +24,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+_HOST_VARIABLE = "RPCDIST_HOST"
+_INTERFACE_VARIABLE = "RPCDIST_SOCKET_IFNAME"
+_SIOCGIFADDR = 0x8915
 _DISCARD_PORT = 9  # nothing is sent there; connecting a datagram socket only looks up the route
 
 
@@ -50,6 +56,35 @@ def is_loopback(host: str) -> bool:
     """True for "localhost" and for addresses that never leave the machine; other names are not resolved."""
     address = _literal(host)
     return host.lower() == "localhost" if address is None else address.is_loopback
+
+
+def host_from_environment(variable_of_torch: str) -> str | None:
+    """The address to listen on, where the environment names one.
+
+    It is `RPCDIST_HOST` (an address), or the address of the interface that `RPCDIST_SOCKET_IFNAME` or torch's variable
+    names.
+
+    Raises:
+        ConfigError: the interface does not exist, or has no IPv4 address.
+    """
+    if explicit := os.environ.get(_HOST_VARIABLE):
+        return explicit
+    for variable in (_INTERFACE_VARIABLE, variable_of_torch):
+        if name := os.environ.get(variable):
+            return _interface_address(variable, name)
+    return None
+
+
+def _interface_address(variable: str, name: str) -> str:
+    import fcntl
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", name.encode()[:15])
+            return socket.inet_ntoa(fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)[20:24])
+        except OSError as exc:
+            known = ", ".join(interface for _, interface in socket.if_nameindex())
+            raise ConfigError(f"{variable}={name!r}: no IPv4 address ({exc.strerror}); interfaces are {known}") from exc
 
 
 def pick_bind_host(coordinator_host: str, explicit: str | None = None) -> str:

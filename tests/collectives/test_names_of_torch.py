@@ -16,7 +16,7 @@ import torch.distributed as torch_distributed
 from torch.nn.parallel import DistributedDataParallel as TorchDataParallel
 from torch.utils.data import DistributedSampler as TorchSampler
 
-from rpcdist import collectives
+from rpcdist import collectives, rpc
 from rpcdist.collectives.torch_backend import TorchProcessGroup
 from rpcdist.data import DistributedSampler
 from rpcdist.errors import ConfigError
@@ -27,7 +27,6 @@ TORCH = "torch.distributed"
 MISSING = {
     f"{TORCH} rpcdist.collectives": {
         "Logger": "the logger inside torch's DDP; ours has _get_ddp_logging_data",
-        "ProcessGroupGloo": "a class of torch's backend; ours is made by init_process_group('gloo')",
         "RankType": "a type alias of torch's, of a number or a symbol of its compiler",
         "log": "torch's own logger",
         "timedelta": "of the standard library, imported there by accident",
@@ -43,12 +42,23 @@ MISSING = {
         "batched_powerSGD_hook": "fails with torch 2.13, too",
     },
     f"{TORCH}.algorithms.ddp_comm_hooks.quantization_hooks rpcdist.parallel.comm_hooks": {},
+    f"{TORCH}.algorithms.model_averaging.averagers rpcdist.parallel.model_averaging": {},
+    f"{TORCH}.autograd rpcdist.autograd": {},
     f"{TORCH}.device_mesh rpcdist.collectives.device_mesh": {},
+    f"{TORCH}.nn.functional rpcdist.nn.functional": {},
+    f"{TORCH}.rpc rpcdist.rpc": {},
+    f"{TORCH}.rpc.api rpcdist.rpc.api": {},
+    f"{TORCH}.rpc.backend_registry rpcdist.rpc.backend_registry": {},
+    f"{TORCH}.rpc.functions rpcdist.rpc.functions": {},
+    f"{TORCH}.rpc.options rpcdist.rpc.options": {},
 }
 
 DIFFERENT_SIGNATURES = {
     f"{TORCH} rpcdist.collectives": {
         "rendezvous": "the keyword arguments have another name, which no caller sees",
+    },
+    f"{TORCH}.rpc.backend_registry rpcdist.rpc.backend_registry": {
+        "init_backend": "the arguments of all backends are written out"
     },
 }
 
@@ -66,7 +76,8 @@ def public_names(module: types.ModuleType) -> list[str]:
     names = listed if listed is not None else [name for name in dir(module) if not name.startswith("_")]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of deprecated names
-        found = [name for name in names if not isinstance(getattr(module, name), types.ModuleType)]
+        there = [name for name in names if hasattr(module, name)]  # `__all__` of torch's rpc has one too many
+        found = [name for name in there if not isinstance(getattr(module, name), types.ModuleType)]
         own = module.__name__ == TORCH or listed is not None
         return [name for name in found if own or getattr(getattr(module, name), "__module__", "") == module.__name__]
 
@@ -168,6 +179,23 @@ def test_old_names_of_functions(world_of_one: None) -> None:
         collectives.all_reduce(all_ranks)
     manager.wait()
     assert one.tolist() == [3.0, 3.0] and all_ranks.tolist() == [1.0, 1.0]
+
+
+def test_a_group_by_the_name_of_torchs_class(world_of_one: None) -> None:
+    make: Any = collectives.ProcessGroupGloo  # type checkers do not see what its metaclass takes
+    group = make(collectives.HashStore(), 0, 1)
+    assert isinstance(group, collectives.ProcessGroupGloo) and not isinstance(3, collectives.ProcessGroupGloo)
+    one = torch.ones(2)
+    group.allreduce([one]).wait()
+    group.shutdown()
+    assert one.tolist() == [1.0, 1.0]
+    assert isinstance(collectives.group.WORLD, collectives.ProcessGroupGloo)
+
+
+def test_what_torchs_rpc_exports_without_meaning_to() -> None:
+    assert rpc.AllGatherStates().gathered_objects == {} and not rpc.AllGatherStates().proceed_signal.is_set()
+    assert rpc.method_factory("upper", "Upper case.")("a") == "A"  # of any object
+    assert rpc.new_method.__doc__ == rpc.RRef.to_here.__doc__
 
 
 def test_keywords_of_the_methods_of_groups(world_of_one: None) -> None:

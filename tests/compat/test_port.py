@@ -135,7 +135,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.pipelining import ScheduleGPipe
 from torch.distributed.checkpoint import save
 from torch.distributed import *
-dist.ProcessGroupGloo
+dist.Logger
 dist.elastic.multiprocessing
 patch("torch.distributed.rpc.rpc_sync")
 from torch . distributed import rpc
@@ -146,7 +146,7 @@ from torch . distributed import rpc
         3: "rpcdist.parallel.Pipeline",
         4: "takes each rank to be alone",
         5: "now brings the public names of rpcdist.collectives",
-        6: "dist.ProcessGroupGloo: rpcdist has nothing of this name",
+        6: "dist.Logger: rpcdist has nothing of this name",
         7: "write torch.distributed.elastic.multiprocessing, and import it",
         8: '"torch.distributed.rpc.rpc_sync": is a text, and stays as it is; ours is rpcdist.rpc.rpc_sync',
         9: "with spaces in it",
