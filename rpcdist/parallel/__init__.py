@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from rpcdist.parallel import algorithms as algorithms
     from rpcdist.parallel import comm_hooks as comm_hooks
+    from rpcdist.parallel import diloco as diloco
     from rpcdist.parallel import distributed as distributed
     from rpcdist.parallel import elastic as elastic
     from rpcdist.parallel import model_averaging as model_averaging
@@ -18,6 +19,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel import pipeline as pipeline
     from rpcdist.parallel._ddp._mixed_precision import MixedPrecision as MixedPrecision
     from rpcdist.parallel.algorithms import Join as Join
+    from rpcdist.parallel.diloco import DiLoCoOptimizer as DiLoCoOptimizer
     from rpcdist.parallel.distributed import DistributedDataParallel as DistributedDataParallel
     from rpcdist.parallel.elastic import ElasticDataParallel as ElasticDataParallel
     from rpcdist.parallel.parameter_server import ParameterServer as ParameterServer
@@ -27,6 +29,7 @@ if TYPE_CHECKING:
     from rpcdist.parallel.zero_redundancy import ZeroRedundancyOptimizer as ZeroRedundancyOptimizer
 
 __all__ = [
+    "DiLoCoOptimizer",
     "DistributedDataParallel",
     "ElasticDataParallel",
     "Join",
@@ -38,6 +41,7 @@ __all__ = [
     "ZeroRedundancyOptimizer",
     "algorithms",
     "comm_hooks",
+    "diloco",
     "distributed",
     "elastic",
     "model_averaging",
@@ -49,6 +53,7 @@ __all__ = [
 
 # Where each name is defined; None for a submodule.
 _HOMES: dict[str, str | None] = {
+    "DiLoCoOptimizer": "rpcdist.parallel.diloco",
     "DistributedDataParallel": "rpcdist.parallel.distributed",
     "ElasticDataParallel": "rpcdist.parallel.elastic",
     "Join": "rpcdist.parallel.algorithms",
@@ -60,6 +65,7 @@ _HOMES: dict[str, str | None] = {
     "ZeroRedundancyOptimizer": "rpcdist.parallel.zero_redundancy",
     "algorithms": None,
     "comm_hooks": None,
+    "diloco": None,
     "distributed": None,
     "elastic": None,
     "model_averaging": None,

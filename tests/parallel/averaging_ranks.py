@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import warnings
 from collections import OrderedDict
@@ -13,7 +14,7 @@ from ddp_ranks import difference, scenario, world
 from torch import nn
 
 from rpcdist import collectives
-from rpcdist.parallel import DistributedDataParallel, model_averaging
+from rpcdist.parallel import DiLoCoOptimizer, DistributedDataParallel, model_averaging
 
 STEPS = 9
 AVERAGING = "torch.distributed.algorithms.model_averaging"
@@ -75,3 +76,54 @@ def on_meshes(rank: int, size: int) -> list[str]:
         except ValueError as exc:
             errors.append(str(exc))
     return errors
+
+
+def solve_together(rank: int, size: int, path: str, period: int) -> dict[str, Any]:
+    """Fits a linear model, of which each rank sees one half well, by DiLoCo and by the paper's algorithm alone."""
+    target = torch.linspace(-1, 1, 8)
+    rounds, inner_lr = 100, 0.003
+
+    def data(of_rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = torch.randn(16, 8, generator=torch.Generator().manual_seed(step * size + of_rank))
+        inputs[:, of_rank * 4 : of_rank * 4 + 4] *= 0.1
+        return inputs, inputs @ target
+
+    def descend_by(weight: torch.Tensor, optimizer: torch.optim.Optimizer, of_rank: int, step: int) -> None:
+        inputs, wanted = data(of_rank, step)
+        optimizer.zero_grad()
+        (inputs @ weight - wanted).square().mean().backward()
+        optimizer.step()
+
+    start = torch.zeros(8)
+    weights = [start.clone().requires_grad_() for _ in range(size)]
+    inners = [torch.optim.AdamW([weight], lr=inner_lr) for weight in weights]
+    anchor, momentum = start.clone(), torch.zeros(8)
+    for round_number in range(rounds):
+        for step in range(round_number * period, (round_number + 1) * period):
+            for other in range(size):
+                descend_by(weights[other], inners[other], other, step)
+        delta = sum((anchor - weight.detach() for weight in weights), torch.zeros(8)) / size
+        momentum = 0.9 * momentum + delta if round_number else delta
+        anchor = anchor - 0.7 * (delta + 0.9 * momentum)
+        for weight in weights:
+            weight.data.copy_(anchor)
+
+    with world(rank, size, path):
+        mine = (start + rank).requires_grad_()  # rank 0's counts
+        optimizer = DiLoCoOptimizer(torch.optim.AdamW([mine], lr=inner_lr), period)
+        for step in range(rounds * period):
+            descend_by(mine, optimizer, rank, step)
+            if step == rounds * period // 2:
+                half, state = mine.detach().clone(), copy.deepcopy(optimizer.state_dict())
+        end = mine.detach().clone()
+        mine.data.copy_(half)
+        again = DiLoCoOptimizer(torch.optim.AdamW([mine], lr=inner_lr), period)
+        mine.data.copy_(half)
+        again.load_state_dict(state)
+        for step in range(rounds * period // 2 + 1, rounds * period):
+            descend_by(mine, again, rank, step)
+    return {
+        "as in one process": bool(torch.allclose(end, anchor, atol=1e-4)),
+        "resumed": torch.equal(mine, end),
+        "distance": float((end - target).abs().max()),
+    }

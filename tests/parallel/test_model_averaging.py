@@ -9,6 +9,8 @@ import pytest
 import torch
 
 from rpcdist import collectives
+from rpcdist.errors import ConfigError
+from rpcdist.parallel import DiLoCoOptimizer
 from rpcdist.parallel.model_averaging import (
     HierarchicalModelAverager,
     PeriodicModelAverager,
@@ -33,6 +35,13 @@ def test_a_mesh_of_one_dimension_stands_for_a_group(rank_pool: RankPool) -> None
         ]
 
 
+@pytest.mark.multiproc
+def test_diloco_is_the_papers_algorithm_and_converges(rank_pool: RankPool) -> None:
+    for found in rank_pool.run(2, averaging_ranks.solve_together, rank_pool.new_file(), 5):
+        assert found.pop("distance") < 0.02  # 1 at the start
+        assert found == {"as in one process": True, "resumed": True}
+
+
 @pytest.fixture
 def world_of_one() -> Iterator[None]:
     collectives.init_process_group("tcp", store=collectives.HashStore(), rank=0, world_size=1)
@@ -53,6 +62,22 @@ def test_what_cannot_be_is_refused(world_of_one: None) -> None:
             wrong()
     with pytest.warns(UserWarning, match="only DistributedDataParallel"):
         PeriodicModelAverager(period=1)
+
+
+def test_what_diloco_refuses(world_of_one: None) -> None:
+    weight = torch.nn.Parameter(torch.ones(1))
+    inner = torch.optim.SGD([weight], lr=1.0)
+    frozen = torch.optim.SGD([torch.ones(1)], lr=1.0)
+    optimizer = DiLoCoOptimizer(inner, 2)
+    for wrong, text in (
+        (lambda: DiLoCoOptimizer(inner, 0), "at least 1, not 0"),
+        (lambda: DiLoCoOptimizer(frozen, 2), "no parameters that require gradients"),
+        (lambda: optimizer.load_state_dict(inner.state_dict()), "goes into `optimizer.optim`"),
+        (lambda: optimizer.add_param_group({"params": []}), "takes all parameters at the start"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            wrong()
+    assert optimizer.step(lambda: 3.0) == 3.0 and "after 1 steps" in repr(optimizer)
 
 
 def test_a_state_without_a_step_begins_anew(world_of_one: None) -> None:

@@ -1,0 +1,145 @@
+"""DiLoCo: each rank trains by itself for many steps, then the ranks exchange how far they have come.
+
+    inner = torch.optim.AdamW(model.parameters(), lr=4e-4)
+    optimizer = DiLoCoOptimizer(inner, period=100)
+
+Douillard and others, 2023: https://arxiv.org/abs/2311.08105. After `period` steps of the inner optimizer each parameter
+has moved by a delta; the average of the deltas over the ranks is the gradient of an outer optimizer, SGD with Nesterov
+momentum, which steps from where all of them began. So the ranks communicate once where an average of gradients in every
+step does it `period` times, for links that are slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+import torch
+from torch.optim import Optimizer
+
+from rpcdist.collectives import ProcessGroup
+from rpcdist.errors import ConfigError
+from rpcdist.parallel._ddp._ddp_arguments import member_group
+from rpcdist.parallel._ddp._parameters import broadcast_tensors
+from rpcdist.parallel.model_averaging import average_parameters
+
+__all__ = ["DiLoCoOptimizer", "MakeOptimizer"]
+
+MakeOptimizer = Callable[[Iterable[torch.Tensor]], Optimizer]
+
+OUTER: Final = "outer"
+
+
+def nesterov(parameters: Iterable[torch.Tensor]) -> Optimizer:
+    """The paper's outer optimizer."""
+    return torch.optim.SGD(parameters, lr=0.7, momentum=0.9, nesterov=True)
+
+
+class DiLoCoOptimizer(Optimizer):
+    """Steps an inner optimizer, and after every `period` steps an outer one, by the averages of all ranks' ways.
+
+    The model is not wrapped in `DistributedDataParallel`. All ranks make the optimizer, with the same parameters in the
+    same order, and step equally often. They get rank 0's parameters when it is made; after an outer step the parameters
+    are the same on all ranks, and between two outer steps each has its own. Beside the inner optimizer it keeps two
+    copies of the parameters.
+
+    Args:
+        optim: steps the parameters of this rank, e.g. `AdamW`. Its state stays on this rank.
+        period: inner steps between two outer ones.
+        outer: makes the outer optimizer from parameters; the paper's Nesterov momentum by default.
+        process_group: the ranks; all by default.
+
+    Attributes:
+        optim: the inner optimizer.
+        outer: the outer optimizer.
+        step_count: inner steps so far.
+
+    Raises (constructor):
+        ConfigError: the period is no positive number, there is nothing to train, or there is no group.
+    """
+
+    def __init__(
+        self,
+        optim: Optimizer,
+        period: int,
+        outer: MakeOptimizer = nesterov,
+        process_group: ProcessGroup | None = None,
+    ) -> None:
+        if period < 1:
+            raise ConfigError(f"period is the number of steps between two exchanges, at least 1, not {period}")
+        self.optim = optim
+        self.period = period
+        self.process_group = member_group(process_group)
+        self.step_count = 0
+        self.param_groups = optim.param_groups
+        self.defaults = optim.defaults
+        self._parameters = [each for group in optim.param_groups for each in group["params"] if each.requires_grad]
+        if not self._parameters:
+            raise ConfigError("the inner optimizer has no parameters that require gradients")
+        broadcast_tensors(self._parameters, self.process_group, 0)
+        self._anchors = [parameter.detach().clone() for parameter in self._parameters]  # where all ranks began
+        self.outer = outer(self._anchors)
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]  # the state is that of the inner optimizer
+        return self.optim.state
+
+    def __repr__(self) -> str:
+        return f"<DiLoCoOptimizer after {self.step_count} steps, every {self.period} an outer one: {self.optim!r}>"
+
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        """An inner step on this rank, and an outer step of all ranks if it is time.
+
+        Raises:
+            CollectiveError: the exchange failed; the parameters are those of the inner steps then.
+        """
+        loss = self.optim.step() if closure is None else self.optim.step(closure)
+        self.step_count += 1
+        if self.step_count % self.period == 0:
+            self._outer_step()
+        return loss
+
+    @torch.no_grad()
+    def _outer_step(self) -> None:
+        deltas = [anchor - parameter for anchor, parameter in zip(self._anchors, self._parameters, strict=True)]
+        average_parameters(deltas, self.process_group)
+        for anchor, delta in zip(self._anchors, deltas, strict=True):
+            anchor.grad = delta
+        self.outer.step()
+        self.outer.zero_grad()
+        torch._foreach_copy_(self._parameters, self._anchors)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optim.zero_grad(set_to_none)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Not supported: the outer optimizer has begun with the parameters that there were."""
+        raise ConfigError("DiLoCoOptimizer takes all parameters at the start; make a new one, and load its state")
+
+    def state_dict(self) -> dict[str, Any]:
+        """The inner optimizer's state, the outer one's, where the ranks began, and the number of steps.
+
+        All but the inner one's is the same on all ranks.
+        """
+        outer = {"state": self.outer.state_dict(), "anchors": [anchor.clone() for anchor in self._anchors]}
+        return {**self.optim.state_dict(), OUTER: {**outer, "step_count": self.step_count}}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads a state of this class; the parameters of the module are loaded by themselves.
+
+        Raises:
+            ConfigError: it is not a state of this class.
+        """
+        state = dict(state_dict)
+        outer = state.pop(OUTER, None)
+        if outer is None or len(outer["anchors"]) != len(self._anchors):
+            raise ConfigError(
+                "this is no state of a DiLoCoOptimizer with the same parameters; a state of the inner optimizer goes "
+                "into `optimizer.optim`"
+            )
+        self.optim.load_state_dict(state)
+        self.param_groups = self.optim.param_groups
+        torch._foreach_copy_(self._anchors, outer["anchors"])
+        self.outer.load_state_dict(outer["state"])
+        self.step_count = int(outer["step_count"])
