@@ -14,9 +14,9 @@ from rpcdist.deadline import checked_timeout
 from rpcdist.errors import AlreadyInitialized, BlockingInLoop, ConfigError, NotInitialized, RRefError
 from rpcdist.rpc import backend_registry
 from rpcdist.rpc._agent import Agent
+from rpcdist.rpc._api.accidental_names import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._api.actor_functions import get_actor
 from rpcdist.rpc._api.call_functions import call, call_async, remote, rpc_async, rpc_stream, rpc_sync
-from rpcdist.rpc._api.torch_names import AllGatherStates, method_factory, new_method
 from rpcdist.rpc._current import agent_or_none, current_agent, forget_agent, set_current_agent, starts
 from rpcdist.rpc._futures.collected import collecting as _thread_local_var
 from rpcdist.rpc.constants import DEFAULT_SHUTDOWN_TIMEOUT, UNSET_RPC_TIMEOUT
