@@ -235,13 +235,14 @@ class BackwardPass(PassTurns):
                     self._sender.submit(self.guarded, partial(self._execute_blocking, action))
                 else:
                     self._ready.append(action)
-                continue
-            if isinstance(action, SendBegin):
-                self._involved.add(action.to)
-            if not isinstance(action, Finished):
-                self._outbox.add(action)
-            if isinstance(action, SendDone | Finished):
+            elif isinstance(action, Finished):
                 self.is_finishing = True
+            else:
+                self._outbox.add(action)
+                if isinstance(action, SendBegin):
+                    self._involved.add(action.to)
+                elif isinstance(action, SendDone):
+                    self.is_finishing = True
 
     def flush(self) -> None:
         """Sends what the other workers must hear; any thread. At the end of the pass, this ends it."""

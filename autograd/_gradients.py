@@ -55,12 +55,14 @@ class GradientTable:
         with self._lock:
             self._num_bytes = None
             for (leaf, gradient), address in zip(captured, addresses, strict=True):
-                known = self._gradients.get(leaf)
-                if known is None and address not in shared and _is_dense(gradient):
-                    self._gradients[leaf] = gradient
-                    continue
-                with torch.no_grad():
-                    self._gradients[leaf] = _copied(gradient) if known is None else self._sum(leaf, known, gradient)
+                num_before = len(self._gradients)
+                known = self._gradients.setdefault(leaf, gradient)  # one look-up: a tensor's hash is a Python function
+                if len(self._gradients) == num_before:
+                    with torch.no_grad():
+                        self._gradients[leaf] = self._sum(leaf, known, gradient)
+                elif address in shared or not _is_dense(gradient):
+                    with torch.no_grad():
+                        self._gradients[leaf] = _copied(gradient)
 
     def _sum(self, leaf: torch.Tensor, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if leaf in self._owned and not known.is_sparse:

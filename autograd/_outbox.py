@@ -11,7 +11,6 @@ import threading
 import time
 from collections.abc import Sequence
 
-from rpcdist.autograd._gradients import size_bytes
 from rpcdist.autograd._message_nodes import Gradients, RecordedRecv
 from rpcdist.autograd._pass_events import SendBegin, SendDone, SendVerdicts
 from rpcdist.time_limits import GRADIENT_HOLD_LIMIT_S
@@ -60,9 +59,9 @@ class Outbox:
     def add(self, action: SendBegin | SendVerdicts | SendDone) -> None:
         with self._lock:
             message = self._message(action.to)
-            if isinstance(action, SendBegin):
+            if type(action) is SendBegin:
                 message.begin = action
-            elif isinstance(action, SendVerdicts):
+            elif type(action) is SendVerdicts:
                 message.verdicts.update(action.verdicts)
             else:
                 message.done = True
@@ -76,8 +75,11 @@ class Outbox:
             for recv, gradients in answers:
                 message = self._message(recv.sender)
                 message.messages.append(recv.id)
-                message.gradients.append([None if gradient is None else gradient.detach() for gradient in gradients])
-                self._held_bytes += sum(size_bytes(gradient) for gradient in gradients if gradient is not None)
+                # A hook may have returned one that requires grad.
+                message.gradients.append(
+                    [one if one is None or not one.requires_grad else one.detach() for one in gradients]
+                )
+                self._held_bytes += recv.size_bytes
             return self._held_bytes > MAX_HELD_BYTES or now - self._held_since > GRADIENT_HOLD_LIMIT_S
 
     def take(self) -> dict[int, MergedMessage]:

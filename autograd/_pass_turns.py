@@ -140,19 +140,24 @@ class PassTurns(ABC):
         """Sends, then waits for an event or for the end of the pass; False when the time is over."""
         send = self.guarded(self.pack)
         self._clock.idle()
+        if hooks.enter is None:  # a thread of the user's
+            return self._sleep(send, deadline)
         with blocking():
-            source = self._led = self._source  # set before `_is_waiting` looks: whoever posts later then rings
-            if source is None and send is not None:
-                send()
-                send, source = None, self._source
-                self._led = source
-            try:
-                if source is not None and source.lead(self._is_waiting, deadline.wait_s(), None, send):
-                    return True
-            finally:
-                self._led = None
-            with self._lock:
-                return self._changed.wait_for(self._has_news, deadline.wait_s())
+            return self._sleep(send, deadline)
+
+    def _sleep(self, send: Job | None, deadline: Deadline) -> bool:
+        source = self._led = self._source  # set before `_is_waiting` looks: whoever posts later then rings
+        if source is None and send is not None:
+            send()
+            send, source = None, self._source
+            self._led = source
+        try:
+            if source is not None and source.lead(self._is_waiting, deadline.wait_s(), None, send):
+                return True
+        finally:
+            self._led = None
+        with self._lock:
+            return self._changed.wait_for(self._has_news, deadline.wait_s())
 
     def _is_waiting(self) -> bool:
         return not self._inbox and not self.is_over

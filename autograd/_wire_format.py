@@ -84,19 +84,15 @@ def encode_verdicts(verdicts: Verdicts, counts: dict[int, int], target: autograd
         counts: number of tensors of each message of the graph.
         target: an empty message, to be filled.
     """
-    used, unused, undecided = [], [], []
     for id, mask in verdicts.items():
         if mask is None:
-            undecided.append(id)
+            target.open.append(id)
         elif mask == 0:
-            unused.append(id)
+            target.unused.append(id)
         elif mask == (1 << counts[id]) - 1:
-            used.append(id)
+            target.used.append(id)
         else:
             target.partly.add(message=id, tensors=[index for index in range(counts[id]) if mask >> index & 1])
-    target.used.extend(used)
-    target.unused.extend(unused)
-    target.open.extend(undecided)
 
 
 def decode_verdicts(message: autograd_pb2.Verdicts) -> Verdicts:

@@ -19,6 +19,7 @@ from rpc_cluster import Cluster
 
 import rpcdist.autograd as autograd
 import rpcdist.rpc as rpc
+from rpcdist.autograd._gradients import GradientTable
 from rpcdist.autograd._interface import (
     _current_context,
     _get_debug_info,
@@ -326,3 +327,12 @@ def test_the_times_of_a_pass(cluster: Cluster, tmp_path: Path) -> None:
 def test_debug_info_of_rpc(cluster: Cluster) -> None:
     assert _get_debug_info().keys() == EMPTY.keys()
     assert rpc.debug_info().keys() >= EMPTY.keys()
+
+
+def test_the_same_gradient_twice_counts_twice() -> None:
+    """As when a hook returns a tensor that it has kept."""
+    table, leaf, gradient = GradientTable(), torch.ones(3, requires_grad=True), torch.ones(3)
+    table.add([(leaf, gradient)])
+    table.add([(leaf, gradient)])
+    torch.testing.assert_close(table.snapshot()[leaf], 2 * torch.ones(3))
+    torch.testing.assert_close(gradient, torch.ones(3))
