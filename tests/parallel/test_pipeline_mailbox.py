@@ -7,11 +7,16 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from torch import nn
 
+from rpcdist import rpc
 from rpcdist.deadline import Deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.parallel import Pipeline
 from rpcdist.parallel.pipeline._mailbox import Mailbox
+from rpcdist.parallel.pipeline._receivers import push, receivers
 from rpcdist.parallel.pipeline._schedules import Action
+from rpcdist.testing import InProcessCluster
 
 LIMIT_S = 30.0
 FORWARD = Action(1, "F", 0)
@@ -77,3 +82,13 @@ def test_nothing_comes() -> None:
     mailbox = Mailbox({(1, "F"): Channel(lambda: None)})
     with pytest.raises(DeadlineExceeded):
         mailbox.take(FORWARD, Deadline.after(0.01))
+
+
+@pytest.mark.parametrize(("stage", "kind"), [(0, "F"), (2, "B"), (1, "X")])
+def test_tensors_for_an_action_that_a_worker_does_not_have_are_refused(no_agent: None, stage: int, kind: str) -> None:
+    with InProcessCluster("ada", "bob") as cluster, cluster.use("ada"):
+        pipe = Pipeline([nn.Identity(), nn.Identity()], ["ada", "bob"])
+        ((key, _),) = receivers.get()
+        with pytest.raises(RpcdistError, match=f"{stage}{kind}0 came to worker 'bob', which has no such action"):
+            rpc.rpc_sync("bob", push, (key, 1, 1, stage, kind, 0, []))
+        del pipe

@@ -10,10 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from rpcdist.deadline import Deadline, current_deadline
+from rpcdist.errors import RpcdistError
 from rpcdist.parallel.pipeline._mailbox import Mailbox, TensorSources
 from rpcdist.parallel.pipeline._pipeline_errors import PipelineAborted, PipelineTimeout
 from rpcdist.parallel.pipeline._receivers import receivers
-from rpcdist.parallel.pipeline._schedules import Action
+from rpcdist.parallel.pipeline._schedules import KINDS, Action
 from rpcdist.parallel.pipeline._stage import Stage
 from rpcdist.parallel.pipeline._stage_optimizers import StageOptimizers
 from rpcdist.parallel.pipeline._step_execution import StepExecution
@@ -73,6 +74,8 @@ class StageRunner:
 
     def arrived(self, step: int, action: Action, values: Sequence[object], source: MessageSink | None) -> None:
         """Takes the tensors that a neighbour sent for an action of this or a later step; on any thread."""
+        if action.stage not in self.stages or action.kind not in KINDS:
+            raise RpcdistError(f"tensors for {action} came to worker {self._name!r}, which has no such action")
         with self._lock:
             if source is not None:
                 self._sources[action.stage, action.kind] = source
