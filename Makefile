@@ -3,9 +3,11 @@ BIN := .venv/bin
 READY := .venv/.ready
 # Processes that share the tests, whose time is mostly waiting.
 TEST_WORKERS ?= 2
+# For each decoder of `make fuzz`.
+FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 
-.PHONY: setup demo test check fmt proto bench conformance stress clean
+.PHONY: setup demo test check fmt proto bench conformance stress fuzz clean
 
 setup: $(READY)
 
@@ -62,6 +64,12 @@ conformance: $(READY)  ## torch's own tests against rpcdist
 stress: $(READY)  ## random load, and the full sets of the tests that vary dtypes, sizes and faults
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m stress
 	RPCDIST_TEST_FULL=1 $(BIN)/pytest -m "not stress"
+
+fuzz: $(READY)  ## the decoders by atheris, FUZZ_S seconds each, and a living worker by hypothesis
+	$(BIN)/python -m pip install --quiet --no-deps atheris==3.0.0
+	for target in envelopes values compact_values messages; do \
+		$(BIN)/python tools/fuzz_decoders.py $$target -max_total_time=$(FUZZ_S) || exit 1; done
+	RPCDIST_TEST_FULL=1 $(BIN)/pytest tests/attacks/test_live_fuzzing.py
 
 clean:
 	rm -rf .venv build dist out *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache

@@ -9,10 +9,11 @@ import pytest
 import torch
 from values_helpers import encode
 
-from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.announcements import Announcements
+from rpcdist.rpc._rref.protobuf import decode_message
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
 from rpcdist.transport._framing.frames import Chunk
@@ -103,6 +104,12 @@ def test_an_announcement_takes_no_memory() -> None:
     assert taken == [1]
     with pytest.raises(ProtocolViolation, match="400000 buffers"):
         incoming.announce(rpc_pb2.Message(transfer=2, large=[1] * 400_000))
+
+
+def test_a_reason_that_is_none_ends_the_session_by_name() -> None:
+    """It was a `ValueError`, with a traceback in the log; found by `make fuzz`."""
+    with pytest.raises(ProtocolViolation, match="24 is not a valid Reason"):
+        decode_message(rref_pb2.RRefMessage(fork_refused=rref_pb2.ForkRefused(reason=24)))  # type: ignore[arg-type]
 
 
 def test_announcements_of_one_session_share_one_limit() -> None:

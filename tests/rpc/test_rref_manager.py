@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -385,3 +386,16 @@ def test_threads(cluster: Cluster) -> None:
     assert not failures
     rref = deliver = None  # type: ignore[assignment]
     cluster.assert_empty()
+
+
+def test_a_drop_that_another_thread_notices_meanwhile_is_no_error(cluster: Cluster) -> None:
+    """`debug_info` of a user's thread, beside the agent's timer: "pop from an empty deque"."""
+
+    class TakenMeanwhile(deque[Any]):
+        def __bool__(self) -> bool:
+            return True
+
+    manager = cluster.hosts[0].manager
+    manager._dropped = TakenMeanwhile()
+    manager.drain()
+    assert manager.debug_info()["num_pending_users"] == "0"

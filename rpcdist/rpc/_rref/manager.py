@@ -281,9 +281,12 @@ class RRefManager:
     # ------------------------------------------------------------ drops, and the end
 
     def drain(self) -> None:
-        """Notices the handles that were collected. Called often: by a timer, and before messages go out."""
+        """Notices the handles that were collected. Called often, on any thread: by a timer, before messages go out."""
         while self._dropped:
-            rref, id = self._dropped.popleft()
+            try:
+                rref, id = self._dropped.popleft()
+            except IndexError:  # another thread has taken the last one
+                return
             with self._lock:
                 state = self._states.pop(id, None)
             self._feed(events.HandleDropped(rref, id))

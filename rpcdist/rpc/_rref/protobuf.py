@@ -48,11 +48,14 @@ def encode_message(message: messages.Message) -> rref_pb2.RRefMessage:
 
 
 def decode_message(encoded: rref_pb2.RRefMessage) -> messages.Message:
-    """Raises `ProtocolViolation` for a message of a kind that this version does not know."""
+    """Raises `ProtocolViolation` for a message of a kind, or with a reason, that this version does not know."""
     name = encoded.WhichOneof("body")
     if name == "fork_refused":
         refused = encoded.fork_refused
-        reason = messages.Reason(refused.reason)
+        try:
+            reason = messages.Reason(refused.reason)
+        except ValueError as exc:
+            raise ProtocolViolation(f"a reference was refused for a reason that is none: {exc}") from exc
         return messages.ForkRefused(id_from_pb(refused.rref), id_from_pb(refused.fork), reason)
     if name in _WITH_FORK:
         body = getattr(encoded, name)
