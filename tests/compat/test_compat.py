@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from docs_programs import environment, free_port, run
+from docs_programs import environment, free_port, run, two_free_ports
 from full_sets import FULL_ONLY
 
 from rpcdist.__main__ import main
@@ -40,12 +40,14 @@ def test_unmodified_programs_run(tmp_path: Path) -> None:
         assert f"rank {rank}: {3 + rank} inputs, rpcdist.parallel.zero_redundancy" in zero
 
 
-@FULL_ONLY  # `test_ported_scripts.py` always runs it with changed imports
+@FULL_ONLY  # `test_ported_scripts.py` always runs them with changed imports
 @pytest.mark.multiproc
-def test_an_unmodified_program_of_rpc_runs(tmp_path: Path) -> None:
-    local = environment(OMP_NUM_THREADS="1", MASTER_ADDR="localhost", MASTER_PORT=str(free_port()))
-    [recurrent] = run([(under_compat(PORTED / "ported_recurrent_net.py"), local)], tmp_path)
-    assert ": loss " in recurrent
+@pytest.mark.parametrize("program", ["ported_recurrent_net", "ported_ddp_rpc"])
+def test_an_unmodified_program_of_rpc_runs(program: str, tmp_path: Path) -> None:
+    port = two_free_ports()  # the second program meets at both
+    local = environment(OMP_NUM_THREADS="1", MASTER_ADDR="localhost", MASTER_PORT=str(port))
+    [said] = run([(under_compat(PORTED / f"{program}.py"), local)], tmp_path)
+    assert ": loss " in said
 
 
 def test_a_script_that_is_missing_is_named(capsys: pytest.CaptureFixture[str]) -> None:

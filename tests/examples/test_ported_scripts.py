@@ -12,10 +12,9 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from socket import socket
 
 import pytest
-from docs_programs import environment, run
+from docs_programs import environment, run, two_free_ports
 
 from rpcdist.compat._porting import port
 
@@ -60,19 +59,6 @@ def work(rank):
 if __name__ == "__main__":
     mp.spawn(work, nprocs=4)
 """
-
-
-def two_free_ports() -> int:
-    """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
-    while True:
-        with socket() as first, socket() as second:
-            first.bind(("127.0.0.1", 0))
-            port: int = first.getsockname()[1]
-            try:
-                second.bind(("127.0.0.1", port + 1))
-            except (OSError, OverflowError):
-                continue
-            return port
 
 
 def without_imports(text: str) -> str:

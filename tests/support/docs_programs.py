@@ -38,6 +38,19 @@ def free_port() -> int:
         return port
 
 
+def two_free_ports() -> int:
+    """The first of two neighbours: one program meets at one address for its process group, and at the next for RPC."""
+    while True:
+        with socket() as first, socket() as second:
+            first.bind(("127.0.0.1", 0))
+            port: int = first.getsockname()[1]
+            try:
+                second.bind(("127.0.0.1", port + 1))
+            except (OSError, OverflowError):
+                continue
+            return port
+
+
 def environment(**variables: str) -> dict[str, str]:
     """Ours, without what a launcher may have left there."""
     launcher = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
