@@ -242,7 +242,7 @@ class Engine(StateKeeper):
             if self._reporter.report_timeout(job.title, job.sequence):
                 self._await_verdict(None)
             failure = self.state.timed_out(exc.waiting_for)
-        return self.fail_everywhere(failure).error(job.title)
+        return job.error_of(self.fail_everywhere(failure))
 
     def _await_verdict(self, rank: int | None) -> None:
         with self._lock:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final, Protocol
 
 import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks
 from rpcdist.collectives._group.flight_records import Record
-from rpcdist.collectives._group.group_failure import GroupFailure
+from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure
 from rpcdist.collectives._group.state import GroupState
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation
 from rpcdist.collectives._transports.transport_base import Control
 from rpcdist.collectives.work import Work
 from rpcdist.deadline import Deadline
+from rpcdist.errors import CollectiveError
 
 __all__ = ["Job", "JobHost", "OperationTitle", "record_of"]
+
+
+MAX_SHAPES: Final = 8
+"""So many shapes an error names."""
 
 
 class JobHost(Protocol):
@@ -87,6 +93,15 @@ class Job(Control):
     @property
     def wakeup_fd(self) -> int:
         return self._host.wakeup_fd
+
+    def error_of(self, failure: GroupFailure) -> CollectiveError:
+        """The error of what failed in this operation. The ranks compare sizes only; of a mismatch, shapes are added."""
+        tensors = self.operation.inputs or self.operation.outputs
+        if failure.kind is FailureKind.MISMATCH and tensors:
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:MAX_SHAPES])
+            more = f" and {len(tensors) - MAX_SHAPES} more" if len(tensors) > MAX_SHAPES else ""
+            failure = replace(failure, reason=f"{failure.reason}; the shapes on this rank: {shapes}{more}")
+        return failure.error(self.title)
 
     def check(self) -> None:
         state = self._host.state

@@ -247,6 +247,19 @@ def test_what_a_transport_finds_ends_the_group_and_is_reported(
     assert len(transport.seen) == 1
 
 
+def test_a_mismatch_names_the_shapes_of_this_rank(engine: Engine, transport: ScriptedTransport) -> None:
+    transport.error = TransportMismatch(
+        {1: "all_reduce #1 (SUM, 12 elements of float32)", 2: "all_reduce #1 (SUM, 8 elements of float32)"}
+    )
+    tensor = torch.ones(3, 4)
+    work = engine.submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM), True, None, None, None)
+    with pytest.raises(CollectiveMismatch, match=r"12 elements of float32.*; the shapes on this rank: \(3, 4\)$"):
+        work.wait(LIMIT_S)
+    with pytest.raises(CollectiveMismatch) as later:
+        submit(engine)
+    assert "shapes" not in str(later.value), "those were of another operation"
+
+
 def test_an_error_of_this_rank_is_raised_as_it_is_and_reported(
     engine: Engine, transport: ScriptedTransport, reports: NotedReports
 ) -> None:
