@@ -18,10 +18,12 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, Protocol, cast
 
-__all__ = ["Pair", "PairFailed", "free_port", "open_pair", "open_rpc_pair"]
+__all__ = ["TORCH_TCP", "Pair", "PairFailed", "free_port", "open_pair", "open_rpc_pair"]
 
 ORDER_TIMEOUT_S = 180.0  # covers the start, each measurement, and the shutdown
 NAMES = ("caller", "callee")
+TORCH_TCP = "RPCDIST_BENCHMARK_TORCH_TCP"
+"""Set in the environment, it has torch's RPC use TCP alone; by default it copies payloads from process to process."""
 
 
 class PairFailed(RuntimeError):
@@ -170,7 +172,11 @@ class RpcPeer:
             torch.set_num_threads(1)
         os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(self.port))
         self.rpc = importlib.import_module(self.module)
-        self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2)
+        options = {}
+        if self.module == "torch.distributed.rpc" and os.environ.get(TORCH_TCP):
+            only_tcp = self.rpc.TensorPipeRpcBackendOptions(_transports=["uv"], _channels=["basic"])
+            options["rpc_backend_options"] = only_tcp
+        self.rpc.init_rpc(NAMES[self.rank], rank=self.rank, world_size=2, **options)
 
     def measure(self, name: str, effort: float, module: str) -> dict[str, float]:
         cases = importlib.import_module(module).CASES

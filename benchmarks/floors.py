@@ -1,6 +1,7 @@
 """$ python benchmarks/floors.py
-What an echo of a large payload costs without RPC: over one TCP connection with blocking calls, and over one bare stream
-of gRPC, both over loopback between two processes. No channel of that kind can be faster.
+What an echo of a large payload costs without RPC: over TCP with blocking calls, on one connection and in halves on two
+that have a thread each, and over one bare stream of gRPC, all over loopback between two processes. No channel of that
+kind can be faster.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ import socket
 import statistics
 import sys
 from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import grpc
@@ -30,12 +34,17 @@ METHOD = "/floor.Floor/Echo"
 # ---- TCP
 
 
-def echo_over_tcp(connection: socket.socket, size_bytes: int) -> None:
-    """Sends back what comes, one whole payload after the other, until the other end is closed."""
-    memory = memoryview(bytearray(size_bytes))
-    with connection:
-        while receive(connection, memory):
-            connection.sendall(memory)
+def echo_over_tcp(connections: list[socket.socket], size_bytes: int) -> None:
+    """Sends back what comes, a thread for each connection, until their other ends are closed."""
+
+    def serve(connection: socket.socket) -> None:
+        memory = memoryview(bytearray(size_bytes))
+        with connection:
+            while receive(connection, memory):
+                connection.sendall(memory)
+
+    with ThreadPoolExecutor(len(connections)) as pool:
+        list(pool.map(serve, connections))
 
 
 def receive(connection: socket.socket, memory: memoryview) -> bool:
@@ -49,25 +58,40 @@ def receive(connection: socket.socket, memory: memoryview) -> bool:
     return True
 
 
-def measure_tcp(size_bytes: int, num_calls: int) -> list[float]:
+def connect(listener: socket.socket) -> tuple[socket.socket, socket.socket]:
+    """Both ends of a new connection."""
+    ends = socket.create_connection(listener.getsockname()), listener.accept()[0]
+    for end in ends:
+        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return ends
+
+
+def measure_tcp(size_bytes: int, num_calls: int, num_connections: int = 1) -> list[float]:
+    part_bytes = size_bytes // num_connections
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.settimeout(START_LIMIT_S)
-        ours = socket.create_connection(listener.getsockname())
-        theirs = listener.accept()[0]
-    for end in (ours, theirs):
-        end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    process = multiprocessing.get_context("spawn").Process(target=echo_over_tcp, args=(theirs, size_bytes), daemon=True)
+        ends = [connect(listener) for _ in range(num_connections)]
+    theirs = [end for _, end in ends]
+    process = multiprocessing.get_context("spawn").Process(target=echo_over_tcp, args=(theirs, part_bytes), daemon=True)
     process.start()
-    theirs.close()
-    sent, received = bytes(size_bytes), memoryview(bytearray(size_bytes))
+    for end in theirs:
+        end.close()
+    sent = bytes(part_bytes)
+    received = [memoryview(bytearray(part_bytes)) for _ in ends]
 
-    def call() -> None:
+    def echo(number: int) -> None:
+        ours = ends[number][0]
         ours.sendall(sent)
-        if not receive(ours, received):
+        if not receive(ours, received[number]):
             raise ConnectionError("the other process has ended")
 
-    with ours:
-        times_s = time_calls(call, num_calls, num_warm_up=2)
+    with ThreadPoolExecutor(num_connections) as pool, ExitStack() as opened:
+        for ours, _ in ends:
+            opened.enter_context(ours)
+        if num_connections == 1:
+            times_s = time_calls(partial(echo, 0), num_calls, num_warm_up=2)
+        else:
+            times_s = time_calls(lambda: list(pool.map(echo, range(num_connections))), num_calls, num_warm_up=2)
     process.join(START_LIMIT_S)
     return times_s
 
@@ -146,6 +170,7 @@ def measure_grpc(size_bytes: int, num_calls: int) -> list[float]:
 
 FLOORS: tuple[tuple[str, Callable[[int, int], list[float]]], ...] = (
     ("echo over a plain TCP connection", measure_tcp),
+    ("echo over two plain TCP connections, in halves", partial(measure_tcp, num_connections=2)),
     ("echo over a bare stream of gRPC", measure_grpc),
 )
 

@@ -10,6 +10,9 @@ cores unless `--pin` is given.
 `--unsuspecting` measures what somebody sees who has read nothing about measuring: torch's default number of threads,
 nothing pinned, and each round in fresh processes, of one library at a time. Nine of ten rounds shall be steady.
 
+`--torch-tcp` has torch use TCP alone, as it does between hosts; by default it copies the payloads of processes of one
+host from memory to memory, whatever channel ours use.
+
 `--ray PYTHON` compares a method of an object that lives in another process with an actor of Ray, in the same way.
 """
 
@@ -25,7 +28,7 @@ import _performance_page
 import _ray
 from _cases import Metrics, Row
 from _comparison import CHANNELS, STEADY_SHARE, channel_in_use, head, in_turns, make_line, make_lines, measure_in_turns
-from _pairs import Pair, PairFailed, open_rpc_pair
+from _pairs import TORCH_TCP, Pair, PairFailed, open_rpc_pair
 from _report import RESULTS, Line, about_machine, layout, write_results
 from _rpc_cases import CASES
 
@@ -114,6 +117,7 @@ def measure_against_ray(arguments: argparse.Namespace, effort: float) -> list[Li
 
 def describe_machine(arguments: argparse.Namespace) -> list[str]:
     """Where and with what this was measured."""
+    peer = f"`{TORCH}`{' over TCP alone' if arguments.torch_tcp else ''}"
     if arguments.unsuspecting:
         how = f"1 pair of 2 processes at a time, not pinned, default threads; medians of {arguments.rounds} rounds"
     else:
@@ -122,7 +126,7 @@ def describe_machine(arguments: argparse.Namespace) -> list[str]:
     return [
         *about_machine("rpcdist", "torch", "grpcio", "protobuf", "uvloop"),
         f"- {how}",
-        f"- ours is `{arguments.ours}` on the {channel_in_use()} channel, torch is `{TORCH}`",
+        f"- ours is `{arguments.ours}` on the {channel_in_use()} channel, torch is {peer}",
     ]
 
 
@@ -136,7 +140,8 @@ def with_channels(name: str) -> str:
 def name_of_table(arguments: argparse.Namespace) -> str:
     if arguments.ray:
         return with_channels("rpc.py --ray")
-    return with_channels("rpc.py --unsuspecting" if arguments.unsuspecting else "rpc.py")
+    name = with_channels("rpc.py --unsuspecting" if arguments.unsuspecting else "rpc.py")
+    return f"{name} --torch-tcp" if arguments.torch_tcp else name
 
 
 def sum_up(lines: list[Line], arguments: argparse.Namespace) -> list[str]:
@@ -171,7 +176,7 @@ def compare(arguments: argparse.Namespace) -> int:
     print("\n".join(["", *table]))
     if arguments.write:
         write_results(name_of_table(arguments), [*about, "", *table])
-        if not arguments.ray and (not arguments.unsuspecting or channel_in_use() == "local"):
+        if not (arguments.ray or arguments.torch_tcp) and (not arguments.unsuspecting or channel_in_use() == "local"):
             _performance_page.update("unsuspecting" if arguments.unsuspecting else channel_in_use(), titles, lines)
     return int(arguments.check and any(line[-1] == "NO" for line in lines))
 
@@ -214,6 +219,7 @@ def parse(names: list[str]) -> argparse.Namespace:
         "--write", action="store_true", help=f"put the table into {RESULTS.name} and docs/performance.md"
     )
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
+    parser.add_argument("--torch-tcp", action="store_true", help="torch uses TCP alone, as between hosts")
     ways = parser.add_mutually_exclusive_group()
     ways.add_argument(
         "--unsuspecting", action="store_true", help="default threads, fresh processes, one pair at a time"
@@ -236,6 +242,8 @@ def parse(names: list[str]) -> argparse.Namespace:
 def main() -> int:
     arguments = parse([*(case.name for case in CASES), MEMORY])
     inherit(arguments)
+    if arguments.torch_tcp:
+        os.environ[TORCH_TCP] = "1"
     if not arguments.unsuspecting:
         os.environ["OMP_NUM_THREADS"] = "1"
     try:

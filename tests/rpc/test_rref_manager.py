@@ -115,8 +115,10 @@ class Cluster:
     def assert_empty(self) -> None:
         self.run()
         for host in self.hosts:
-            assert host.manager._protocol.is_empty, host.manager
-            assert not host.manager._values and not host.manager._fetches and not host.manager._states
+            assert host.manager._tables.protocol.is_empty, host.manager
+            assert (
+                not host.manager._tables.values and not host.manager._tables.fetches and not host.manager._tables.states
+            )
 
 
 @pytest.fixture
@@ -396,6 +398,6 @@ def test_a_drop_that_another_thread_notices_meanwhile_is_no_error(cluster: Clust
             return True
 
     manager = cluster.hosts[0].manager
-    manager._dropped = TakenMeanwhile()
+    manager._tables.dropped = TakenMeanwhile()
     manager.drain()
     assert manager.debug_info()["num_pending_users"] == "0"
