@@ -2,13 +2,6 @@
 
 [Note: gradients of recvs]
     The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
-    it returns them at the end, and does not execute `RecvRpc`, which would cost as much as a layer of a small model.
-    Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has them sent at
-    once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait for what
-    follows from these gradients; and for recvs whose nodes have hooks.
-
-[Note: gradients of recvs]
-    The engine hands the gradients of received tensors over in one of two ways. Asked for the gradients at their edges,
     it returns them at the end, and does not execute `RecvRpc`, which costs as much as a matrix multiplication of a
     small model. Asked for that of the token, on which every recv depends, it executes `RecvRpc`, whose `backward` has
     them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
