@@ -17,12 +17,18 @@ __all__ = ["compare"]
 
 LIMIT = timedelta(seconds=40)
 
+# A callback of PowerSGD's futures may hold the last reference to a group of Gloo, on a thread of that group. Its
+# destructor then joins this thread with itself and ends the process ("Resource deadlock avoided"), so groups stay.
+_groups_of_gloo: list[dist.ProcessGroup | None] = []
+
 
 @contextmanager
 def default_group(backend: str, rank: int, size: int, path: Path) -> Iterator[None]:
     """torch's own default group, by torch's own file store."""
     store = dist.FileStore(str(path / f"store of {backend}"), size)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=LIMIT)
+    if backend == "gloo":
+        _groups_of_gloo.append(dist.group.WORLD)
     try:
         yield
     finally:
