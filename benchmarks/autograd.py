@@ -53,7 +53,9 @@ def main() -> int:
     rpc.add_channels(parser)
     parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
     parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
-    arguments = parser.parse_args(namespace=argparse.Namespace(pin=False, unsuspecting=False, ours="rpcdist.rpc"))
+    arguments = parser.parse_args(
+        namespace=argparse.Namespace(pin=False, unsuspecting=False, torch_tcp=False, ours="rpcdist.rpc")
+    )
     arguments.only = arguments.only or names
     rpc.inherit(arguments)
     os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it

@@ -319,7 +319,7 @@ def main() -> int:
 def compare(arguments: argparse.Namespace, size: Size) -> int:
     """Prints the table; returns the exit status."""
     measured = argparse.Namespace(
-        pin=False, unsuspecting=False, rounds=arguments.rounds, ours="rpcdist.parallel.pipeline"
+        pin=False, unsuspecting=False, torch_tcp=False, rounds=arguments.rounds, ours="rpcdist.parallel.pipeline"
     )
     about = describe_machine(measured)
     about = [line.replace("torch.distributed.rpc", "torch.distributed.pipelining on Gloo") for line in about]
