@@ -19,9 +19,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rpcdist.errors import ConfigError
+from rpcdist.errors import CheckpointError, ConfigError, RpcdistError
 
-__all__ = ["checkpoint_path", "discard", "new_folder", "publish"]
+__all__ = ["checkpoint_path", "discard", "new_folder", "publish", "writing"]
 
 NUM_RANDOM_BYTES = 8
 
@@ -52,9 +52,10 @@ def new_folder(path: Path) -> Iterator[Path]:
     is_ours = path.is_symlink() and _name_pattern(path).fullmatch(os.readlink(path))
     if not is_ours and (path.exists() or path.is_symlink()):
         raise ConfigError(f"{path} exists, and no checkpoint.save() made it: name a path that is free")
-    path.parent.mkdir(parents=True, exist_ok=True)
     folder = path.with_name(f".{path.name}-{secrets.token_hex(NUM_RANDOM_BYTES)}")
-    folder.mkdir()
+    with writing(path.parent):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        folder.mkdir()
     try:
         with _locked(folder) as is_free:
             if not is_free or not _remove_all_but(path, folder):
@@ -69,10 +70,38 @@ def publish(folder: Path, path: Path) -> None:
     """The folder becomes the checkpoint at `path`, in one step; then the one before is removed."""
     _sync(folder)
     link = folder.with_name(f"{folder.name}.link")
-    link.symlink_to(folder.name)
-    os.replace(link, path)
+    try:
+        link.symlink_to(folder.name)
+        os.replace(link, path)
+    finally:
+        link.unlink(missing_ok=True)
     _sync(path.parent)
     _remove_all_but(path, folder)
+
+
+@contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """Turns what a disk that is full or broken raises into an error that names it; torch's is about a position.
+
+    Raises:
+        CheckpointError: something could not be written into the folder.
+    """
+    try:
+        yield
+    except RpcdistError:
+        raise
+    except Exception as exc:
+        raise CheckpointError(
+            f"writing the checkpoint into {folder} failed ({type(exc).__name__}: {str(exc)[:300]}); its disk has "
+            f"{_free_mib(folder)}. What was there before is whole: make room, and save again"
+        ) from exc
+
+
+def _free_mib(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB free"
+    except OSError as exc:
+        return f"no answer ({exc})"
 
 
 def discard(folder: Path) -> None:

@@ -48,7 +48,7 @@ def save(
     Raises:
         ConfigError: something else is at `path`, another save to it runs, two entries have one key, or one cannot be
             saved.
-        CheckpointError: it failed on another rank, or files of other workers are not seen here.
+        CheckpointError: it failed on another rank, the disk is full, or files of other workers are not seen here.
         WorkerLost: an owner died. RankLost: a rank died.
     """
     target = _folders.checkpoint_path(path)
@@ -65,7 +65,8 @@ def save(
 
         def end() -> None:
             end_with_index(str(folder), together[1], written)
-            _folders.publish(folder, target)
+            with _folders.writing(folder):
+                _folders.publish(folder, target)
 
         ranks.first("ending", end)
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.storage import WriteResult
 
 from rpcdist.checkpoint._entries import Entries
+from rpcdist.checkpoint._folders import writing
 from rpcdist.errors import CheckpointError, ConfigError
 
 __all__ = ["CheckpointPart", "StoredEntries", "end_with_index", "plan_together"]
@@ -44,6 +45,7 @@ class CheckpointPart:
 
     def __init__(self, folder: str, entries: Entries) -> None:
         self._planner = _SavePlanner()
+        self._folder = Path(folder)
         self._writer = FileSystemWriter(folder)
         self._planner.set_up_planner(entries, self._writer.storage_meta(), is_coordinator=False)
         self._writer.set_up_storage_writer(is_coordinator=False)
@@ -53,8 +55,10 @@ class CheckpointPart:
         return self._writer.prepare_local_plan(self._planner.create_local_plan())
 
     def write(self, plan: SavePlan) -> list[WriteResult]:
-        """Writes what is left of its plan, to the disk itself."""
-        return self._writer.write_data(self._planner.finish_plan(plan), self._planner).wait()
+        """Writes what is left of its plan, to the disk itself. Raises `CheckpointError` if that fails."""
+        plan = self._planner.finish_plan(plan)
+        with writing(self._folder):
+            return self._writer.write_data(plan, self._planner).wait()
 
 
 def plan_together(folder: str, plans: Sequence[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -68,7 +72,7 @@ def end_with_index(folder: str, metadata: Metadata, results: Sequence[list[Write
     """Writes the index, when all files are there.
 
     Raises:
-        CheckpointError: a file that another process has written is not in the folder.
+        CheckpointError: a file that another process has written is not in the folder, or the disk is full.
     """
     written = {result.storage_data.relative_path for of_part in results for result in of_part}
     missing = sorted(name for name in written if not (Path(folder) / name).exists())
@@ -77,7 +81,8 @@ def end_with_index(folder: str, metadata: Metadata, results: Sequence[list[Write
             f"other workers wrote {', '.join(missing)}, which this one does not see in {folder}: a checkpoint needs a "
             "folder on a file system that all workers share"
         )
-    FileSystemWriter(folder).finish(metadata, list(results))
+    with writing(Path(folder)):
+        FileSystemWriter(folder).finish(metadata, list(results))
 
 
 class StoredEntries:
