@@ -40,7 +40,7 @@ class AutogradLeg(_message.Message):
     def __init__(self, message: _Optional[int] = ..., stamp: _Optional[int] = ...) -> None: ...
 
 class Tensor(_message.Message):
-    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device", "sparse")
+    __slots__ = ("dtype", "buffer", "offset", "shape", "stride", "requires_grad", "parameter", "device", "sparse", "run")
     DTYPE_FIELD_NUMBER: _ClassVar[int]
     BUFFER_FIELD_NUMBER: _ClassVar[int]
     OFFSET_FIELD_NUMBER: _ClassVar[int]
@@ -50,6 +50,7 @@ class Tensor(_message.Message):
     PARAMETER_FIELD_NUMBER: _ClassVar[int]
     DEVICE_FIELD_NUMBER: _ClassVar[int]
     SPARSE_FIELD_NUMBER: _ClassVar[int]
+    RUN_FIELD_NUMBER: _ClassVar[int]
     dtype: int
     buffer: int
     offset: int
@@ -59,7 +60,8 @@ class Tensor(_message.Message):
     parameter: bool
     device: str
     sparse: Sparse
-    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ...) -> None: ...
+    run: int
+    def __init__(self, dtype: _Optional[int] = ..., buffer: _Optional[int] = ..., offset: _Optional[int] = ..., shape: _Optional[_Iterable[int]] = ..., stride: _Optional[_Iterable[int]] = ..., requires_grad: bool = ..., parameter: bool = ..., device: _Optional[str] = ..., sparse: _Optional[_Union[Sparse, _Mapping]] = ..., run: _Optional[int] = ...) -> None: ...
 
 class Sparse(_message.Message):
     __slots__ = ("indices", "values", "coalesced")

@@ -18,6 +18,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
+from rpcdist.rpc._values.tensor_runs import split_run
 
 __all__ = ["contiguous_strides", "over_storage", "rebuild_tensors"]
 
@@ -44,12 +45,12 @@ def rebuild_tensors(
     count = len(messages)
     if not count:
         return []
-    if host_only and count > MAX_UNTRUSTED_TENSORS:
-        raise SerializationError(
-            f"a value of {count} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}"
-        )
     # By index: protobuf's own iteration costs half a microsecond more.
     headers = [messages[0]] if count == 1 else [messages[position] for position in range(count)]
+    if host_only and (total := sum([message.run or 1 for message in headers])) > MAX_UNTRUSTED_TENSORS:
+        raise SerializationError(
+            f"a value of {total} tensors arrived from a peer that may send {MAX_UNTRUSTED_TENSORS}"
+        )
     if host_only and any(message.device not in ("", "meta") for message in headers):
         raise SerializationError(
             "a tensor for another device than cpu arrived from a peer that may send host tensors only"
@@ -72,6 +73,8 @@ def _rebuild_all(
     owners: dict[int, torch.Tensor],
     host_only: bool,
 ) -> list[torch.Tensor]:
+    if any([message.run for message in headers]):
+        return _rebuild_runs(headers, buffers, owners)
     tensors = [_rebuild(message, buffers, owners) for message in headers if not message.HasField("sparse")]
     if len(tensors) == len(headers):
         return tensors
@@ -80,6 +83,48 @@ def _rebuild_all(
     strided = iter(tensors)
     table = [None if message.HasField("sparse") else next(strided) for message in headers]
     return [made if made is not None else _sparse(header, table) for header, made in zip(headers, table, strict=True)]
+
+
+def _rebuild_runs(
+    headers: Sequence[value_pb2.Tensor], buffers: Sequence[bytes | ReceiveBuffer], owners: dict[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    """The tensors of a table that has runs."""
+    tensors: list[torch.Tensor] = []
+    for message in headers:
+        if message.HasField("sparse"):
+            raise SerializationError("a sparse tensor arrived in a table with runs of dense ones")
+        if message.run:
+            tensors += _rebuild_run(message, buffers, owners)
+        else:
+            tensors.append(_rebuild(message, buffers, owners))
+    return tensors
+
+
+def _rebuild_run(
+    message: value_pb2.Tensor, buffers: Sequence[bytes | ReceiveBuffer], owners: dict[int, torch.Tensor]
+) -> list[torch.Tensor]:
+    info = DTYPES.get(message.dtype)
+    index = message.buffer
+    # A buffer that two runs could use would let a short message ask for any amount of memory.
+    if info is None or message.stride or message.device or message.offset or index >= len(buffers) or index in owners:
+        raise SerializationError(
+            "a run of tensors arrived that is damaged: its header or its buffer is not that of one"
+        )
+    shape = [message.run, *message.shape]
+    stride, count = contiguous_strides(shape, info.itemsize)
+    buffer = buffers[index]
+    size = buffer.size if isinstance(buffer, ReceiveBuffer) else len(buffer)
+    if not count or size != count * info.itemsize:
+        raise SerializationError(f"a run of tensors of {count * info.itemsize} bytes arrived with a buffer of {size}")
+    if message.requires_grad and not info.differentiable:
+        raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
+    owners[index] = owner = buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
+    tensors = split_run(over_storage(owner.untyped_storage(), 0, info, shape, stride))
+    if message.parameter:
+        return [Parameter(tensor, message.requires_grad) for tensor in tensors]
+    if message.requires_grad:
+        return [tensor.requires_grad_() for tensor in tensors]
+    return tensors
 
 
 def _sparse(message: value_pb2.Tensor, table: Sequence[torch.Tensor | None]) -> torch.Tensor:

@@ -27,6 +27,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
+from rpcdist.rpc._values.tensor_runs import RUNS_FROM, find_runs, join_run
 
 __all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
 
@@ -66,6 +67,10 @@ def pack_tensors(
         UnsupportedTensor: a tensor of another layout or dtype than the table holds.
         SerializationError: a tensor on another device, without a map; what `map_device` raises.
     """
+    runs = find_runs(tensors) if len(tensors) >= RUNS_FROM else None
+    if runs is not None:
+        _send_runs(value, runs, large)
+        return
     views: list[_View] = []
     has_strides = False
     add_message = value.tensors.add
@@ -81,15 +86,8 @@ def pack_tensors(
         code = DTYPE_CODES.get(dtype)
         if code is None or tensor.layout is not torch.strided or tensor.is_nested:
             raise UnsupportedTensor
-        if code:
-            message.dtype = code
         shape = tensor.shape
-        if shape:
-            message.shape.extend(shape)
-        if tensor.requires_grad:
-            message.requires_grad = True
-        if type(tensor) is Parameter:
-            message.parameter = True
+        _write_header(message, tensor, code, shape)
         if not tensor.is_cpu:
             tensor = _to_host(message, tensor, map_device)
         if tensor.is_neg() or (dtype.is_complex and tensor.is_conj()):
@@ -114,6 +112,30 @@ def pack_tensors(
     else:
         for cluster in _clusters(views):
             _send_cluster(value, cluster, large)
+
+
+def _write_header(message: value_pb2.Tensor, tensor: torch.Tensor, code: int, shape: torch.Size) -> None:
+    if code:
+        message.dtype = code
+    if shape:
+        message.shape.extend(shape)
+    if tensor.requires_grad:
+        message.requires_grad = True
+    if type(tensor) is Parameter:
+        message.parameter = True
+
+
+def _send_runs(value: value_pb2.Value, runs: list[list[torch.Tensor]], large: list[LargeBuffer]) -> None:
+    for run in runs:
+        first = run[0]
+        message = value.tensors.add()
+        _write_header(message, first, DTYPE_CODES[first.dtype], first.shape)
+        memory = first
+        if len(run) > 1:
+            message.run = len(run)
+            memory = join_run(run)
+        start, size = memory.data_ptr(), memory.nbytes
+        _send_span(value, start, size, (memory,), (_View(start, start + size, message, memory),), large)
 
 
 def _with_parts(
