@@ -23,10 +23,10 @@ NO_OP_LIMIT_S = 5 * UNIT_S
 GROWTH_BYTES = 24 * MIB
 """What a worker may grow by over the last four fifths of a soak: pools and allocators settle, and nothing more."""
 
+CHANNELS = ["local", *(pytest.param(kind, marks=[pytest.mark.stress, FULL_ONLY]) for kind in ("tcp", "grpc"))]
 
-@pytest.mark.parametrize(
-    "channels", ["auto", *(pytest.param(kind, marks=[pytest.mark.stress, FULL_ONLY]) for kind in ("tcp", "grpc"))]
-)
+
+@pytest.mark.parametrize("channels", CHANNELS)
 @pytest.mark.parametrize(
     ("num_calls", "size_bytes", "bound_bytes", "work_s"),
     [
@@ -73,8 +73,9 @@ def test_memory_descriptors_and_threads_stay_flat(soak_world: RpcWorld, what: st
         assert held["agent.client_active_calls"] == held["num_pending_users"] == "0", held
 
 
-@pytest.fixture(scope="module")
-def soak_world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
+@pytest.fixture(scope="module", params=CHANNELS)
+def soak_world(request: pytest.FixtureRequest, module_pool: WorkerPool) -> Iterator[RpcWorld]:
+    module_pool.environment["RPCDIST_CHANNELS"] = request.param
     world = module_pool.world("a", "b", peer_timeout=CALM_S)
     yield world
     world.shutdown()
