@@ -27,7 +27,7 @@ from rpcdist.errors import AuthenticationFailed, ConfigError, ConnectFailed
 from rpcdist.ids import Identity, new_incarnation
 from rpcdist.rpc._agent import ROLE
 from rpcdist.rpc._current import current_agent
-from rpcdist.testing import WorkerPool
+from rpcdist.testing import WorkerPool, eventually
 from rpcdist.transport import Node, TlsOptions
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.grpc_channel import connect_grpc
@@ -268,7 +268,8 @@ def test_renewed_files_count_from_the_next_connection_on(
     after = open_link(client, server, handler=Recorder())
     ends = f"from certificate {new['trainer'].shown().fingerprint} to {new['ps'].shown().fingerprint}"
     assert ends in fingerprints(after) and ends not in fingerprints(before)
-    assert len(server.sessions) == 2 and before.session.closed_reason is None
+    eventually(lambda: len(server.sessions) == 2, "the server has both sessions")
+    assert before.session.closed_reason is None
 
 
 def test_another_authority_takes_over_while_it_runs(worker: Any, tmp_path: Path, channel: str) -> None:

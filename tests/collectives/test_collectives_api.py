@@ -43,7 +43,6 @@ OTHERS = """
 # Left out: what belongs to torch's compiler, its C++ logging, other backends and other modules of this package.
 ABSENT = {
     "Logger": "of DistributedDataParallel",
-    "ProcessGroupGloo": "a backend of torch",
     "ProcessGroupNCCL": "a backend of torch",
     "RankType": "a type for torch's compiler",
     "timedelta": "imported there",

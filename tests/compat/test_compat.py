@@ -74,5 +74,6 @@ def test_errors_of_a_script_are_told_without_the_way_to_it(
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setitem(sys.modules, "__main__", sys.modules["__main__"])
+    monkeypatch.setattr(sys, "excepthook", sys.__excepthook__)  # torch's groups install another
     assert main(["run", str(script)]) == 1
     assert capsys.readouterr().err == said.format(script)

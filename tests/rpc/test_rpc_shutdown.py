@@ -98,7 +98,7 @@ def test_a_shutdown_that_does_not_wait_ends_at_once(worker_pool: WorkerPool, tmp
     error = into.error(WorkerLost)
     assert error.worker == "b" and "shut down" in error.reason
     kind, text = world["b"].run(functions.end_of_started_call)
-    assert kind == "RpcdistError" and "shut down" in text
+    assert kind == "NotInitialized" and "shut down" in text
     assert time.monotonic() - started < 2 * PROMPT_S
     # Nobody else is harmed.
     assert world["a"].run(rpc.rpc_sync, "c", functions.add, (1, 2)) == 3
