@@ -17,6 +17,7 @@ import rpcdist.autograd as autograd
 from rpcdist.autograd._interface import _retrieve_context
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.optim._fused_adam import fused_if_possible
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
@@ -82,7 +83,8 @@ class LocalOptimizer:
             try:
                 for parameter in parameters:
                     parameter.grad = found.get(parameter)
-                self._step(hogwild)
+                with fused_if_possible(self.optim, parameters):
+                    self._step(hogwild)
             finally:
                 for parameter, gradient in zip(parameters, kept, strict=True):
                     parameter.grad = gradient

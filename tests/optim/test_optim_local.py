@@ -46,6 +46,40 @@ def stepped(
         assert local.step(1, [{}], hogwild)
 
 
+def transposed(tensor: torch.Tensor) -> torch.Tensor:
+    """The same numbers, in another order in memory."""
+    return tensor.t().contiguous().t()
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": False}, {"amsgrad": True, "weight_decay": 0.1}])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+@pytest.mark.parametrize(
+    ("parameter_of", "gradient_of"),
+    [(torch.clone, torch.clone), (torch.clone, transposed), (transposed, torch.clone), (torch.clone, None)],
+)
+def test_adam_is_fused_where_that_is_the_same(
+    parameter_of: Any, gradient_of: Any, kind: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's fused step would take a gradient of other strides, or an expanded one, for that of other elements."""
+    values = torch.arange(12.0).view(3, 4) / 7
+    gradient = torch.ones(1, 1).expand(3, 4) if gradient_of is None else gradient_of(values.sin())
+    ours, theirs = torch.nn.Parameter(parameter_of(values)), torch.nn.Parameter(parameter_of(values))
+    local = make(kind, ours, lr=0.1, **options)
+    implementations: list[object] = []
+    local.optim.register_step_pre_hook(lambda optim, *_: implementations.append(optim.param_groups[0]["fused"]))
+    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id: {ours: gradient})
+    reference = kind([theirs], lr=0.1, **options)
+    theirs.grad = gradient.clone()
+    for _ in range(3):
+        assert local.step(1, [{}], False)
+        reference.step()
+    torch.testing.assert_close(ours, theirs)
+    is_free = "foreach" not in options and "fused" not in options
+    assert implementations == [True if is_free and parameter_of is torch.clone else options.get("fused")] * 3
+    assert local.optim.state_dict()["param_groups"] == reference.state_dict()["param_groups"]
+
+
 @pytest.mark.usefixtures("agent")
 @pytest.mark.parametrize("hogwild", [False, True])
 @pytest.mark.parametrize("kind", [*OPTIMIZERS, Doubling])

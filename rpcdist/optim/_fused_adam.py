@@ -1,0 +1,61 @@
+"""Adam in one C++ call for all parameters, where torch has it and computes the same.
+
+torch's `fused=True` on the CPU takes a third to a seventh of the time of its default. But it reads a gradient in the
+order of its parameter's memory: one with other strides (torch 2.13 checks nothing) gives wrong numbers. So contiguous
+parameters alone are stepped so, and get contiguous gradients. It is chosen anew for each step and is no option of the
+optimizer, whose state loads anywhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+__all__ = ["fused_if_possible"]
+
+_CLASSES: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
+_UNSET: Final = (("fused", None), ("foreach", None), ("capturable", False), ("differentiable", False))
+
+
+@contextmanager
+def fused_if_possible(optim: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> Iterator[None]:
+    """For the time of a step: has torch's Adam use its fused implementation, unless the user has named one.
+
+    Args:
+        optim: of any class.
+        parameters: all of its parameters, with their gradients.
+    """
+    groups: list[dict[str, Any]] = optim.param_groups
+    if (
+        type(optim) not in _CLASSES
+        or any([group[name] is not unset for group in groups for name, unset in _UNSET])
+        or not all(map(_is_fusable, parameters))
+        or torch.get_default_dtype() is not torch.float32  # else that of the number of steps differs
+    ):
+        yield
+        return
+    for parameter in parameters:
+        if (gradient := parameter.grad) is not None and not gradient.is_contiguous():
+            parameter.grad = gradient.contiguous()
+    for group in groups:
+        group["fused"] = True
+    try:
+        yield
+    finally:
+        for group in groups:
+            group["fused"] = None
+
+
+def _is_fusable(parameter: Tensor) -> bool:
+    gradient = parameter.grad
+    return (
+        parameter.is_cpu
+        and parameter.layout is torch.strided
+        and parameter.is_floating_point()
+        and parameter.is_contiguous()
+        and (gradient is None or gradient.layout is torch.strided)
+    )
