@@ -1,20 +1,34 @@
-"""What the benchmarks of data parallelism train, how they time its steps, and the lines of their tables."""
+"""What the benchmarks of data parallelism train, how they time its steps, their command line and their tables."""
 
 from __future__ import annotations
 
+import argparse
 import itertools
+import os
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
-from _report import Line, show
+from _pairs import PairFailed
+from _report import RESULTS, Line, about_machine, layout, show, write_results
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["HEAD", "Training", "compared", "make_mlp", "make_transformer", "slower"]
+__all__ = [
+    "HEAD",
+    "Training",
+    "begin",
+    "compared",
+    "finish",
+    "make_mlp",
+    "make_transformer",
+    "run_benchmark",
+    "slower",
+]
 
 HEAD: Line = ("model", "what", "unit", "ours", "torch", "ours/torch", "in single rounds", "budget", "ok")
 
@@ -107,3 +121,53 @@ def compared(name: str, what: str, unit: str, rounds: list[list[float]], scale: 
         "" if budget is None else f"at most {budget:g}x",
         "" if budget is None else "yes" if ratio <= budget else "NO",
     )
+
+
+def begin(arguments: argparse.Namespace, peers: str) -> list[str]:
+    """Prints and returns where and with what is measured; `peers` says what is compared."""
+    about = [
+        *about_machine("rpcdist", "torch"),
+        f"- 2 pairs of 2 processes on this host, 1 thread each; medians of {arguments.rounds} alternating rounds of "
+        f"{arguments.steps} steps",
+        peers,
+    ]
+    print("\n".join(about), flush=True)
+    return about
+
+
+def finish(program: str, arguments: argparse.Namespace, about: Sequence[str], lines: Sequence[Line]) -> int:
+    """Prints the table, and writes it if asked to; returns the exit status."""
+    table = layout(HEAD, lines)
+    print("\n".join(["", *table]))
+    if arguments.write:
+        write_results(program, [*about, "", *table])
+    return int(arguments.check and any(line[-1] == "NO" for line in lines))
+
+
+def run_benchmark(compare: Callable[[argparse.Namespace], int], cases: Sequence[str], text: str) -> int:
+    """Reads the command line and compares; returns the exit status.
+
+    Args:
+        compare: takes `rounds`, `steps`, `only` (some of the cases), `write` and `check`.
+        cases: what can be compared.
+        text: the documentation of the program.
+    """
+    parser = argparse.ArgumentParser(description=text.partition("\n")[2])
+    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, not how fast")
+    parser.add_argument("--rounds", type=int, help="alternating rounds (default: 9, or 2 with --quick)")
+    parser.add_argument("--steps", type=int, help="of each round (default: 15, or 3 with --quick)")
+    parser.add_argument("--only", action="append", choices=cases, help="this case; may be given several times")
+    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
+    parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
+    arguments = parser.parse_args()
+    arguments.rounds = arguments.rounds or (2 if arguments.quick else 9)
+    arguments.steps = arguments.steps or (3 if arguments.quick else 15)
+    arguments.only = arguments.only or list(cases)
+    os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it
+    try:
+        return compare(arguments)
+    except PairFailed as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130

@@ -18,9 +18,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from _pairs import Pair, PairFailed, open_pair
-from _report import RESULTS, Line, about_machine, layout, write_results
-from _training import HEAD, Training, compared, make_mlp, make_transformer, slower
+from _pairs import Pair, open_pair
+from _report import Line
+from _training import Training, begin, compared, finish, make_mlp, make_transformer, run_benchmark, slower
 
 if TYPE_CHECKING:
     from torch import nn
@@ -140,46 +140,18 @@ def measure(name: str, pairs: list[Pair], rounds: int, count: int) -> list[Line]
 
 def compare(arguments: argparse.Namespace) -> int:
     """Prints the table; returns the exit status."""
-    about = [
-        *about_machine("rpcdist", "torch"),
-        f"- 2 pairs of 2 processes on this host, 1 thread each; medians of {arguments.rounds} alternating rounds of "
-        f"{arguments.steps} steps",
-        '- ours is torch\'s engine on `init_process_group("rpcdist")`, torch is the same on Gloo',
-    ]
-    print("\n".join(about), flush=True)
+    about = begin(arguments, '- ours is torch\'s engine on `init_process_group("rpcdist")`, torch is the same on Gloo')
     lines: list[Line] = []
     with contextlib.ExitStack() as stack:
         pairs = [stack.enter_context(open_pair(backend, Peer, backend)) for backend in BACKENDS]
         for name in arguments.only:
             print(f"measuring {name} ...", file=sys.stderr, flush=True)
             lines += measure(name, pairs, arguments.rounds, arguments.steps)
-    table = layout(HEAD, lines)
-    print("\n".join(["", *table]))
-    if arguments.write:
-        write_results("torch_engines.py", [*about, "", *table])
-    return int(arguments.check and any(line[-1] == "NO" for line in lines))
+    return finish("torch_engines.py", arguments, about, lines)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[2])
-    parser.add_argument("--quick", action="store_true", help="few steps: shows that it runs, not how fast")
-    parser.add_argument("--rounds", type=int, help="alternating rounds (default: 9, or 2 with --quick)")
-    parser.add_argument("--steps", type=int, help="of each round (default: 15, or 3 with --quick)")
-    parser.add_argument("--only", action="append", choices=list(CASES), help="this case; may be given several times")
-    parser.add_argument("--write", action="store_true", help=f"put the table into {RESULTS.name}")
-    parser.add_argument("--check", action="store_true", help="exit with status 1 when a budget is not kept")
-    arguments = parser.parse_args()
-    arguments.rounds = arguments.rounds or (2 if arguments.quick else 9)
-    arguments.steps = arguments.steps or (3 if arguments.quick else 15)
-    arguments.only = arguments.only or list(CASES)
-    os.environ["OMP_NUM_THREADS"] = "1"  # the pairs inherit it
-    try:
-        return compare(arguments)
-    except PairFailed as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_benchmark(compare, list(CASES), __doc__ or "")
 
 
 if __name__ == "__main__":

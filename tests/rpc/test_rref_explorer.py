@@ -49,6 +49,8 @@ HARD: dict[str, dict[str, Any]] = {
     "the owner ends the child's lease, which returns": {"suspicions": ((1, 2),), "returns": True},
     "a suspicion and a return at the child": {"suspicions": ((2, 1),), "returns": True},
     "both suspect each other": {"suspicions": ((1, 2), (2, 1))},
+    "a suspicion and a false report": {"suspicions": ((1, 2),), "doubts": 1},
+    "a suspicion, a return and a false report": {"suspicions": ((1, 2),), "returns": True, "doubts": 1},
 }
 
 
@@ -90,6 +92,11 @@ def test_who_was_suspected_may_own_again(scenario: str) -> None:
 def test_whose_lease_ended_may_hold_again(scenario: str) -> None:
     for whose in ("creator", "child"):
         assert explore(World(SCENARIOS[scenario], **HARD[f"the owner ends the {whose}'s lease, which returns"])) > 5
+
+
+@pytest.mark.parametrize("faults", ["a suspicion and a false report", "a suspicion, a return and a false report"])
+def test_a_share_that_seems_lost_reaches_one_that_seems_dead(faults: str) -> None:
+    assert explore(World(SCENARIOS["owner to user"], **HARD[faults])) > 5
 
 
 @pytest.mark.stress

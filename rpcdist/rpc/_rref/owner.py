@@ -159,11 +159,13 @@ class OwnerTable:
         entry.local[event.holder] = None
         entry.forks[event.child] = event.to
 
-    def share_failed(self, event: ShareFailed, to_is_gone: bool) -> None:
+    def share_failed(self, event: ShareFailed) -> None:
+        """A receiver that is declared dead may have the fork all the same: until its lease ends, it is asked."""
         entry = self.entries.get(event.rref)
         if entry is None or event.child not in entry.forks:
             return
-        if to_is_gone:
+        if event.to in self.ended:
+            self.expired.add((event.to, event.rref, event.child))
             self.delete(event.rref, event.child, event.to)
         else:
             self._emit(SendControl(event.to, ShareQuery(event.rref, event.child)))

@@ -146,7 +146,7 @@ class RRefProtocol:
 
     def _share_failed(self, event: ShareFailed) -> None:
         self.users.share_failed(event, self._is_gone(event.to))
-        self.owners.share_failed(event, self._is_gone(event.to))
+        self.owners.share_failed(event)
 
     def _connection_broken(self, event: ConnectionBroken) -> None:
         """Every share that may have been lost is asked for. A receiver that has it is silent."""
