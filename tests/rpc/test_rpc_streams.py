@@ -234,6 +234,41 @@ async def test_a_for_loop_on_a_loop_is_refused(cluster: Cluster) -> None:
     stream.close()
 
 
+@EVERYWHERE
+async def test_rpc_stream_on_a_loop(cluster: Cluster, worker: str) -> None:
+    stream = rpc.rpc_stream(worker, stream_side.count_up, (40,))
+    assert [item async for item in stream] == list(range(40))
+    with pytest.raises(RpcdistError, match="read to its end"):
+        aiter(stream)
+
+
+async def test_rpc_stream_on_a_loop_of_what_is_no_generator(cluster: Cluster) -> None:
+    stream = rpc.rpc_stream("worker1", remote_side.board_put, ("no generator",))
+    with pytest.raises(TypeError, match=r"expects a generator function, but .*board_put.* returned NoneType"):
+        await anext(stream)
+
+
+async def test_rpc_stream_on_a_loop_refuses_for(cluster: Cluster) -> None:
+    with rpc.rpc_stream("worker1", stream_side.count_up, (3,)) as stream:
+        with pytest.raises(BlockingInLoop, match="async for item in"):
+            next(stream)
+        with pytest.raises(BlockingInLoop, match="async for item in"):
+            iter(stream)
+
+
+async def test_leaving_rpc_stream_on_a_loop_closes_the_generator(cluster: Cluster, key: str) -> None:
+    async with rpc.rpc_stream("worker1", stream_side.gated_stream, (key,)) as stream:
+        assert await anext(stream) == 0
+    assert await rpc.rpc_async("worker1", remote_side.board_wait, (f"{key} ended",)) == ["CancelledError"]
+
+
+async def test_closing_rpc_stream_on_a_loop_at_once_cancels_its_call(cluster: Cluster) -> None:
+    stream = rpc.rpc_stream("worker1", stream_side.count_up, (3,))
+    stream.close()
+    with pytest.raises(Cancelled):
+        await anext(stream)
+
+
 # ---------------------------------------------------------------- what the items are
 
 

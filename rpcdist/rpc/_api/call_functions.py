@@ -15,6 +15,7 @@ from rpcdist.rpc._api.actor_functions import named_remote
 from rpcdist.rpc._api.restarting_actor import RestartingActor
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._calling.result_streams import Stream
+from rpcdist.rpc._calling.starting_stream import StartingStream, check_is_stream
 from rpcdist.rpc._current import current_agent
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
@@ -170,18 +171,18 @@ def rpc_stream(
 ) -> Stream[T]:
     """Runs a generator function (or async generator function) on another worker and returns its items as they come.
 
-    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item.
+    Arguments as for `rpc_sync`; `timeout` limits the start, and then the wait for each item. In a thread it returns
+    when the callee has answered. On an event loop it returns at once, and the first `async for` waits for the answer:
+
+        async for item in rpc.rpc_stream("worker1", count, args=(3,)):
+            ...
 
     Raises:
-        TypeError: the function is no generator function.
-        BlockingInLoop: called on an event loop; write `async for item in await rpc.rpc_async(...)` there.
+        TypeError: the function is no generator function; on an event loop, the first item raises it.
     """
     if asyncio._get_running_loop() is not None:
-        raise BlockingInLoop("rpc_stream", "async for item in await rpc.rpc_async(...)")
-    result = current_agent().caller.sync(to, func, args, kwargs, timeout)
-    if not isinstance(result, Stream):
-        raise TypeError(f"rpc_stream expects a generator function, but {func!r} returned {type(result).__name__}")
-    return result
+        return StartingStream(current_agent().caller.start(to, func, args, kwargs, timeout), func)
+    return check_is_stream(current_agent().caller.sync(to, func, args, kwargs, timeout), func)
 
 
 @overload
