@@ -223,7 +223,15 @@ class PyRRef(Generic[T]):
         future = self._type_future
         if future is None or (future.done() and future.exception() is not None):
             future = self._type_future = self._ask_type(timeout)
-        return future.wait() if blocking else future
+        if not blocking:
+            return future
+        try:
+            return future.wait()
+        except BaseException:
+            self._forget_question(future)
+            raise
+        finally:
+            del future  # it has the error, and that has this frame
 
     def _ask_type(self, timeout: float) -> Future[type]:
         if self.is_owner():
@@ -244,6 +252,16 @@ class PyRRef(Generic[T]):
             future.is_quiet = True
             self._invoker_names[method] = future
         return future
+
+    def _forget_question(self, known: Future[Any]) -> None:
+        """Of `_get_type` or `_get_invoker_name`, which failed. Whoever waited has the error, and the error the frames
+        that have this reference: it would not be dropped before the garbage collector comes.
+        """
+        if self._type_future is known:
+            self._type_future = None
+        for method, question in list(self._invoker_names.items()):
+            if question is known:
+                self._invoker_names.pop(method, None)
 
     def cancel(self) -> bool:
         """Ends the creation of the value, where `rpc.remote` or `rref.remote()` on this worker began it.

@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, cast
 
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
-from rpcdist.rpc._rref.handles import Handle, copy_outcome
+from rpcdist.rpc._rref.handles import Handle, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.future import Future
 
@@ -30,6 +30,8 @@ class ProxiedRRef(Protocol):
     def _get_type(self, timeout: float, blocking: bool) -> Any: ...
 
     def _get_invoker_name(self, method: str, timeout: float) -> Future[str]: ...
+
+    def _forget_question(self, known: Future[Any]) -> None: ...
 
 
 class _RemoteMethod(partial[Any]):
@@ -90,7 +92,14 @@ def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: 
         known = rref._get_invoker_name(method, timeout)
     if mode == "rpc_async" and not known.done():
         return _call_when_known(known, rref, method, timeout, args, kwargs)
-    return _call_now(known.wait(), rref, mode, method, timeout, args, kwargs)
+    try:
+        answer = known.wait()
+    except BaseException:
+        rref._forget_question(known)
+        raise
+    finally:
+        del known  # it has the error, and that has this frame: see the note "frames" in future.py
+    return _call_now(answer, rref, mode, method, timeout, args, kwargs)
 
 
 def _call_now(
@@ -120,10 +129,14 @@ def _call_when_known(
     result: Future[Any] = Future()
 
     def on_known(future: Future[Any]) -> None:
+        if (error := future.exception()) is not None:
+            rref._forget_question(future)
+            result._fail(fresh_copy(error))
+            return
         try:
             call = _call_now(future.value(), rref, "rpc_async", method, timeout, args, kwargs)
         except Exception as exc:
-            result._fail(exc)
+            result._fail(fresh_copy(exc))  # without this frame, which has the result
             return
         result._on_cancel = call.cancel
         call.is_quiet = True
