@@ -32,12 +32,7 @@ def isend(
         tag: matched with that of the receive.
         group_dst: the receiver's rank in the group, instead of `dst`.
     """
-    check_tensor(tensor, "tensor")
-    pg = member_group(group, "isend")
-    if pg is None:
-        return None
-    peer = resolve_group_rank(pg, dst, group_dst)
-    return pg.binding(tensor.device.type).send(tensor, peer, tag)
+    return _send(tensor, dst, group, tag, group_dst, asynchronous=True)
 
 
 def irecv(
@@ -56,13 +51,7 @@ def irecv(
         tag: matched with that of the send.
         group_src: the sender's rank in the group, instead of `src`.
     """
-    check_tensor(tensor, "tensor")
-    pg = member_group(group, "irecv")
-    if pg is None:
-        return None
-    anyone = src is None and group_src is None
-    peer = None if anyone else resolve_group_rank(pg, src, group_src)
-    return pg.binding(tensor.device.type).recv(tensor, peer, tag)
+    return _recv(tensor, src, group, tag, group_src, asynchronous=True)
 
 
 def send(
@@ -73,7 +62,7 @@ def send(
     group_dst: int | None = None,
 ) -> None:
     """Sends a tensor, and returns when it may be changed again; the arguments are those of `isend`."""
-    work = isend(tensor, dst, group, tag, group_dst)
+    work = _send(tensor, dst, group, tag, group_dst, asynchronous=False)
     if work is not None:
         work.wait()
 
@@ -90,7 +79,7 @@ def recv(
     Returns:
         The sender's rank in the world; -1 on a rank that is not in the group.
     """
-    work = irecv(tensor, src, group, tag, group_src)
+    work = _recv(tensor, src, group, tag, group_src, asynchronous=False)
     if work is None:
         return -1
     work.wait()
@@ -98,6 +87,29 @@ def recv(
     if src is not None:
         return src
     return pg.world_rank(work.source_rank() if group_src is None else group_src)
+
+
+def _send(
+    tensor: torch.Tensor, dst: int | None, group: Group, tag: int, group_dst: int | None, *, asynchronous: bool
+) -> Work | None:
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "isend" if asynchronous else "send")
+    if pg is None:
+        return None
+    peer = resolve_group_rank(pg, dst, group_dst)
+    return pg.binding(tensor.device.type).send(tensor, peer, tag, asynchronous)
+
+
+def _recv(
+    tensor: torch.Tensor, src: int | None, group: Group, tag: int, group_src: int | None, *, asynchronous: bool
+) -> Work | None:
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "irecv" if asynchronous else "recv")
+    if pg is None:
+        return None
+    anyone = src is None and group_src is None
+    peer = None if anyone else resolve_group_rank(pg, src, group_src)
+    return pg.binding(tensor.device.type).recv(tensor, peer, tag, asynchronous)
 
 
 class P2POp:

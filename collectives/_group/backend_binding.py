@@ -60,18 +60,19 @@ class BackendBinding:
         run_part = self.backend.here().run_part if self.backend.runs_parts else None
         return all_reduce_sparse(self.place, tensor, op, async_op, submit, run_part)
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts to send to a rank of the group."""
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
+        """Sends to a rank of the group, or starts to."""
         self._check_peer(peer, tag, "destination")
         dense = Copies(self.place.staged, moves_only=True).read(tensor)
-        return self.backend.send(dense, peer, tag, asynchronous=True, timeout_s=self.timeout_s)
+        return self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
 
-    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-        """Starts to receive from a rank of the group; from whichever sends first when `peer` is None."""
+    def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
+        """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
         self._check_peer(peer, tag, "source")
         copies = Copies(self.place.staged, moves_only=True)
         dense = copies.write(tensor)
-        return self.backend.recv(dense, peer, tag, asynchronous=True, timeout_s=self.timeout_s, finish=copies.finish())
+        limit_s, finish = self.timeout_s, copies.finish()
+        return self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
 
     def _check_peer(self, peer: int | None, tag: int, role: str) -> None:
         if not isinstance(tag, int):

@@ -11,6 +11,7 @@ import torch
 
 from rpcdist.collectives._transports.p2p.messenger import Connect, Messenger
 from rpcdist.collectives.work import Work
+from rpcdist.time_limits import MESSAGE_SPIN_S
 
 __all__ = ["BIG", "LIMIT_S", "Mesh", "in_threads", "irecv", "isend", "mesh", "number", "recv", "send", "tcp_pair"]
 
@@ -28,7 +29,7 @@ class Mesh:
     """
 
     def __init__(
-        self, size: int, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float | None = None
+        self, size: int, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float = MESSAGE_SPIN_S
     ) -> None:
         self.tcp = tcp
         self.sockets: dict[tuple[int, int], socket.socket] = {}
@@ -70,7 +71,7 @@ def tcp_pair() -> tuple[socket.socket, socket.socket]:
 
 @contextmanager
 def mesh(
-    size: int = 2, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float | None = None
+    size: int = 2, tcp: bool = False, buffer_limit_bytes: int = 1 << 20, spin_s: float = MESSAGE_SPIN_S
 ) -> Iterator[Mesh]:
     """A `Mesh` for the length of a block."""
     made = Mesh(size, tcp, buffer_limit_bytes, spin_s)

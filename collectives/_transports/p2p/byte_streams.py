@@ -83,6 +83,19 @@ class InStream:
             pass
         self._compact()
 
+    def only_message(self, num_bytes: int, code: int, tag: int, size_bytes: int) -> int:
+        """Looks whether the bytes that have come, between two messages, are one whole message with this header.
+
+        Returns:
+            The address of its payload, which stays there until `space` is filled again. 0 if they are anything else:
+            `advance` takes them then.
+        """
+        header = pack_header(MessageFrame.MESSAGE, code, tag, self.num_messages, size_bytes)
+        if num_bytes != HEADER_BYTES + size_bytes or self.said_goodbye or self._staging_view[:HEADER_BYTES] != header:
+            return 0
+        self.num_messages += 1
+        return self._staging_address + HEADER_BYTES
+
     def drop_target(self) -> None:
         """Drops the rest of the current payload and forgets its target."""
         if self._place is not None:
@@ -194,6 +207,12 @@ class OutStream:
     def put(self, request: Request) -> None:
         """Adds a message. A small payload is copied."""
         self._queue.append(_OutgoingMessage(request))
+
+    def put_begun(self, request: Request, num_sent: int) -> None:
+        """Adds a message of which so many bytes were sent already, before all others."""
+        begun = _OutgoingMessage(request)
+        begun.num_sent = num_sent
+        self._queue.appendleft(begun)
 
     def parts(self) -> list[bytes | memoryview]:
         """Returns the next bytes to send; not empty while there are messages. Stays valid while others are put."""

@@ -44,6 +44,10 @@ class Matcher(Generic[R, M]):
     def __repr__(self) -> str:
         return f"<Matcher: {sum(self._wanted.values())} receives, {self.num_messages} messages>"
 
+    def __bool__(self) -> bool:
+        """Whether anything is kept."""
+        return bool(self._receives or self._messages)
+
     @property
     def num_messages(self) -> int:
         return sum(len(kept) for sources in self._messages.values() for kept in sources.values())

@@ -1,7 +1,8 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
-[Note: progress] A blocking call tries its socket at once on the caller's thread, and if that is not enough, leads or
-follows (`Leadership`). An asynchronous send tries at once; the rest is left to the leader, and waiting for it is the
+[Note: progress] A small message goes the way of `SmallMessages` when nothing is under way that it had to observe. Else
+a blocking call tries its socket at once on the caller's thread, and if that is not enough, leads or follows
+(`Leadership`). An asynchronous send tries at once; the rest is left to the leader, and waiting for it is the
 same as a blocking call. The leader reads the sockets that a request waits for (rule M6 of `Matcher`), writes the rest
 of the messages, observes the deadlines, and sleeps in poll when nothing can be done. A send that the receiver does not
 read is stuck, and while it is stuck this rank reads what others send to it, up to a limit; so two ranks that send to
@@ -17,7 +18,6 @@ sides say so. The end of a connection is final.
 from __future__ import annotations
 
 import math
-import os
 import socket
 import time
 from collections.abc import Callable, Sequence
@@ -29,7 +29,8 @@ from rpcdist.collectives._transports.p2p.leadership import PendingWork
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection, prepare
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
-from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request
+from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
+from rpcdist.collectives._transports.p2p.small_messages import SMALL_BYTES, SmallMessages
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, REFUSAL_POLL_S
@@ -55,8 +56,7 @@ class Messenger:
         ranks: the members' ranks in the world, by rank in the group.
         connect: opens a connection; called once for each peer, on the thread of the first send to it.
         buffer_limit_bytes: limit for each peer of the messages that are kept before their receive is called.
-        spin_s: how long a blocked thread tries its socket before it sleeps, in seconds. None: not at all if there are
-            more ranks than processors.
+        spin_s: how long a blocked thread tries its socket before it sleeps, in seconds.
     """
 
     def __init__(
@@ -67,17 +67,16 @@ class Messenger:
         connect: Connect,
         *,
         buffer_limit_bytes: int = BUFFER_LIMIT_BYTES,
-        spin_s: float | None = None,
+        spin_s: float = MESSAGE_SPIN_S,
     ) -> None:
         self._group_name = group_name
         self._rank = rank
         self._connect = connect
-        if spin_s is None:
-            spin_s = MESSAGE_SPIN_S if len(ranks) <= (os.cpu_count() or 1) else 0.0
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
         self._leadership = self._progress.leadership
+        self._small = SmallMessages(self._progress)
         self._num_sends = 0
         self._num_receives = 0
         self._closed = False
@@ -97,13 +96,20 @@ class Messenger:
             CollectiveTimeout: the peer did not read it in time.
         """
         self._num_sends += 1
-        title = (
-            f"send #{self._num_sends} to rank {self._state.ranks[peer]} with tag {tag} of group {self._group_name!r}"
-        )
-        self._check(title, tag)
-        request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
-        if asynchronous:
-            request.work = PendingWork(request, self._leadership)
+        title = MessageTitle("send", self._num_sends, self._state.ranks[peer], tag, self._group_name)
+        self._check(title)
+
+        def make_request() -> Request:
+            request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
+            if asynchronous:
+                request.work = PendingWork(request, self._leadership)
+            return request
+
+        if tensor.nbytes <= SMALL_BYTES:
+            sent = self._small.send(tensor, peer, tag, make_request)
+            if sent:
+                return Work.finished(title) if sent is True else self._finish(sent)
+        request = make_request()
         if peer == self._rank:
             with self._lock:
                 self._state.put_to_self(request)
@@ -130,9 +136,14 @@ class Messenger:
             CollectiveTimeout: none came, or not completely, in time.
         """
         self._num_receives += 1
-        source = "any rank" if peer is None else f"rank {self._state.ranks[peer]}"
-        title = f"recv #{self._num_receives} from {source} with tag {tag} of group {self._group_name!r}"
-        self._check(title, tag)
+        source = None if peer is None else self._state.ranks[peer]
+        title = MessageTitle("recv", self._num_receives, source, tag, self._group_name)
+        self._check(title)
+        if not asynchronous and peer is not None and tensor.nbytes <= SMALL_BYTES:
+            if self._small.recv(tensor, peer, tag):
+                if finish is not None:
+                    finish()
+                return Work.finished(title, source=peer)
         receive = PostedReceive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
         receive.finish = finish
         if asynchronous:
@@ -145,14 +156,14 @@ class Messenger:
             self._progress.settle(receive)
         return self._finish(receive)
 
-    def _check(self, title: str, tag: int) -> None:
+    def _check(self, title: MessageTitle) -> None:
         fork.check_not_forked()
-        if not -(1 << 63) <= tag < 1 << 63:
+        if not -(1 << 63) <= title.tag < 1 << 63:
             raise ValueError(f"{title}: a tag is a signed number of 64 bits")
         if self._state.error is not None:
             raise self._state.error
         if self._closed:
-            raise GroupAborted(title, "the group was destroyed on this rank")
+            raise GroupAborted(str(title), "the group was destroyed on this rank")
 
     def _finish(self, request: Request) -> Work:
         """Ends a call: an asynchronous one returns at once, a blocking one when the request is settled."""

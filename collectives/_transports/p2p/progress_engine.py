@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import select
 import threading
 import time
@@ -132,6 +133,7 @@ class ProgressEngine:
         while time.monotonic() < until and version == self.leadership.version:
             if self._step(readers, writers):
                 return True
+            os.sched_yield()  # the peer may share this core
         return False
 
     def _sleep(self, readers: list[IncomingConnection], writers: list[OutgoingConnection], version: int) -> None:
@@ -185,7 +187,7 @@ class ProgressEngine:
                     state.end_incoming(connection, state.lost[connection.source])
                 return True
             with self.lock:
-                self._digest(connection, num_bytes)
+                self.digest(connection, num_bytes)
                 if (
                     state.settled
                     or connection.ended is not None
@@ -194,7 +196,8 @@ class ProgressEngine:
                     return True
         return True
 
-    def _digest(self, connection: IncomingConnection, num_bytes: int) -> None:
+    def digest(self, connection: IncomingConnection, num_bytes: int) -> None:
+        """Takes bytes that were received, on the leader's thread; the lock is held."""
         try:
             connection.stream.advance(num_bytes)
         except ProtocolViolation as exc:

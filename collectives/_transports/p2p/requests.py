@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -14,7 +15,30 @@ from rpcdist.collectives._transports.memory import copy_bytes, memory_at
 from rpcdist.collectives._transports.p2p.message_format import Header, describe_view
 from rpcdist.collectives.work import Work
 
-__all__ = ["PostedReceive", "Request", "UnexpectedMessage"]
+__all__ = ["MessageTitle", "PostedReceive", "Request", "UnexpectedMessage"]
+
+
+class MessageTitle(NamedTuple):
+    """Names a send or receive in errors; made text only when it is needed.
+
+    Attributes:
+        verb: "send" or "recv".
+        number: the number of the call among those of its kind, on this rank.
+        rank: the other rank in the world; None for any.
+        tag: the message's.
+        group: the group's name.
+    """
+
+    verb: str
+    number: int
+    rank: int | None
+    tag: int
+    group: str
+
+    def __str__(self) -> str:
+        whom = "any rank" if self.rank is None else f"rank {self.rank}"
+        to = "to" if self.verb == "send" else "from"
+        return f"{self.verb} #{self.number} {to} {whom} with tag {self.tag} of group {self.group!r}"
 
 
 class Request:
@@ -33,6 +57,7 @@ class Request:
     """
 
     __slots__ = (
+        "_title",
         "address",
         "arrived",
         "code",
@@ -48,13 +73,12 @@ class Request:
         "tag",
         "tensor",
         "timeout_s",
-        "title",
         "waiter",
         "work",
     )
 
-    def __init__(self, title: str, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> None:
-        self.title = title
+    def __init__(self, title: object, tensor: torch.Tensor, peer: int | None, tag: int, timeout_s: float) -> None:
+        self._title = title
         self.tensor = tensor
         self.peer = peer
         self.tag = tag
@@ -75,6 +99,10 @@ class Request:
 
     def __repr__(self) -> str:
         return f"<{self.title}{': done' if self.done else ''}>"
+
+    @property
+    def title(self) -> str:
+        return str(self._title)
 
     @property
     def view(self) -> str:
