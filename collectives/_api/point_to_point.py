@@ -32,7 +32,9 @@ def isend(
         tag: matched with that of the receive.
         group_dst: the receiver's rank in the group, instead of `dst`.
     """
-    return _send(tensor, dst, group, tag, group_dst, asynchronous=True)
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "isend")
+    return None if pg is None else _send(pg, tensor, dst, tag, group_dst, asynchronous=True)
 
 
 def irecv(
@@ -51,7 +53,9 @@ def irecv(
         tag: matched with that of the send.
         group_src: the sender's rank in the group, instead of `src`.
     """
-    return _recv(tensor, src, group, tag, group_src, asynchronous=True)
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "irecv")
+    return None if pg is None else _recv(pg, tensor, src, tag, group_src, asynchronous=True)
 
 
 def send(
@@ -62,9 +66,10 @@ def send(
     group_dst: int | None = None,
 ) -> None:
     """Sends a tensor, and returns when it may be changed again; the arguments are those of `isend`."""
-    work = _send(tensor, dst, group, tag, group_dst, asynchronous=False)
-    if work is not None:
-        work.wait()
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "isend")
+    if pg is not None:
+        _send(pg, tensor, dst, tag, group_dst, asynchronous=False).wait()
 
 
 def recv(
@@ -79,34 +84,27 @@ def recv(
     Returns:
         The sender's rank in the world; -1 on a rank that is not in the group.
     """
-    work = _recv(tensor, src, group, tag, group_src, asynchronous=False)
-    if work is None:
+    check_tensor(tensor, "tensor")
+    pg = member_group(group, "irecv")
+    if pg is None:
         return -1
+    work = _recv(pg, tensor, src, tag, group_src, asynchronous=False)
     work.wait()
-    pg = group_or_default(group)
     if src is not None:
         return src
     return pg.world_rank(work.source_rank() if group_src is None else group_src)
 
 
 def _send(
-    tensor: torch.Tensor, dst: int | None, group: Group, tag: int, group_dst: int | None, *, asynchronous: bool
-) -> Work | None:
-    check_tensor(tensor, "tensor")
-    pg = member_group(group, "isend" if asynchronous else "send")
-    if pg is None:
-        return None
+    pg: ProcessGroup, tensor: torch.Tensor, dst: int | None, tag: int, group_dst: int | None, *, asynchronous: bool
+) -> Work:
     peer = resolve_group_rank(pg, dst, group_dst)
     return pg.binding(tensor.device.type).send(tensor, peer, tag, asynchronous)
 
 
 def _recv(
-    tensor: torch.Tensor, src: int | None, group: Group, tag: int, group_src: int | None, *, asynchronous: bool
-) -> Work | None:
-    check_tensor(tensor, "tensor")
-    pg = member_group(group, "irecv" if asynchronous else "recv")
-    if pg is None:
-        return None
+    pg: ProcessGroup, tensor: torch.Tensor, src: int | None, tag: int, group_src: int | None, *, asynchronous: bool
+) -> Work:
     anyone = src is None and group_src is None
     peer = None if anyone else resolve_group_rank(pg, src, group_src)
     return pg.binding(tensor.device.type).recv(tensor, peer, tag, asynchronous)
