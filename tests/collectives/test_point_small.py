@@ -115,7 +115,7 @@ def test_a_receive_that_was_posted_before_is_served_first() -> None:
         first, second = number(-1), number(-1)
         work = irecv(b, first, 0)
         in_threads(lambda: [send(a, number(value), 1) for value in (1, 2)], lambda: recv(b, second, 0))
-        assert work.wait() and (first, second) == (1, 2)
+        assert work.wait() and (first.item(), second.item()) == (1, 2)
 
 
 @pytest.mark.parametrize("tcp", [False, True])
