@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Callable
 
 from rpcdist.errors import TransportError
 
@@ -19,16 +20,28 @@ class Path:
         drops: whether it disappears, as behind a firewall that answers nothing.
     """
 
-    __slots__ = ("_timer", "_under_way", "delay_s", "drops")
+    __slots__ = ("_num_intact", "_on_break", "_timer", "_under_way", "delay_s", "drops")
 
     def __init__(self) -> None:
         self.delay_s = 0.0
         self.drops = False
+        self._num_intact = 0
+        self._on_break: Callable[[], object] | None = None
         self._under_way: deque[tuple[float, MemoryChannel, bytes | None]] = deque()
         self._timer: asyncio.TimerHandle | None = None
 
+    def break_after(self, num_envelopes: int, on_break: Callable[[], object]) -> None:
+        """So many more envelopes arrive; the next one does not, nor anything behind it, and `on_break` is called."""
+        self._num_intact, self._on_break = num_envelopes, on_break
+
     def carry(self, channel: MemoryChannel, data: bytes | None) -> None:
         """Has data arrive at the far end of a channel, in order; None is the end of the channel."""
+        if self._on_break is not None and data is not None:
+            self._num_intact -= 1
+            if self._num_intact < 0:
+                self.drops = True
+                on_break, self._on_break = self._on_break, None
+                on_break()
         if self.drops:
             channel.has_lost = True
             return

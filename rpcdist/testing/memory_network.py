@@ -5,6 +5,7 @@
     network.drop("a", "b")           # it disappears silently: the peers notice after their `peer_timeout`
     network.cut("a", "b")            # their connections break at once, and new ones are refused
     network.heal("a", "b")
+    network.break_after("a", "b", 3) # of what a sends to b, three more envelopes arrive; then their connections break
 
 Envelopes, sessions, heartbeats and the lists of members are the product's own; only sockets and the handshake that
 proves the job token are left out. Time is real.
@@ -77,6 +78,18 @@ class MemoryNetwork:
         """The connections of two workers break, and new ones are refused."""
         self._run(self._cut(a, b))
 
+    def break_after(self, a: str, b: str, num_envelopes: int) -> threading.Event:
+        """Of what `a` sends to `b`, so many more envelopes arrive; with the next one their connections break, once.
+
+        They may connect again at once. So a test can break a connection at each step of what it tests.
+
+        Returns:
+            Set when the connections have broken.
+        """
+        broken = threading.Event()
+        self._run(self._break_after(a, b, num_envelopes, broken))
+        return broken
+
     def heal(self, a: str, b: str) -> None:
         """Ends all faults between two workers. Connections that have lost something break, as TCP's do in the end."""
         self._run(self._heal(a, b))
@@ -102,6 +115,17 @@ class MemoryNetwork:
     async def _cut(self, a: str, b: str) -> None:
         self._cuts.add(frozenset((a, b)))
         await _break([session for session, _ in self._between(a, b)])
+
+    async def _break_after(self, a: str, b: str, num_envelopes: int, broken: threading.Event) -> None:
+        path = self._path(a, b)
+
+        def break_now() -> None:
+            for session, _ in self._between(a, b):
+                session.close("the connection broke")
+            path.drops = False  # for those that are made anew
+            broken.set()
+
+        path.break_after(num_envelopes, lambda: self._io.call_soon(break_now))
 
     async def _heal(self, a: str, b: str) -> None:
         self._cuts.discard(frozenset((a, b)))
