@@ -10,28 +10,28 @@ Guarantees:
     takes the outcome of a round once.
  2. A process whose address refuses connections, or that said that it leaves, is not waited for. One that only does not
     come, because it is stopped or computes, is waited for as long as `timeout` says; it may come later.
- 3. Records are signed with the job's token; what somebody else writes is refused with `AuthenticationFailed`.
+ 3. Records are signed with the job's token; what somebody else writes is refused with `AuthenticationFailed`, and what
+    makes no sense, whoever wrote it, with `RendezvousError`.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import socket
 import time
 import uuid
 from contextlib import suppress
-from dataclasses import asdict
 from datetime import timedelta
 
 from rpcdist.backoff import backoff
 from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.elastic_records import ElasticRecords
 from rpcdist.collectives._group.elastic_rounds import Candidate, ClosedRound, awaited, close, is_complete
 from rpcdist.collectives._group.shared_sockets import SharedSockets, bind_host
+from rpcdist.collectives._group.state import LEFT
 from rpcdist.collectives._group.world import current_world
 from rpcdist.collectives._operations.checks import check_timeout
 from rpcdist.collectives._stores.prefix_store import PrefixStore
-from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.collectives._stores.store_base import Store
 from rpcdist.collectives.backends import Backend
 from rpcdist.collectives.process_group import ProcessGroup
@@ -109,7 +109,7 @@ class ElasticGroup:
         self._world = current_world()
         if self._world.default is not None:
             raise ConfigError("there is a default group already: ElasticGroup takes the place of init_process_group")
-        self._records = self._world.process.records()
+        self._records = ElasticRecords(self._store, self._world.process.records())
         self._sockets: SharedSockets | None = self._world.process.acquire_sockets(bind_host(store))
         self._address = self._sockets.hub.address
         self._number = -1
@@ -140,9 +140,10 @@ class ElasticGroup:
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S, deadline)
         own = Candidate(self._identity, self._address, progress, is_new, self._description)
         while True:
-            number, previous = self._next_round()
-            self._register(number, own)
-            closed = self._outcome(number, previous, deadline)
+            number = self._records.first_open_round(self._number)
+            previous = self._records.closed_round(number - 1).members if number else ()
+            self._records.register(number, own)
+            closed = self._outcome(number, own, previous, deadline)
             self._number = number
             if self._identity in closed.refused:
                 raise RendezvousError(
@@ -150,8 +151,13 @@ class ElasticGroup:
                     f"{closed.refused[self._identity]}. Start it with the same program and options."
                 )
             rank = closed.rank_of(self._identity)
-            if rank is None:
-                continue  # it came when the round was closed already
+            if rank is None:  # it came when the round was closed already
+                if deadline.expired():
+                    raise RendezvousError(
+                        f"round {number} was closed without this process, and so were those before it, for "
+                        f"{ELASTIC_FORM_LIMIT_S:g} s"
+                    )
+                continue
             try:
                 group = self._open(number, closed, rank)
             except (AuthenticationFailed, CollectiveMismatch):
@@ -167,59 +173,30 @@ class ElasticGroup:
 
     def others_wait(self) -> bool:
         """Whether somebody wants to be in the next group. Asks the store; cheap, but not free."""
-        return self._store.check([f"{self._number + 1}/came"])
+        return self._records.somebody_came(self._number + 1)
 
-    def _next_round(self) -> tuple[int, tuple[Candidate, ...]]:
-        """The first round that is open, and the members of the one before it."""
-        number = max(int(self._store.add("hint", 0)), self._number + 1)
-        while self._store.check([f"{number}/closed"]):
-            number += 1
-        if number == 0:
-            return 0, ()
-        return number, self._closed(number - 1).members
-
-    def _register(self, number: int, own: Candidate) -> None:
-        SignedRecords(self._store, self._records).set(f"{number}/candidate/{own.identity}", json.dumps(asdict(own)))
-        self._store.append(f"{number}/came", f"{own.identity} ")  # who dies before this has not come
-
-    def _outcome(self, number: int, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
+    def _outcome(self, number: int, own: Candidate, previous: tuple[Candidate, ...], deadline: Deadline) -> ClosedRound:
         """Waits until the round is closed, or closes it."""
         patience = Deadline.after(self._timeout.total_seconds())
         gone: set[str] = set()
         while True:
-            if self._store.check([f"{number}/closed"]):
-                return self._closed(number)
-            if self._store.check(["ended"]):
+            if self._records.is_closed(number):
+                return self._records.closed_round(number)
+            if self._records.has_ended():
                 raise JobEnded(f"the job in {self._store.address} has finished; there is nothing left to take part in")
-            candidates = self._candidates(number)
+            candidates = self._records.candidates(number, own)
             missing = [each for each in awaited(previous, candidates) if each.identity not in gone]
-            gone.update(each.identity for each in missing if self._is_gone(each))
+            gone.update(each.identity for each in missing if not deadline.expired() and self._is_gone(each))
             everybody = all(each.identity in gone for each in missing)
             if (everybody or patience.expired()) and is_complete(candidates, self._num_ranks, self._min_ranks):
-                return self._close(number, close(candidates, previous))
+                return self._records.close_round(number, close(candidates, previous))
             if deadline.expired():
                 raise RendezvousError(
                     f"only {len(candidates)} processes have come to round {number} within {ELASTIC_FORM_LIMIT_S:g} s; "
                     f"{self._num_ranks} are needed at the start, and {self._min_ranks} later"
                 )
             with suppress(StoreTimeout):
-                self._store.wait([f"{number}/closed"], ELASTIC_POLL_S)
-
-    def _candidates(self, number: int) -> list[Candidate]:
-        """Those who have come, in their order."""
-        came = self._store.get(f"{number}/came").decode().split()
-        keys = [f"{number}/candidate/{identity}" for identity in dict.fromkeys(came)]
-        return [Candidate(**json.loads(text)) for text in SignedRecords(self._store, self._records).get(keys)]
-
-    def _close(self, number: int, outcome: ClosedRound) -> ClosedRound:
-        key = f"{number}/closed"
-        self._store.compare_set(key, b"", self._records.sign(self._store.full_key(key), outcome.to_json().encode()))
-        self._store.set("hint", str(number))  # saves time only: rounds that are closed are passed over
-        return self._closed(number)  # somebody else may have been faster
-
-    def _closed(self, number: int) -> ClosedRound:
-        (text,) = SignedRecords(self._store, self._records).get([f"{number}/closed"])
-        return ClosedRound.from_json(text)
+                self._records.wait_until_closed(number, ELASTIC_POLL_S)
 
     def _open(self, number: int, closed: ClosedRound, rank: int) -> ProcessGroup:
         def check() -> None:
@@ -241,13 +218,14 @@ class ElasticGroup:
             device=None,
             description=f"the group of round {number}",
             check=check,
+            outlives_ranks=True,
         )
         self._world.begin(group, store)
         return group
 
     def _is_gone(self, member: Candidate) -> bool:
         """Whether a process has left or died. A host that does not answer at all may only be slow: it is not gone."""
-        if self._store.check([f"gone/{member.identity}"]):
+        if self._records.has_left(member.identity):
             return True
         place = HubAddress.parse(member.address)
         try:
@@ -267,7 +245,7 @@ class ElasticGroup:
 
     def end(self) -> None:
         """Says that the job has finished: who wants to come in later gets `JobEnded`."""
-        self._store.set("ended", b"1")
+        self._records.end()
 
     def leave(self) -> None:
         """Leaves the group, if there is one, and the job; the others go on at once. Idempotent, bounded."""
@@ -276,7 +254,7 @@ class ElasticGroup:
         sockets, self._sockets = self._sockets, None
         try:
             with suppress(RpcdistError):  # without the store, the others see it at the address
-                self._store.set(f"gone/{self._identity}", b"1")
+                self._records.leave(self._identity)
             self._leave_group()
         finally:
             sockets.release()
@@ -285,7 +263,11 @@ class ElasticGroup:
         if self._world.default is None:
             return
         for group in reversed(list(self._world.groups.values())):
-            if group.lost_ranks():
+            lost = group.lost_ranks()
+            if lost:
                 group.abort()
+            reasons = [reason for reason in dict.fromkeys(lost.values()) if reason != LEFT]
+            if reasons and group is self._world.default:
+                logger.warning("%s; the others go on without it", "; ".join(reasons))
             group.shutdown()
         self._world.end()

@@ -85,6 +85,7 @@ class TcpBackend(EngineBackend):
             state,
             timeout_s=context.timeout_s,
             recorder=context.process.recorder,
+            outlives_ranks=context.outlives_ranks,
             reporter=Reporter() if self._watch is None else self._watch.reporter,
             on_failure=self._fail_messages,
             on_departure=self._mailboxes.peer_lost,

@@ -33,6 +33,7 @@ class GroupContext:
         device: the device that the caller bound the group to, or None.
         check: raises when a member cannot come any more; None where nobody would know.
         process: what the groups of this process share.
+        outlives_ranks: whether the program goes on without a rank that is lost, so that no flight record is written.
     """
 
     name: str
@@ -44,6 +45,7 @@ class GroupContext:
     device: torch.device | None = None
     check: Callable[[], None] | None = None
     process: LocalProcess = field(default_factory=LocalProcess, repr=False)
+    outlives_ranks: bool = False
 
     @property
     def size(self) -> int:

@@ -42,6 +42,7 @@ def open_group(
     description: str,
     make: MakeBackend = make_backend,
     check: Callable[[], None] | None = None,
+    outlives_ranks: bool = False,
 ) -> ProcessGroup:
     """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
     opened: dict[str, GroupBackend] = {}
@@ -61,6 +62,7 @@ def open_group(
                     device,
                     check,
                     process,
+                    outlives_ranks,
                 )
                 opened[backend_name] = make(backend_name, context)
             by_device[device_type] = opened[backend_name]

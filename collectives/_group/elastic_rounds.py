@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from typing import Final
+
+from rpcdist.transport.sockets import HubAddress
 
 __all__ = ["Candidate", "ClosedRound", "awaited", "close", "is_complete"]
+
+_STEPS: Final = range(2**63)
+_MAX_TEXT_CHARS: Final = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +36,29 @@ class Candidate:
     progress: int
     is_new: bool
     description: str
+
+    @classmethod
+    def from_json(cls, text: str) -> Candidate:
+        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for anything else."""
+        return cls.from_fields(json.loads(text))
+
+    @classmethod
+    def from_fields(cls, values: object) -> Candidate:
+        """One made of what JSON says. Raises `ValueError` if that is none."""
+        names = [each.name for each in fields(cls)]
+        if not isinstance(values, dict) or sorted(values) != sorted(names):
+            raise ValueError(f"a process that wants to be in a group has {', '.join(names)}")
+        for name in ("identity", "address", "description"):
+            if not isinstance(values[name], str) or len(values[name]) > _MAX_TEXT_CHARS:
+                raise ValueError(f"its {name} has to be a text of at most {_MAX_TEXT_CHARS} characters")
+        if not values["identity"].isalnum():
+            raise ValueError("its identity has to be letters and digits")
+        if type(values["progress"]) is not int or values["progress"] not in _STEPS:
+            raise ValueError("its progress has to be a number of steps")
+        if type(values["is_new"]) is not bool:
+            raise ValueError("is_new has to be true or false")
+        HubAddress.parse(values["address"])
+        return cls(**values)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +97,19 @@ class ClosedRound:
 
     @classmethod
     def from_json(cls, text: str) -> ClosedRound:
-        """The inverse of `to_json`."""
-        fields = json.loads(text)
-        return cls(tuple(Candidate(**each) for each in fields["members"]), dict(fields["refused"]))
+        """The inverse of `to_json`. Raises `ValueError` for anything else."""
+        values = json.loads(text)
+        if not isinstance(values, dict) or sorted(values) != ["members", "refused"]:
+            raise ValueError("the outcome of a round has members and refused")
+        found, refused = values["members"], values["refused"]
+        if not isinstance(found, list) or not found:
+            raise ValueError("a round is closed with at least one member")
+        if not isinstance(refused, dict) or not all(isinstance(each, str) for each in refused.values()):
+            raise ValueError("of those that are refused it says in words what the others train")
+        members = tuple(map(Candidate.from_fields, found))
+        if len({each.identity for each in members}) < len(members):
+            raise ValueError("a process is a member twice")
+        return cls(members, refused)
 
 
 def _standing(candidate: Candidate) -> tuple[bool, int]:

@@ -71,6 +71,7 @@ class Engine(StateKeeper):
         timeout_s: limit of operations that bring none.
         recorder: the flight recorder of this process.
         reporter: tells the other ranks what this one found.
+        outlives_ranks: see `GroupContext`.
         on_failure: told of the group's failure, once; any thread; must not block.
         on_departure: told of a rank that left, and of that in words; likewise.
 
@@ -87,6 +88,7 @@ class Engine(StateKeeper):
         timeout_s: float,
         recorder: FlightRecorder,
         reporter: Reporter,
+        outlives_ranks: bool = False,
         on_failure: Callable[[GroupFailure], object] = _nothing,
         on_departure: Callable[[int, str], object] = _nothing,
     ) -> None:
@@ -96,6 +98,7 @@ class Engine(StateKeeper):
         self._recorder = recorder
         self._note = recorder.note
         self._reporter = reporter
+        self._outlives_ranks = outlives_ranks
         self._on_failure = on_failure
         self._on_departure = on_departure
         self._lock = threading.Lock()
@@ -277,14 +280,13 @@ class Engine(StateKeeper):
                 self._on_departure(rank, reason)
 
     def _dump(self) -> None:
-        if self._dumped:
+        failure = self.state.failure
+        if self._dumped or (self._outlives_ranks and failure is not None and failure.kind is FailureKind.LOST):
             return
         self._dumped = True
         path = self._recorder.write_dump(self.state.world_ranks[self.state.rank])
         if path is not None:
-            logger.error(
-                "group %r failed (%s); its last operations are in %s", self.state.group, self.state.failure, path
-            )
+            logger.error("group %r failed (%s); its last operations are in %s", self.state.group, failure, path)
 
     # ------------------------------------------------------------ life
 

@@ -17,11 +17,12 @@ Invariants:
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from rpcdist.collectives._group.group_failure import FailureKind, GroupFailure, list_ranks
 
 __all__ = [
+    "LEFT",
     "Action",
     "Closing",
     "Event",
@@ -36,6 +37,9 @@ __all__ = [
     "TellRanks",
     "WakeRunning",
 ]
+
+LEFT: Final = "it left the default group"
+"""Why a rank is gone that said farewell."""
 
 
 # ---------------------------------------------------------------- events
@@ -254,7 +258,7 @@ class GroupState:
 
     def lost_ranks(self) -> dict[int, str]:
         """The ranks that are known to be gone, and why."""
-        left = dict.fromkeys(self.departed, "it left the default group")
+        left = dict.fromkeys(self.departed, LEFT)
         if self.failure is None or self.failure.kind is not FailureKind.LOST:
             return left
         return {**dict.fromkeys(self.failure.ranks, self.failure.reason), **left}

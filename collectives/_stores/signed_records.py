@@ -29,7 +29,7 @@ class SignedRecords:
         self._store.set(key, self._records.sign(self._store.full_key(key), value.encode()))
 
     def get(self, keys: Sequence[str], timeout_s: float | None = None) -> list[str]:
-        """Waits for all of them, up to the store's timeout or the one given.
+        """Waits for all of them, up to the store's timeout or the one given; bytes that are no text become U+FFFD.
 
         Raises:
             AuthenticationFailed: a record was not signed by a process of the job; names its key.
@@ -39,6 +39,6 @@ class SignedRecords:
             self._store.wait(keys, timeout_s)
         place = self._store.address
         return [
-            self._records.verify(self._store.full_key(key), record, place).decode()
+            self._records.verify(self._store.full_key(key), record, place).decode(errors="replace")
             for key, record in zip(keys, self._store.multi_get(keys), strict=True)
         ]

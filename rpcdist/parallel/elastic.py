@@ -18,7 +18,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, Store
 from rpcdist.collectives.elastic_group import ElasticGroup
 from rpcdist.errors import CollectiveError, CollectiveTimeout, ConfigError, GroupAborted, RankLost
-from rpcdist.parallel._ddp._state_transfer import receive_state, send_state
+from rpcdist.parallel._ddp._state_transfer import HasState, receive_state, send_state, take_over
 from rpcdist.parallel.distributed import DistributedDataParallel
 from rpcdist.time_limits import ELASTIC_CHECK_INTERVAL_S
 
@@ -29,13 +29,6 @@ MAX_TIMEOUTS = 3
 _OURS = ("process_group", "device_mesh", "init_sync", "delay_all_reduce_named_params", "param_to_hook_all_reduce")
 
 _STATE_METHODS = ("state_dict", "load_state_dict")
-
-
-class HasState(Protocol):
-    """What has a state that newcomers need: an optimizer, a learning rate schedule, a sampler."""
-
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state_dict: dict[str, Any], /) -> object: ...
 
 
 class Optimizer(HasState, Protocol):
@@ -228,7 +221,10 @@ class ElasticDataParallel(nn.Module):
         if group.rank() == closed.source:
             send_state(self._state(), group, closed.behind)
         elif group.rank() in closed.behind:
-            self._load(receive_state(group, closed.source))
+            step = closed.members[closed.source].progress
+            others = (*self._optimizers, *self._stateful)
+            take_over(receive_state(group, closed.source), self.module, others, closed.source, step)
+            self.step = step
         if closed.behind:
             collectives.barrier(group)  # until all have it, the state of the newcomers does not count
         self._is_new = False
@@ -246,12 +242,6 @@ class ElasticDataParallel(nn.Module):
             "module": self.module.state_dict(),
             "others": [each.state_dict() for each in (*self._optimizers, *self._stateful)],
         }
-
-    def _load(self, state: dict[str, Any]) -> None:
-        self.module.load_state_dict(state["module"])
-        for each, its_state in zip((*self._optimizers, *self._stateful), state["others"], strict=True):
-            each.load_state_dict(its_state)
-        self.step = state["step"]
 
     def _finish(self, group: ProcessGroup) -> bool:
         """Returns whether all ranks have done the last step; then they have the same state, for good."""

@@ -389,6 +389,19 @@ def test_the_flight_recorder_keeps_operations_and_is_written_on_failure(
     assert dump_folder.stat().st_mode & 0o777 == 0o700
 
 
+@pytest.mark.parametrize(
+    ("error", "is_written"), [(TransportPeerLost(2, "end of stream"), False), (ValueError("of the program"), True)]
+)
+def test_a_group_that_outlives_its_ranks_writes_no_record_of_a_loss(
+    engine: Engine, transport: ScriptedTransport, dump_folder: Path, error: Exception, is_written: bool
+) -> None:
+    engine._outlives_ranks = True
+    transport.error = error
+    with pytest.raises((RankLost, ValueError)):
+        submit(engine)
+    assert dump_folder.exists() is is_written
+
+
 def test_dumps_of_other_jobs_stay_and_the_oldest_go(dump_folder: Path, recorder: FlightRecorder) -> None:
     dump_folder.mkdir()
     others = [f"rank3-20010101T0000{second:02}-7.json" for second in range(25)] + ["rank30-20010101T000000-7.json"]

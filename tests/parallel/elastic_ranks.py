@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
+from pkgutil import resolve_name
 from typing import Any
 from unittest.mock import patch
 
@@ -19,7 +21,16 @@ from rpcdist.parallel import ElasticDataParallel
 from rpcdist.testing import eventually
 from rpcdist.testing.limits import LIMIT_S
 
-__all__ = ["Failed", "Outcome", "Plan", "train"]
+__all__ = ["PHASES", "Failed", "Outcome", "Plan", "train"]
+
+RECORDS = "rpcdist.collectives._group.elastic_records.ElasticRecords"
+PHASES = {
+    "comes": f"{RECORDS}.register",
+    "closes the round": f"{RECORDS}.close_round",
+    "gives its state": "rpcdist.parallel.elastic.send_state",
+    "takes over a state": "rpcdist.parallel.elastic.take_over",
+}
+"""What is done while a group is formed, to the function that does it."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +45,7 @@ class Plan:
         holds: steps inside of which all wait until somebody wants to come in; the next one is done with it.
         seeds: number of the process to its seed; others have 0.
         widths: number of the process to the width of its model; others have 8.
+        first_to: of `PHASES`: the first process that gets so far in forming the group dies there.
     """
 
     num_ranks: int = 3
@@ -46,6 +58,7 @@ class Plan:
     holds: tuple[int, ...] = ()
     seeds: dict[int, int] = field(default_factory=dict)
     widths: dict[int, int] = field(default_factory=dict)
+    first_to: str = ""
 
 
 @dataclass(frozen=True)
@@ -112,9 +125,12 @@ def train(number: int, size: int, path: str, plan: Plan) -> Outcome:
     module = nn.Sequential(nn.Linear(4, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Linear(width, 1))
     optimizer = Momentum(module.parameters())
     counted: list[tuple[int, int]] = []
-    with FileStore(path, timeout=LIMIT_S) as store:
+    with ExitStack() as stack:
+        store = stack.enter_context(FileStore(path, timeout=LIMIT_S))
         if number in plan.waits_for:
             store.wait([plan.waits_for[number]])
+        if plan.first_to:
+            stack.enter_context(_die_as_the_first(PHASES[plan.first_to], store))
         model = ElasticDataParallel(
             module,
             optimizer,
@@ -143,6 +159,21 @@ def train(number: int, size: int, path: str, plan: Plan) -> Outcome:
         counted,
         model.num_restarts,
     )
+
+
+@contextmanager
+def _die_as_the_first(name: str, store: Store) -> Iterator[None]:
+    """Has this process die when it has done what the function of this name does, unless another one has died of it."""
+    function = resolve_name(name)
+
+    def done(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        if store.add("dead", 1) == 1:
+            _end(signal.SIGKILL, -1, store)
+        return result
+
+    with patch(name, done):
+        yield
 
 
 def _arrange(place: str, number: int, module: nn.Sequential, optimizer: Momentum, store: Store) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from elastic_ranks import Failed, Outcome, Plan, train
+from elastic_ranks import PHASES, Failed, Outcome, Plan, train
+from full_sets import FULL_ONLY
 
 from rpcdist.collectives import FileStore
 from rpcdist.errors import ConfigError, JobEnded, RendezvousError
@@ -55,6 +56,18 @@ def test_a_rank_is_killed_and_replaced(rank_pool: RankPool, undisturbed: list[fl
     assert newcomer.counted[0][0] in (3, 4)
     assert all(outcome.batches_tracked == 8 for outcome in (*others, newcomer))
     assert newcomer.state == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    "phase", [pytest.param(phase, marks=[] if phase == "takes over a state" else FULL_ONLY) for phase in PHASES]
+)
+def test_a_rank_is_killed_while_the_group_is_formed(rank_pool: RankPool, undisturbed: list[float], phase: str) -> None:
+    outcomes = run(rank_pool, 4, Plan(first_to=phase, waits_for={3: "gone/-1"}))
+    dead = [number for number, outcome in enumerate(outcomes) if isinstance(outcome, WorkerEnded)]
+    assert len(dead) == 1
+    for outcome in survivors(outcomes, *dead):
+        assert outcome.counted == [(step, 3) for step in range(8)]
+        assert outcome.state == pytest.approx(undisturbed, rel=1e-4, abs=1e-6)
 
 
 def test_two_die_at_once_and_one_goes_on_alone(rank_pool: RankPool) -> None:
