@@ -20,6 +20,7 @@ __all__ = [
     "ANNOUNCE_LIMIT_S",
     "ANSWER_HOLD_S",
     "ASK_COORDINATOR_LIMIT_S",
+    "ASK_FOR_NAMES_LIMIT_S",
     "BURST_GAP_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
@@ -229,6 +230,8 @@ COORDINATOR_CONNECT_LIMIT_S: Final = 3600.0
 """A worker tries this long at most to reach the coordinator, whatever timeout its user gave."""
 ASK_COORDINATOR_LIMIT_S: Final = 1.0
 """A call to a lost worker asks who has its place now; without an answer it fails at once, and waits no longer."""
+ASK_FOR_NAMES_LIMIT_S: Final = 5.0
+"""A new coordinator asks all workers at once which named actors they have; those of who is silent are not found."""
 COORDINATOR_RETURN_LIMIT_S: Final = 600.0
 """Workers whose coordinator is lost look this long for the one that takes its place; then they go on without."""
 COORDINATOR_LOOK_UP_LIMIT_S: Final = 1.0

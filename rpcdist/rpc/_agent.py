@@ -217,7 +217,10 @@ class Agent:
             self.router.is_reachable,
             self.router.reach,
         )
-        self.actor_names = ActorNames(me, self.directory, self.caller)
+        service = coordinator.service
+        self.actor_names = ActorNames(
+            me, self.directory, self.caller, lambda: service is not None and service.has_predecessor
+        )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
         self._return = CoordinatorReturn(

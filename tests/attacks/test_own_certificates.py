@@ -283,6 +283,34 @@ def test_another_authority_takes_over_while_it_runs(worker: Any, tmp_path: Path,
     open_link(client, server, handler=Recorder())
 
 
+@pytest.mark.parametrize("side", ["client", "server"])
+@pytest.mark.parametrize("follows", ["a renewed certificate", "another authority"])
+def test_files_that_are_replaced_between_tls_and_proof(
+    worker: Any, tmp_path: Path, channel: str, monkeypatch: pytest.MonkeyPatch, side: str, follows: str
+) -> None:
+    """One connection shows the certificate of one pair, and proves itself with the other."""
+    server, client = worker("ps", serve=True), worker("trainer")
+    node, name, other = (client, "trainer", "ps") if side == "client" else (server, "ps", "trainer")
+    issuer = AUTHORITY if follows == "a renewed certificate" else OwnAuthority("the following one")
+    new, prove = issuer.issue(name), node.credentials._certificate_proofs
+    swapped: list[TlsOptions] = []
+
+    def swap_and_prove() -> Any:
+        if not swapped:
+            swapped.append(new.write(tmp_path / name))
+        return prove()
+
+    monkeypatch.setattr(node.credentials, "_certificate_proofs", swap_and_prove)
+    if issuer is AUTHORITY:
+        assert open_link(client, server, handler=Recorder()).peer == server.identity
+    else:
+        with pytest.raises(AuthenticationFailed, match=r"another authority|not of the authority"):
+            open_link(client, server, handler=Recorder())
+        issuer.issue(other).write(tmp_path / other)
+    assert swapped
+    assert open_link(client, server, handler=Recorder()).peer == server.identity
+
+
 def test_half_replaced_files_leave_what_was_there(
     worker: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

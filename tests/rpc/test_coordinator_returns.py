@@ -19,8 +19,9 @@ from rpc_functions import add
 from rpcdist import autograd as dist_autograd
 from rpcdist import rpc
 from rpcdist.collectives._stores.signed_records import SignedRecords
-from rpcdist.errors import DuplicateName, WorkerLost
+from rpcdist.errors import ActorNameTaken, CallRefused, DuplicateName, UnknownActor, WorkerLost
 from rpcdist.rpc import _start
+from rpcdist.rpc._actors.actor_names import KEPT
 from rpcdist.rpc._agent import Agent
 from rpcdist.rpc._membership import coordinator_return
 from rpcdist.rpc._peers.peer import PeerState
@@ -255,3 +256,35 @@ def test_a_coordinator_that_is_killed_is_replaced(worker_pool: WorkerPool, where
     assert [pending.result() for pending in gathering] == [{name: name for name in "abc"}] * 3
     leaving = [world[name].begin(functions.leave) for name in "abc"]
     assert [pending.result() for pending in leaving] == [{}] * 3
+
+
+def value_of(name: str) -> int:
+    return int(rpc.get_actor(name).rpc_sync().get())
+
+
+@pytest.mark.parametrize("elastic", [False, True])
+def test_actors_are_found_by_their_names_after_the_coordinator_was_replaced(elastic: bool) -> None:
+    with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
+        for number, owner in enumerate("bc"):
+            cluster.run("b", partial(rpc.remote, owner, Value, (number,), serial=True, name=f"at {owner}")).to_here()
+        cluster.run("b", partial(rpc.remote, "a", Value, (2,), serial=True, name="at a"))
+        cluster.kill("a")
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        for caller in cluster.names:
+            assert [cluster.run(caller, value_of, name) for name in ("at b", "at c")] == [0, 1]
+        with pytest.raises(UnknownActor, match="'at c'"):  # it ended with its worker
+            cluster.run("b", rpc.get_actor, "at a")
+        with pytest.raises(ActorNameTaken, match="worker 'c'"):
+            cluster.run("a", partial(rpc.remote, "a", Value, (3,), serial=True, name="at c"))
+        cluster.run("c", partial(rpc.remote, "a", Value, (4,), serial=True, name="at a"))
+        assert cluster.run("b", value_of, "at a") == 4
+
+
+def test_only_the_coordinator_asks_for_all_names() -> None:
+    with InProcessCluster("a", "b", "c") as cluster:
+        cluster.run("a", partial(rpc.remote, "b", Value, (1,), serial=True, name="of a")).to_here()
+        with cluster.use("c") as agent, pytest.raises(CallRefused, match="'c' cannot speak for worker 'a'"):
+            agent.caller.gather(1, KEPT, (), LIMIT_S)
+        with cluster.use("a") as agent:
+            assert agent.caller.gather(1, KEPT, (), LIMIT_S) == ["of a"]

@@ -2,22 +2,30 @@
 
 So a name is unique in the job, an actor that has one lives as long as its worker, and a name is free again when the
 worker of its actor has ended. While the actor is created, the name is reserved, until its creator ends.
+
+A coordinator that took the place of another one knows of no names. It asks each worker once which it keeps, when it is
+asked for a name that it does not know.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine
+import asyncio
+import logging
+from collections.abc import Callable, Coroutine, Sequence
 from itertools import islice
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeGuard
 
-from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, UnknownActor
+from rpcdist.errors import ActorNameTaken, CallRefused, Overloaded, RpcdistError, UnknownActor
 from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._peers.calling_worker import calling_worker, check_speaks_for
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
+from rpcdist.time_limits import ASK_FOR_NAMES_LIMIT_S
 
 __all__ = ["MAX_NAME_CHARS", "ActorNames"]
+
+logger = logging.getLogger(__name__)
 
 RESERVE: Final = "rpcdist.rpc._actors.actor_names:reserve"
 CONFIRM: Final = "rpcdist.rpc._actors.actor_names:confirm"
@@ -25,6 +33,7 @@ ADMIT: Final = "rpcdist.rpc._actors.actor_names:admit"
 RELEASE: Final = "rpcdist.rpc._actors.actor_names:release"
 FIND: Final = "rpcdist.rpc._actors.actor_names:find"
 GIVE: Final = "rpcdist.rpc._actors.actor_names:give"
+KEPT: Final = "rpcdist.rpc._actors.actor_names:kept"
 
 MAX_NAME_CHARS: Final = 1000
 MAX_NAMES: Final = 1 << 14
@@ -57,13 +66,17 @@ class ActorNames:
         me: this worker.
         directory: who is in the job.
         caller: asks the coordinator and the owners.
+        has_predecessor: whether this worker is a coordinator that took the place of another one.
     """
 
-    def __init__(self, me: Identity, directory: Directory, caller: Caller) -> None:
+    def __init__(self, me: Identity, directory: Directory, caller: Caller, has_predecessor: Callable[[], bool]) -> None:
         self._me = me
         self._directory = directory
         self._caller = caller
         self._claims: dict[str, _Claim] = {}  # at the coordinator
+        self._has_predecessor = has_predecessor
+        self._asked: set[Identity] = set()  # which names they keep
+        self._asking = asyncio.Lock()
         self._kept: dict[str, NamedValue] = {}  # at owners
 
     def __repr__(self) -> str:
@@ -102,15 +115,16 @@ class ActorNames:
             RELEASE: self._on_release,
             FIND: self._on_find,
             GIVE: self._on_give,
+            KEPT: self._on_kept,
         }
 
     async def _on_reserve(self, name: str, owner: int, creator: int) -> None:
         check_speaks_for(self._directory.name_of(creator))
-        if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME_CHARS:
+        if not _is_name(name):
             raise CallRefused(f"the name of an actor is a text of 1 to {MAX_NAME_CHARS} characters")
         if len(self._claims) >= MAX_NAMES:
             self._drop_ended()
-        claim = self._claim(name)
+        claim = await self._known_claim(name)
         if claim is not None:
             raise ActorNameTaken(
                 f"the name {name!r} is that of an actor on worker {claim.owner.name!r}; rpc.get_actor({name!r}) gives "
@@ -144,7 +158,7 @@ class ActorNames:
             del self._claims[name]
 
     async def _on_find(self, name: str) -> int:
-        claim = self._claim(name)
+        claim = await self._known_claim(name)
         if claim is None or not claim.is_confirmed:
             self._drop_ended()
             raise UnknownActor(name, list(islice(self._claims, MAX_NAMES_TOLD)))
@@ -157,6 +171,37 @@ class ActorNames:
             del self._claims[name]
             return None
         return claim
+
+    async def _known_claim(self, name: str) -> _Claim | None:
+        """As `_claim`; asks the workers first that were there before this coordinator, if it does not know the name."""
+        if self._claim(name) is None and self._has_predecessor():
+            async with self._asking:
+                await self._ask_workers()
+        return self._claim(name)
+
+    async def _ask_workers(self) -> None:
+        """Who cannot answer now is asked again when the next name is not known."""
+        workers = [member.identity for member in self._directory.living() if member.identity != self._me]
+        asked = [
+            (worker, self._caller.start_gathering(worker.id, KEPT, (), ASK_FOR_NAMES_LIMIT_S))
+            for worker in workers
+            if worker not in self._asked
+        ]
+        for worker, future in asked:
+            try:
+                names = await future
+            except RpcdistError as exc:
+                logger.warning("worker %r did not say which actors it has: %s", worker.name, exc)
+                continue
+            self._asked.add(worker)
+            self._take_names(worker, names)
+
+    def _take_names(self, worker: Identity, names: Sequence[object]) -> None:
+        """A name that somebody else has got meanwhile stays his."""
+        for name in names:
+            if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:
+                claim = self._claims[name] = _Claim(worker, worker)
+                claim.is_confirmed = True
 
     def _has_ended(self, claim: _Claim) -> bool:
         return not self._lives(claim.owner) or not (claim.is_confirmed or self._lives(claim.creator))
@@ -185,3 +230,12 @@ class ActorNames:
         if name not in self._kept:
             raise UnknownActor(name, list(islice(self._kept, MAX_NAMES_TOLD)))
         return self._kept[name]
+
+    async def _on_kept(self) -> list[str]:
+        """The names of the actors here, for a coordinator that has just begun."""
+        check_speaks_for(self._directory.name_of(COORDINATOR))
+        return list(self._kept)
+
+
+def _is_name(name: object) -> TypeGuard[str]:
+    return isinstance(name, str) and 0 < len(name) <= MAX_NAME_CHARS

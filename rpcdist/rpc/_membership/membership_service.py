@@ -193,6 +193,11 @@ class MembershipService:
 
     # ------------------------------------------------------------ after another coordinator
 
+    @property
+    def has_predecessor(self) -> bool:
+        """Whether another coordinator served the job before this one, as far as is known here; any thread."""
+        return self._has_recovered or self._recovery is not None
+
     def _take_back(self, member: Member, request: pb.JoinRequest) -> Verdict:
         """A worker announces itself that was in the job before this coordinator."""
         if request.known_version > MAX_VERSION:
