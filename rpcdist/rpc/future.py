@@ -13,8 +13,9 @@ Rules:
  2. Observers are appended first, and `_finished` is checked afterwards; the reply_sink sets `_finished` first and takes
     the observers off the list afterwards. Each is taken by one atomic operation, so it is called exactly once. There is
     no lock to hold: a signal handler or a finalizer may complete a future in the middle of any of this.
- 3. `_deliver` hands in how the result is made (on the I/O loop, cheap). A thread that is blocked in `wait` makes it
-    itself, which saves a thread switch; else the caller lets the pool call `_settle`. The debt is paid once.
+ 3. `_deliver` hands in how the result is made (by who reads, cheap). A thread that is blocked in `wait`, `wait_all` or
+    the like makes it itself, which saves a thread switch; else the caller lets the pool call `_settle`. The debt is
+    paid once.
 
 [Note: frames]
     An error holds the frames that it has passed, with all that called them, and the future holds the error. So the
@@ -41,6 +42,7 @@ from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistE
 from rpcdist.rpc._executors.blocking import blocking
 from rpcdist.rpc._futures.failure import Failure, raise_failure
 from rpcdist.rpc._futures.interrupt import acquire
+from rpcdist.rpc._futures.taking import TakingObserver
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Future"]
@@ -325,7 +327,10 @@ class Future(torch.futures.Future[T]):
             if type(observer) is LockType and self._forget(observer):
                 self._give(observer)
                 return False
-        return True
+        # Callbacks of users belong into the pool: they may take long, and the thread waits for other futures, too.
+        return self._has_callbacks or not any(
+            type(each) is TakingObserver and each.take() for each in tuple(self._observers)
+        )
 
     def _settle(self) -> None:
         """Makes the result that was delivered, unless another thread does or did."""

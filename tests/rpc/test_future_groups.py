@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -114,6 +115,106 @@ def test_a_thousand_in_flight(pool: ThreadPool, collect: Callable[[Sequence[Any]
                 deliver(pool, future, partial(int, number))
         assert len(collect(futures)) == 1000
         assert [future.wait() for future in futures] == list(range(1000))
+
+
+class Connection:
+    """Where results of futures come from: a thread that waits calls `lead`.
+
+    Args:
+        read: what a thread that reads here finds.
+    """
+
+    def __init__(self, read: Callable[[], object]) -> None:
+        self.session = self
+        self.num_rings = 0
+        self._read = read
+        self._rung = threading.Event()
+
+    def expect(self, num_futures: int) -> list[Future[int]]:
+        futures: list[Future[int]] = [Future() for _ in range(num_futures)]
+        for future in futures:
+            future._expected = self
+        return futures
+
+    def lead(self, is_waiting: Callable[[], bool], timeout_s: float | None) -> bool:
+        self._read()
+        if is_waiting():
+            self._rung.wait(LIMIT_S if timeout_s is None else timeout_s)
+        return not is_waiting()
+
+    def ring(self) -> None:
+        self.num_rings += 1
+        self._rung.set()
+
+
+WAITS: list[Callable[[Sequence[Future[int]]], object]] = [
+    wait_all,
+    wait_any,
+    lambda futures: list(as_completed(futures)),
+]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_thread_that_waits_for_several_reads_and_makes_what_arrives(
+    wait: Callable[[Sequence[Future[int]]], object],
+) -> None:
+    makers: list[int] = []
+    needs_the_pool: list[bool] = []
+
+    def make(number: int) -> int:
+        makers.append(_thread.get_ident())
+        return number
+
+    def read() -> None:
+        needs_the_pool.extend(future._deliver(partial(make, number)) for number, future in enumerate(futures))
+
+    futures = Connection(read).expect(3)
+    wait(futures)
+    assert [future.value() for future in futures] == [0, 1, 2]
+    assert (needs_the_pool, makers) == ([False] * 3, [_thread.get_ident()] * 3)
+    assert not any(future._observers for future in futures)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_thread_that_reads_elsewhere_is_rung(
+    pool: ThreadPool, wait: Callable[[Sequence[Future[int]]], object]
+) -> None:
+    first = Connection(lambda: pool.submit(deliver, pool, second, lambda: 2))
+    second, other = Connection(lambda: None).expect(1)[0], first.expect(1)[0]
+    second.add_done_callback(lambda _: deliver(pool, other, lambda: 1))
+    wait([other, second])
+    assert first.num_rings > 0 and second.value() == 2 and other.wait(LIMIT_S) == 1
+
+
+def test_what_arrives_while_nobody_waits_is_made_by_others() -> None:
+    first, second = Connection(lambda: first._deliver(lambda: 1)).expect(2)
+    completions = as_completed([first, second], LIMIT_S)
+    assert next(completions) is first
+    assert second._deliver(lambda: 2)  # by the pool, for those who await it
+    second._settle()
+    assert next(completions) is second
+
+
+def test_results_with_callbacks_of_users_are_made_by_others() -> None:
+    needs_the_pool: list[bool] = []
+    (future,) = Connection(lambda: needs_the_pool.append(future._deliver(lambda: 3))).expect(1)
+    future.add_done_callback(lambda _: None)
+    with pytest.raises(DeadlineExceeded, match="1 of 1 futures"):
+        wait_all([future], 0.01)
+    assert needs_the_pool == [True]
+
+
+def test_an_error_while_reading_leaves_nothing_undone() -> None:
+    def read() -> None:
+        for number, future in enumerate(futures):
+            assert not future._deliver(partial(int, number))
+        raise KeyboardInterrupt
+
+    futures = Connection(read).expect(2)
+    with pytest.raises(KeyboardInterrupt):
+        wait_all(futures)
+    assert [future.value() for future in futures] == [0, 1]
+    assert not any(future._observers for future in futures)
 
 
 def test_the_once_lock_is_never_given_back() -> None:
