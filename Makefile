@@ -55,6 +55,7 @@ bench: $(READY)  ## compares with torch, Gloo and, with RAY=/path/to/python, Ray
 	$(BIN)/python benchmarks/ddp.py $(BENCH)
 	$(BIN)/python benchmarks/torch_engines.py $(BENCH)
 	$(BIN)/python benchmarks/slow_link.py $(BENCH)
+	$(BIN)/python benchmarks/elastic.py $(BENCH)
 	$(BIN)/python benchmarks/pipeline.py $(BENCH)
 	$(BIN)/python benchmarks/parameter_server.py $(BENCH)
 

@@ -34,6 +34,7 @@ _MODULES = {
         "GroupMember get_backend get_backend_config get_global_rank get_group_rank get_pg_count "
         "get_process_group_ranks get_rank get_world_size group is_initialized"
     ),
+    "._api.growing_groups": "grow_group",
     "._api.default_group": "close_stores destroy_process_group get_node_local_rank init_process_group",
     "._api.new_groups": "new_group new_subgroups new_subgroups_by_enumeration",
     "._api.objects": (
@@ -94,6 +95,7 @@ if TYPE_CHECKING:
     from rpcdist.collectives._api.coalesced import *
     from rpcdist.collectives._api.default_group import *
     from rpcdist.collectives._api.group_queries import *
+    from rpcdist.collectives._api.growing_groups import *
     from rpcdist.collectives._api.new_groups import *
     from rpcdist.collectives._api.objects import *
     from rpcdist.collectives._api.operations import *

@@ -42,7 +42,7 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         optimizer_class: makes the optimizer of this rank's part.
         process_group: the ranks; all by default.
         parameters_as_bucket_view: kept for scripts: large parameters are sent from where they are anyway.
-        overlap_with_ddp: not supported.
+        overlap_with_ddp: not supported, and refused; docs/ddp.md says why.
         **defaults: options of `optimizer_class`.
 
     Raises:
@@ -59,7 +59,10 @@ class ZeroRedundancyOptimizer(Optimizer, Joinable):
         **defaults: Any,
     ) -> None:
         if overlap_with_ddp:
-            raise ConfigError("overlap_with_ddp is not supported: leave it out, and call step() after backward()")
+            raise ConfigError(
+                "overlap_with_ddp and its hooks (hook_with_zero_step, hook_with_zero_step_interleaved) are not "
+                "supported: leave them out, and call step() after backward()"
+            )
         Joinable.__init__(self)
         self.process_group = member_group(process_group)
         self.rank, self.world_size = self.process_group.rank(), self.process_group.size()

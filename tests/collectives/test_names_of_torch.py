@@ -119,7 +119,7 @@ CLASSES: dict[str, tuple[type, type, dict[str, str]]] = {
         {
             **dict.fromkeys(("CUSTOM", "GLOO", "MPI", "NCCL", "UCC", "UNDEFINED", "XCCL", "BackendType"), "numbers"),
             **dict.fromkeys(("boxed", "unbox"), "torch's wrapping for its compiler"),
-            "merge_remote_group": "torch's groups that grow; see shrink_group",
+            "merge_remote_group": "torch's groups that grow; see grow_group",
             "use_pg_for_symm_mem_rendezvous": "symmetric memory of GPUs",
         },
     ),

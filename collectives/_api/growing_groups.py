@@ -1,0 +1,167 @@
+"""`grow_group`: the default group takes in processes that were started later."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch
+
+from rpcdist.collectives._api.objects import broadcast_object_list
+from rpcdist.collectives._api.operations import barrier
+from rpcdist.collectives._group.arrival import wait_for_ranks
+from rpcdist.collectives._group.creation import open_group
+from rpcdist.collectives._group.world import World, current_world
+from rpcdist.collectives._operations.checks import check_timeout, check_whole_number
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.signed_records import SignedRecords
+from rpcdist.collectives._stores.store_base import Store
+from rpcdist.collectives.constants import default_pg_timeout
+from rpcdist.collectives.process_group import ProcessGroup
+from rpcdist.errors import ConfigError, RankLost, RendezvousError, StoreTimeout
+
+__all__ = ["grow_group"]
+
+DESCRIPTION = "the default group, grown to {} ranks"
+
+
+@dataclass(frozen=True, slots=True)
+class _Invitation:
+    """What a process that waits has to know: its rank in a group that is about to be made."""
+
+    number: int
+    rank: int
+    world_size: int
+    name: str
+    backend: str
+    timeout_s: float
+
+
+def grow_group(
+    store: Store,
+    world_size: int | None = None,
+    *,
+    timeout: timedelta | None = None,
+    device_id: torch.device | None = None,
+) -> ProcessGroup:
+    """Makes a default group of the ranks that are there and of new processes; all of both call it, and wait.
+
+    The ranks that are there keep their numbers, and the new ones come after them, in the order of their calls. The old
+    groups are destroyed when the new one is open; until then they stay as they are, also if this fails, and the call
+    can be repeated. The new processes know nothing yet: broadcast model, optimizer and step next.
+
+    Args:
+        store: the same part of a store on all of them; it has to outlive what it is used by.
+        world_size: how many ranks there are to be; needed on the ranks that are there. A new process may leave it out.
+        timeout: how long to wait for the others; by default the group's timeout, and in a new process
+            `default_pg_timeout`.
+        device_id: this process's device, in a new process; as in `init_process_group`.
+
+    Returns:
+        The default group.
+
+    Raises:
+        ConfigError: `world_size` is missing, or no larger than the group.
+        RendezvousError: this new process was not taken in, in time or because others want another size.
+        StoreTimeout: naming the ranks that did not come. A new process among them is not waited for again.
+        RankLost: a rank of the group is gone; call `shrink_group` first.
+        AuthenticationFailed: somebody who has not the job's token writes to the store.
+    """
+    world = current_world()
+    desk = PrefixStore("grow", store)
+    limit = None if timeout is None else check_timeout(timeout)
+    old = world.default
+    if old is None:
+        limit_s = (limit or default_pg_timeout).total_seconds()
+        return _enter(world, desk, world_size, limit_s, device_id)
+    if world_size is not None:
+        check_whole_number(world_size, "world_size")
+    if world_size is None or world_size <= old.size():
+        raise ConfigError(f"world_size has to be more than the {old.size()} ranks that are there, not {world_size}")
+    limit_s = old.timeout_s if limit is None else limit.total_seconds()
+    return _take_in(world, old, desk, world_size, limit_s)
+
+
+def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int, limit_s: float) -> ProcessGroup:
+    """On a rank that is there."""
+    numbers: list[object] = [_invite(world, old, desk, world_size) if old.rank() == 0 else None]
+    broadcast_object_list(numbers, 0)
+    number = int(str(numbers[0]))
+
+    def check() -> None:
+        for lost, reason in old.lost_ranks().items():
+            raise RankLost(DESCRIPTION.format(world_size), f"rank {lost} is gone: {reason}", (lost,))
+
+    own = PrefixStore(f"round/{number}", desk)
+    invitation = _Invitation(number, old.rank(), world_size, old.group_name, old.name(), old.timeout_s)
+    wait_for_ranks(own, old.rank(), range(world_size), *_description(world_size, limit_s), check)
+    group = _open(invitation, own, old.options, old.bound_device_id)
+    for registered in reversed(list(world.groups.values())):
+        registered.shutdown()
+    world.begin(group, own)
+    return group
+
+
+def _invite(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int) -> int:
+    """Gives ranks to the processes that have waited longest, and to the next ones to come."""
+    number = int(desk.add("rounds", 1))
+    records = SignedRecords(desk, world.process.records())
+    for rank in range(old.size(), world_size):
+        ticket = int(desk.add("invited", 1))
+        while desk.check([f"left/{ticket}"]):
+            ticket = int(desk.add("invited", 1))
+        invitation = _Invitation(number, rank, world_size, old.group_name, old.name(), old.timeout_s)
+        records.set(f"ticket/{ticket}", json.dumps(asdict(invitation)))
+    return number
+
+
+def _enter(
+    world: World, desk: PrefixStore, world_size: int | None, limit_s: float, device: torch.device | None
+) -> ProcessGroup:
+    """In a new process."""
+    ticket = int(desk.add("waiting", 1))
+    try:
+        (text,) = SignedRecords(desk, world.process.records()).get([f"ticket/{ticket}"], limit_s)
+    except StoreTimeout as exc:
+        desk.set(f"left/{ticket}", b"1")
+        raise RendezvousError(
+            f"this process was not taken in within {limit_s:.3g} s: the ranks of the job have to call "
+            f"grow_group(store, world_size) with {desk.address}"
+        ) from exc
+    invitation = _Invitation(**json.loads(text))
+    if world_size not in (None, invitation.world_size):
+        raise RendezvousError(f"the ranks that are there grow to {invitation.world_size} ranks, not to {world_size}")
+    own = PrefixStore(f"round/{invitation.number}", desk)
+    ranks = range(invitation.world_size)
+    wait_for_ranks(own, invitation.rank, ranks, *_description(invitation.world_size, limit_s))
+    group = _open(invitation, own, None, device)
+    world.begin(group, own)
+    return group
+
+
+def _description(world_size: int, limit_s: float) -> tuple[str, float, str]:
+    """What `wait_for_ranks` wants to know."""
+    text = DESCRIPTION.format(world_size)
+    return text, limit_s, text
+
+
+def _open(invitation: _Invitation, own: Store, options: object | None, device: torch.device | None) -> ProcessGroup:
+    group = open_group(
+        invitation.name,
+        invitation.rank,
+        tuple(range(invitation.world_size)),
+        PrefixStore(f"group/{invitation.name}", own),
+        backend=invitation.backend,
+        timeout=timedelta(seconds=invitation.timeout_s),
+        options=options,
+        device=device,
+        description="default_pg",
+    )
+    try:
+        barrier(group)  # nobody leaves the old group before everybody can do without it
+    except BaseException:
+        group.abort()
+        group.shutdown()
+        raise
+    return group
