@@ -71,6 +71,17 @@ if __name__ == "__main__":
 """
 
 
+LEAVING = """
+import time
+import rpcdist
+
+if __name__ == "__main__":
+    with rpcdist.LocalCluster(2):
+        rpcdist.rpc.rpc_async("worker1", time.sleep, (1000,), timeout=0)
+        print("leaving", flush=True)
+"""
+
+
 @pytest.fixture(autouse=True)
 def no_launcher(no_agent: None, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID", "MASTER_ADDR", "MASTER_PORT"):
@@ -124,13 +135,13 @@ async def test_a_start_that_is_cancelled_leaves_nothing() -> None:
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("when", ["start", "inside"])
+@pytest.mark.parametrize("when", ["start", "inside", "leaving"])
 def test_ctrl_c_ends_everything_quietly(when: str, tmp_path: Path) -> None:
-    (tmp_path / "program.py").write_text(WAITING)
+    (tmp_path / "program.py").write_text(LEAVING if when == "leaving" else WAITING)
     with start(sys.executable, tmp_path / "program.py") as process:
         assert process.stdout is not None
-        if when == "inside":
-            read_until(process.stdout, "inside")
+        if when != "start":
+            read_until(process.stdout, when)
         else:  # no output tells
             eventually(lambda: len(session_members(process.pid)) >= 2, "the processes run", LIMIT_S)
         os.killpg(process.pid, signal.SIGINT)
