@@ -6,6 +6,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
@@ -174,3 +175,32 @@ def _read_slowly(producer: str) -> int:
     next(stream)
     released.wait(3.0)  # nobody sets it: this is the pause
     return 1 + sum(1 for _ in stream)
+
+
+def test_a_process_that_stood_still_reads_before_it_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its peer has closed the connection meanwhile, which its own loop has not read: a call that went out on it would
+    be lost.
+    """
+    with InProcessCluster("a", "b", peer_timeout=LIMIT_S) as cluster:
+        assert cluster.run("a", rpc.rpc_sync, "b", abs, (-1,)) == 1
+        with cluster.use("a") as agent:
+            peer, goes_on = agent.router.peer(1), threading.Event()
+            session: Any = peer.session
+            agent.caller._io.call_soon(goes_on.wait, LIMIT_S)
+            agent.caller._io.call_soon(session.close, "the peer was given up")
+            session._writer.last_sent -= 2 * LIMIT_S
+            run, send = agent.router._network.run, agent.router.send_call
+
+            def run_when_it_goes_on(*args: Any) -> Any:
+                goes_on.set()
+                return run(*args)
+
+            def send_before_it_goes_on(*args: Any) -> None:
+                send(*args)
+                goes_on.set()
+
+            monkeypatch.setattr(agent.router._network, "run", run_when_it_goes_on)
+            monkeypatch.setattr(agent.router, "send_call", send_before_it_goes_on)
+            for call in (rpc.rpc_sync, lambda *args: rpc.rpc_async(*args).wait()):
+                assert call("b", abs, (-2,)) == 2
+            assert peer.session is not session

@@ -124,6 +124,7 @@ class Caller:
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
     ) -> Any:
         self._wait_for_room(call, message, large)
+        self._router.catch_up(call.peer)
         # The session is named where this thread shall read before it sends: what takes long to send would keep others
         # from reading, too.
         session = None if large and takes_long(large) else self._router.session_with(call.peer)
@@ -211,6 +212,7 @@ class Caller:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
         if asyncio._get_running_loop() is None:
             self._wait_for_room(call, message, large)
+            self._router.catch_up(call.peer)
             self._send(call, message, large)
             return
         self._enter(call, message, large)  # its deadline holds while it waits

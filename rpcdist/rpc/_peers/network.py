@@ -81,6 +81,10 @@ class PeerSession(MessageSink, Protocol):
     """A proven connection with another process, as the transport hands it out."""
 
     @property
+    def last_sent(self) -> float:
+        """When something was written last, a heartbeat at least, in monotonic seconds."""
+
+    @property
     def id(self) -> bytes:
         """Its number, the same at both ends."""
 

@@ -11,6 +11,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
@@ -29,7 +30,7 @@ from rpcdist.rpc._peers.peer import Peer, PeerState, Unsent
 from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
-from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S
+from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["REPLACED", "Router"]
@@ -90,6 +91,17 @@ class Router:
         return f"<Router [{len(self._peers)} peers]>"
 
     # ------------------------------------------------------------ sending
+
+    def catch_up(self, worker_id: int) -> None:
+        """To be called before a call, not on an event loop. If this process stood still for so long that its peers have
+        given it up (SIGSTOP, or a held interpreter lock), what they said meanwhile is read first: the call then waits
+        for the next connection instead of being lost on the one that they have closed.
+        """
+        peer = self._peers.get(worker_id)
+        session = None if peer is None else peer.session
+        if session is not None and time.monotonic() - session.last_sent > self._peer_timeout_s:
+            with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
+                self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
         """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.
@@ -386,3 +398,9 @@ class Router:
         """Ends all connections at once; on the I/O loop."""
         for peer in self._peers.values():
             peer.close(reason)
+
+
+async def _turns_of_the_loop() -> None:
+    """What has arrived is read in the first, and the connections that ended by that are dealt with in the next."""
+    for _ in range(3):
+        await asyncio.sleep(0)
