@@ -10,6 +10,8 @@ from torch._C._profiler import _ExperimentalConfig
 from torch.profiler import ProfilerActivity, profile
 
 from rpcdist import profile_ranges, rpc
+from rpcdist.parallel.pipeline import Pipeline
+from rpcdist.parallel.pipeline._receivers import push
 from rpcdist.testing import InProcessCluster
 
 
@@ -70,6 +72,18 @@ def test_a_call_that_fails_ends_its_range(cluster: InProcessCluster) -> None:
         with pytest.raises(TypeError):
             rpc.rpc_async("server", double).wait()
     assert counts(profiled)[f"rpc to 'server' of {__name__}:double"] == 2
+
+
+def test_what_stages_of_a_pipeline_send_is_in_a_profile(cluster: InProcessCluster) -> None:
+    stages = [torch.nn.Linear(2, 2), torch.nn.Linear(2, 1)]
+    with cluster.use("trainer"):
+        pipe = Pipeline(stages, ["trainer", "server"], num_microbatches=2, loss_fn=torch.nn.MSELoss())
+        with profiler(all_threads=True) as profiled:
+            pipe.step(torch.ones(4, 2), torch.ones(4, 1))
+        del pipe
+    found = counts(profiled)
+    assert found[f"rpc to 'server' of {push.__module__}:push"] == 2  # activations
+    assert found[f"rpc to 'trainer' of {push.__module__}:push"] == 2  # gradients
 
 
 def test_without_a_profiler_there_are_no_ranges(cluster: InProcessCluster, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -136,7 +136,11 @@ class Caller:
         """`sync` in two parts: makes the call, and returns what waits for its result, for a thread that will do so."""
         reply_sink = SyncReplySink(self._marshal.allow_pickle)
         call, message, large = self._new_calls.of_function(to, func, args, None, timeout_s, reply_sink)
-        self._send_in_turn(call, message, large)
+        if is_profiling():
+            with record_function(call.what()):  # until it is sent: what is waited for later is no time of the call
+                self._send_in_turn(call, message, large)
+        else:
+            self._send_in_turn(call, message, large)
         return lambda: reply_sink.wait(call, self)
 
     def start(
