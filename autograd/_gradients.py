@@ -49,7 +49,8 @@ class GradientTable:
                     self._owned.discard(leaf)
 
     def add(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Adds the gradients that one call of the engine has returned."""
+        """Adds the gradients that one run has found."""
+        captured = [(leaf, _without_graph(gradient)) for leaf, gradient in captured]
         addresses = [_address(gradient) for _, gradient in captured]
         shared = _repeated(addresses)
         with self._lock:
@@ -58,15 +59,14 @@ class GradientTable:
                 num_before = len(self._gradients)
                 known = self._gradients.setdefault(leaf, gradient)  # one look-up: a tensor's hash is a Python function
                 if len(self._gradients) == num_before:
-                    with torch.no_grad():
-                        self._gradients[leaf] = self._sum(leaf, known, gradient)
+                    self._gradients[leaf] = self._sum(leaf, known, gradient)
                 elif address in shared or not _is_dense(gradient):
-                    with torch.no_grad():
-                        self._gradients[leaf] = _copied(gradient)
+                    self._gradients[leaf] = _copied(gradient)
 
     def _sum(self, leaf: torch.Tensor, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
         if leaf in self._owned and not known.is_sparse:
             return known.add_(gradient)
+        known = _without_graph(known)
         self._owned.add(leaf)
         return gradient + known if known.is_sparse else known + gradient  # torch adds no dense tensor to a sparse one
 
@@ -76,6 +76,11 @@ def size_bytes(gradient: torch.Tensor) -> int:
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.numel() * gradient.element_size()
+
+
+def _without_graph(gradient: torch.Tensor) -> torch.Tensor:
+    """A gradient as it is summed up here, without the graph that a hook, or whoever has a `snapshot`, may give it."""
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def _address(gradient: torch.Tensor) -> int:

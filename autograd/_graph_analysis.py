@@ -23,9 +23,9 @@ from rpcdist.autograd._autograd_errors import AutogradError
 from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, RecvNode
 from rpcdist.autograd._pass_events import LocalGraph, LocalRecv, LocalSend
 
-__all__ = ["Analysis", "Leaf", "analyse"]
+__all__ = ["AccumulateGrad", "Analysis", "Leaf", "analyse"]
 
-_AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
+AccumulateGrad = type(torch.ones((), requires_grad=True).expand(1).grad_fn.next_functions[0][0])  # type: ignore[union-attr]
 
 
 class Leaf(NamedTuple):
@@ -155,8 +155,8 @@ class _Walk:
         self.outputs.clear()
         self._walk_together(edges)
         self.sizes = [len(self.masks)] * len(edges)
-        self.leaves = [node for node in self.masks if type(node) is _AccumulateGrad]
-        self.meetings = [node for node in self.masks if type(node) is not _AccumulateGrad]
+        self.leaves = [node for node in self.masks if type(node) is AccumulateGrad]
+        self.meetings = [node for node in self.masks if type(node) is not AccumulateGrad]
 
     def _walk_alone(self, edge: GradientEdge, mask: int) -> bool:
         """Walks over what one edge reaches; False if it meets an inner node of another edge."""
@@ -169,7 +169,7 @@ class _Walk:
                 continue
             kind = type(node)
             known = masks.get(node, 0)
-            if kind is _AccumulateGrad:
+            if kind is AccumulateGrad:
                 if not known:
                     self.leaves.append(node)
                 masks[node] = known | mask
@@ -225,7 +225,7 @@ class _Walk:
     def _meet(self, node: Node) -> Sequence[tuple[Node | None, int]]:
         """The next nodes; asked once per node and kept, because torch makes new Python objects each time."""
         kind = type(node)
-        following = () if kind is RecvNode or kind is _AccumulateGrad else node.next_functions
+        following = () if kind is RecvNode or kind is AccumulateGrad else node.next_functions
         self._following[node] = following
         return following
 

@@ -7,6 +7,13 @@
     them sent at once. That is for runs that take long, so that the next worker begins meanwhile; for gates, which wait
     for what follows from these gradients; and for nodes of recvs that have hooks.
 
+[Note: without the engine]
+    Where what was sent is a parameter, or a tensor just as it was received, its gradient is that of the leaf or of the
+    recv: a worker that passes on what others compute, and sends its weights along, has no node to execute. A call of
+    the engine would cost it more than all else that it does in such a run. The engine is still asked where somebody
+    watches these tensors (hooks, `retain_grad`), where gradients have to be added up or do not look as they should, and
+    for many at once, which it does in less time.
+
 [Note: gates]
     Usually all gradients from which a group runs have arrived. Where the graph of a worker leads out to another worker
     and back in (A->B->A, through shared nodes), some gradients arrive only after others have been sent. For these, the
@@ -20,17 +27,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Final, Protocol, cast
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from rpcdist.autograd._graph_analysis import Analysis
+from rpcdist.autograd._graph_analysis import AccumulateGrad, Analysis
 from rpcdist.autograd._message_nodes import (
     GateOrder,
     Gradients,
     RecordedRecv,
     RecordedSend,
+    RecvNode,
     current_run,
     set_current_run,
     token_edge,
@@ -44,6 +52,9 @@ LeafGradients = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 Captured = dict[torch.Tensor, torch.Tensor]
 """Gradients by leaf, as `queue_callback` shows them."""
+
+MAX_WITHOUT_ENGINE: Final = 16
+"""For more gradients at once, one call of the engine costs less."""
 
 _engine = cast(Any, torch.autograd.Variable._execution_engine)
 
@@ -95,8 +106,42 @@ class GroupRun:
 
     def execute(self, retain_graph: bool) -> None:
         """Runs, answers every recv, and collects the gradients of leaves. Blocks only if there are gates."""
-        analysis, used = self._analysis, self._run.used
         edges, gradients = self._starts()
+        captured = self._without_engine(edges, gradients)
+        if captured is None:
+            captured = self._with_engine(edges, gradients, retain_graph)
+        if captured:
+            self._owner.collect(captured)
+
+    def _without_engine(self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor]) -> LeafGradients | None:
+        """Answers, and returns the gradients of leaves, where no node is to be executed; None if one has to be."""
+        if self._delivers or not 0 < len(edges) <= MAX_WITHOUT_ENGINE or len(set(edges)) < len(edges):
+            return None
+        captured: list[tuple[torch.Tensor, torch.Tensor]] = []
+        received: dict[int, list[torch.Tensor | None]] = {recv.id: [None] * recv.count for recv in self._recvs}
+        for edge, gradient in zip(edges, gradients, strict=True):
+            node: Any = edge.node  # torch's stubs lack what nodes of these kinds have
+            kind = type(node)
+            if kind is AccumulateGrad:
+                leaf = node.variable
+                if leaf._backward_hooks or not _fits(gradient, leaf):
+                    return None
+                captured.append((leaf, gradient))
+            elif kind is RecvNode:
+                if node.recv.needs_engine() or not _fits(gradient, node._input_metadata[edge.output_nr]):
+                    return None
+                received[node.recv.id][edge.output_nr] = gradient
+            else:
+                return None
+        if self._recvs:
+            self._owner.answer([(recv, received[recv.id]) for recv in self._recvs], False)
+        return captured
+
+    def _with_engine(
+        self, edges: Sequence[GradientEdge], gradients: Sequence[torch.Tensor], retain_graph: bool
+    ) -> LeafGradients:
+        """Runs the engine, answers every recv, and returns the gradients of leaves."""
+        analysis, used = self._analysis, self._run.used
         leaves = [leaf for leaf in analysis.leaves if leaf.sources & used] if edges else []
         wanted = [leaf.edge for leaf in leaves]
         if edges and self._recvs:
@@ -109,10 +154,7 @@ class GroupRun:
         self._answer(wanted, results, len(leaves))
         # The zip is not strict: what the leaves do not have belongs to the recvs.
         captured = [(leaf.tensor, found) for leaf, found in zip(leaves, results, strict=False) if found is not None]
-        if self.callbacks:
-            captured = self._called_back(captured)
-        if captured:
-            self._owner.collect(captured)
+        return self._called_back(captured) if self.callbacks else captured
 
     def _answer(self, edges: Sequence[GradientEdge], results: Sequence[torch.Tensor | None], at: int) -> None:
         """Answers the recvs that were not delivered, with the results from the number `at` on, if they have any."""
@@ -208,6 +250,16 @@ class GroupRun:
             del self._unanswered[recv.id]
             # A run with gates never holds: its gates wait for what others do with the gradient.
             self._owner.answer([(recv, gradients)], bool(self._run.pending))
+
+
+def _fits(gradient: torch.Tensor, target: Any) -> bool:
+    """Whether a gradient has the form that the engine would give it, for a tensor or for what a node knows of one."""
+    return (
+        gradient.layout is torch.strided
+        and gradient.dtype is target.dtype
+        and list(gradient.shape) == list(target.shape)
+        and gradient.device == target.device
+    )
 
 
 def queue_callback(callback: Callable[[Captured], object]) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Final, Protocol, cast
+from weakref import ref
 
 import torch
 from torch.autograd import Function
@@ -84,10 +85,14 @@ class RecordedRecv:
         id, sender, stamp: as in `LocalRecv`.
         count: number of tensors in the message.
         size_bytes: of these tensors.
-        is_hooked: whether somebody has registered a hook with its node, which must then be executed.
+        is_hooked: whether somebody has registered a hook with its node, which must then be executed; see `_marking`.
+        is_watched: whether somebody has registered a hook with one of its tensors, which only torch's engine calls.
+        tensors: those of the message, while they live.
     """
 
-    __slots__ = ("context_id", "count", "id", "is_hooked", "sender", "size_bytes", "stamp")
+    __slots__ = (
+        "context_id", "count", "id", "is_hooked", "is_watched", "sender", "size_bytes", "stamp", "tensors",
+    )  # fmt: skip
 
     def __init__(self, context_id: int, id: int, sender: int, stamp: int, count: int, size_bytes: int) -> None:
         self.context_id = context_id
@@ -97,6 +102,15 @@ class RecordedRecv:
         self.count = count
         self.size_bytes = size_bytes
         self.is_hooked = False
+        self.is_watched = False
+        self.tensors: Sequence[ref[torch.Tensor]] = ()
+
+    def needs_engine(self) -> bool:
+        """Whether gradients of its tensors have to come from torch's engine: there is a hook, or a `retain_grad`."""
+        if self.is_hooked or self.is_watched:
+            return True
+        living = [tensor() for tensor in self.tensors]
+        return any([tensor is not None and tensor.retains_grad for tensor in living])
 
     def __repr__(self) -> str:
         return f"<recv {self.id:#x} from {self.sender} at {self.stamp} [{self.count} tensors]>"
@@ -181,19 +195,22 @@ RecvNode = type(
 )
 
 
-def _mark_hooked(register: Callable[..., Any]) -> Callable[..., Any]:
-    """Notes that the node of a recv has a hook; see `RecordedRecv.is_hooked`."""
+def _marking(register: Callable[..., Any], mark: str) -> Callable[..., Any]:
+    """A method by which hooks are registered with the node of a recv, and that sets an attribute of the recv."""
 
     @wraps(register)
-    def register_and_mark(node: Any, hook: Callable[..., Any]) -> Any:
-        node.recv.is_hooked = True
+    def register_and_mark(node: Any, hook: Any) -> Any:
+        setattr(node.recv, mark, True)
         return register(node, hook)
 
     return register_and_mark
 
 
-for _name in ("register_hook", "register_prehook"):
-    setattr(RecvNode, _name, _mark_hooked(getattr(RecvNode, _name)))
+# `Tensor.register_hook` calls the last one, once for a tensor.
+for _name, _mark in {
+    "register_hook": "is_hooked", "register_prehook": "is_hooked", "_register_hook_dict": "is_watched",
+}.items():  # fmt: skip
+    setattr(RecvNode, _name, _marking(getattr(RecvNode, _name), _mark))
 
 _TOKEN: Final = torch.ones((), requires_grad=True)
 _TOKEN_EDGE: Final = get_gradient_edge(_TOKEN)
@@ -208,6 +225,7 @@ def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     """Makes `tensors`, leaves that have just arrived, the outputs of a recv."""
     for tensor in tensors:
         tensor.requires_grad_(False)
+    recv.tensors = [ref(tensor) for tensor in tensors]
     if (
         torch.is_grad_enabled() and not torch.is_inference_mode_enabled()
     ):  # the usual case: switching modes takes a third of the time
