@@ -30,7 +30,7 @@ RUNS = {
     "reinforcement_learning": ("reinforcement_learning", "--rounds 6 --picture made/a.png", 3),
     "collectives": ("collectives", "--rounds 4", 3),
     "recurrent_net": ("recurrent_net", "--steps 80 --max-loss 4.6", 2),  # reaches 4.3
-    "asyncio_service": ("asyncio_service", "--epochs 5", 2),
+    "asyncio_service": ("asyncio_service", "--epochs 5 --waiters 1000", 2),
     "ddp": ("ddp", "--epochs 2 --checkpoint ../made/model", 2),
     "ddp again": ("ddp", "--epochs 3 --checkpoint ../made/model --resume", 2),
     "pipeline_parallel": ("pipeline_parallel", f"{SHORT_PIPELINE} --picture made/a.svg", 2),
@@ -102,14 +102,14 @@ def test_a_recurrent_net_over_two_workers_learns(ran: dict[str, Ran]) -> None:
 def test_the_asyncio_service_shows_what_it_says(ran: dict[str, Ran]) -> None:
     result = ran["asyncio_service"]
     found = last_line(
-        result, r"test accuracy (.*) %, 5000 calls waited for it at a service with \d+ threads \(.* s\), picture: .*"
+        result, r"test accuracy (.*) %, 1000 calls waited for it at a service with \d+ threads \(.* s\), picture: .*"
     )
     assert float(found[1]) >= 90
     out = result.stdout
     assert "named failure, on worker 'service': NotTrained: the model is not trained yet: 0 steps done\n" in out
     assert "deadline: the call ended after 0.5 s, here and at the service\n" in out
     assert "cancellation: a waiting call and a stream were left, and ended at the service\n" in out
-    [threads] = re.findall(r"^waiting: 5000 calls, all at the service, which has (\d+) threads$", out, re.MULTILINE)
+    [threads] = re.findall(r"^waiting: 1000 calls, all at the service, which has (\d+) threads$", out, re.MULTILINE)
     assert int(threads) < 30
     [ahead] = re.findall(r"^streaming: 220 losses, at most (\d+) ahead of the slow client$", out, re.MULTILINE)
     assert 1 <= int(ahead) <= 18
