@@ -11,6 +11,7 @@ import pytest
 import torch
 from point_pairs import Mesh, in_threads, irecv, isend, mesh, number, recv, send
 
+from rpcdist.collectives._transports.p2p import small_messages
 from rpcdist.errors import CollectiveMismatch, RankLost
 
 
@@ -76,6 +77,24 @@ def test_a_broken_socket_fails_the_send() -> None:
             send(a, number(7), 1)
         with pytest.raises(RankLost, match=r"send #3 .* Broken pipe"):
             send(a, number(7), 1)
+
+
+def test_a_send_that_is_interrupted_before_its_first_byte_leaves_the_connection_free(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupt(_: object) -> memoryview:
+        raise KeyboardInterrupt
+
+    with mesh(2) as made:
+        a, b = made.members
+        sock = slow_socket(made, 10**6)
+        with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+            patched.setattr(small_messages, "memory_of", interrupt)
+            send(a, number(7), 1)
+        assert sock.limits  # nothing was sent
+        got = number(-1)
+        in_threads(lambda: send(a, number(8), 1), lambda: recv(b, got, 0))
+        assert got == 8
 
 
 def test_an_interrupted_send_ends_the_connection() -> None:

@@ -74,10 +74,11 @@ class SmallMessages:
             ):
                 return False
             connection.busy = True
-        num_sent, request, ended = 0, None, "a send was interrupted"
-        data = pack_header(MessageFrame.MESSAGE, code, tag, connection.stream.num_sent, tensor.nbytes)
-        data += memory_of(tensor)
+        num_sent, request, ended = 0, None, ""
         try:
+            data = pack_header(MessageFrame.MESSAGE, code, tag, connection.stream.num_sent, tensor.nbytes)
+            data += memory_of(tensor)
+            ended = "a send was interrupted"
             num_sent = sock.send(data)
             ended = ""
         except (BlockingIOError, InterruptedError):
