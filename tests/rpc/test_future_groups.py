@@ -5,6 +5,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,7 +15,7 @@ import torch
 from future_helpers import LIMIT_S, deliver, done_future, failed_future
 from future_helpers import pool as pool
 
-from rpcdist.errors import DeadlineExceeded
+from rpcdist.errors import BlockingInLoop, DeadlineExceeded
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._futures.waiting import as_completed, collect_all, replace_torch_functions, wait_all, wait_any
 from rpcdist.rpc.future import Future
@@ -76,6 +77,51 @@ def test_wait_any(pool: ThreadPool) -> None:
     assert wait_any(futures) == (done, pending)
     assert wait_any([]) == ([], [])
     assert not any(future._observers for future in futures)
+
+
+def test_wait_any_on_an_event_loop_leaves_no_observer() -> None:
+    future: Future[int] = Future()
+
+    async def wait() -> None:
+        wait_any([future])
+
+    with pytest.raises(BlockingInLoop):
+        asyncio.run(wait())
+    assert not future._observers
+
+
+def test_a_result_that_its_reader_takes_back_is_no_error() -> None:
+    class TakenBack(deque[Future[int]]):
+        """Another thread takes the element away between a test for it and its use."""
+
+        def __bool__(self) -> bool:
+            there = len(self) > 0
+            self.clear()
+            return there
+
+    completions = as_completed([Future[int]()], 0.01)
+    completions._taken = TakenBack([Future[int]()])
+    with pytest.raises(DeadlineExceeded):
+        next(completions)
+
+
+def test_a_result_whose_making_is_interrupted_is_made_nevertheless() -> None:
+    class Interrupted(Future[int]):
+        interrupts = 1
+
+        def _settle(self) -> None:
+            if self.interrupts:
+                self.interrupts -= 1
+                raise KeyboardInterrupt
+            super()._settle()
+
+    future, other = Interrupted(), Future[int]()
+    completions = as_completed([future, other], LIMIT_S)
+    completions._is_taking = True  # as if the result came while a thread waits
+    assert not future._deliver(partial(int, 7))
+    with pytest.raises(KeyboardInterrupt):
+        next(completions)
+    assert future.done() and future.value() == 7
 
 
 def test_as_completed_in_order_of_completion(pool: ThreadPool) -> None:

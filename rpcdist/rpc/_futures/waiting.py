@@ -112,9 +112,11 @@ def wait_any(futures: Iterable[torch.futures.Future[T]], timeout: float | None =
     members = list(futures)
     if members and not any(member.done() for member in members):
         completions = Completions(members, timeout, "wait_any()")
-        with completions._taking():
-            completions._wait_for_one()
-        completions.close()
+        try:
+            with completions._taking():
+                completions._wait_for_one()
+        finally:
+            completions.close()
     return AnyDone([member for member in members if member.done()], [member for member in members if not member.done()])
 
 
@@ -254,7 +256,13 @@ class Completions(Generic[T]):
 
     def _make_taken(self) -> None:
         while self._taken:
-            self._taken.popleft()._settle()  # it is done then, and `_one_done` is called; unless others make it already
+            try:
+                future = self._taken[0]
+            except IndexError:
+                return  # `_take_over` took it back in between
+            future._settle()  # it is done then, and `_one_done` is called; unless others make it already
+            with contextlib.suppress(ValueError):
+                self._taken.remove(future)  # only now: who comes here again after Ctrl-C finds it
 
     def _sleep(self, baton: LockType) -> bool:
         """Waits until the baton is given, which is True, or until the time is over."""
