@@ -7,8 +7,10 @@ through it, so it also shows which nodes several sources share.
     Sources that share an inner node must run in one engine call: a node that ran twice, with a part of its gradient
     each time, would fire hooks with partial gradients, and do its work twice. Sources that share only leaves may run
     apart, because the context adds up the gradients of leaves. A leaf with hooks counts as an inner node: its hooks
-    must see the whole gradient. So the chain A->B->A->B falls apart into groups that run one after the other, and no
-    thread has to wait in the middle of a group, although all hops of B use the same layers.
+    must see the whole gradient. The tensors of one message run together, too: where a run has to wait for a message
+    (see the gates of `GroupRun`), all its gradients flow on at once. So the chain A->B->A->B falls apart into groups
+    that run one after the other, and no thread has to wait in the middle of a group, although all hops of B use the
+    same layers.
 """
 
 from __future__ import annotations
@@ -97,6 +99,8 @@ def analyse(
             unions.join(mask)
     for node in walk.meetings:
         unions.join(masks[node])
+    for local_send in numbered:
+        unions.join(local_send.mask)
     for edge, mask in walk.outputs.items():
         node = edge.node
         recv = node.recv
