@@ -379,14 +379,15 @@ def _token(token: str | bytes | None) -> bytes | None:
     return token.encode() if isinstance(token, str) else token
 
 
-def _pattern(pattern: str) -> str:
-    module, colon, qualname = pattern.partition(":")
+def _pattern(pattern: object) -> str:
+    text = pattern if isinstance(pattern, str) else ""
+    module, colon, qualname = text.partition(":")
     if not (module and colon and qualname):
         raise ConfigError(
             f"allow_functions takes patterns 'module:qualname' such as 'my_project.jobs:train' or 'torch:*', "
             f"but got {pattern!r}"
         )
-    return pattern
+    return text
 
 
 def _known(kind: str, names: Sequence[str] | None, known: frozenset[str]) -> None:
