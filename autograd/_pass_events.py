@@ -108,7 +108,7 @@ class LocalGraph:
         num_roots: number of roots; sources 0 to num_roots - 1 are roots.
         sends: all messages that this worker sent.
         recvs: all messages that this worker received.
-        groups: the sources of each group; every source is in exactly one group.
+        groups: the sources of each group; every source is in exactly one group, and those of a send in the same one.
     """
 
     num_roots: int
@@ -216,11 +216,11 @@ class Run:
     recvs: tuple[int, ...]
 
     def with_(self, other: Run) -> Run:
-        """Both runs in one; neither has pending sends. A send with tensors in several groups may be in both runs."""
+        """Both runs in one; neither has pending sends."""
         return Run(
             self.groups + other.groups,
             self.used | other.used,
-            tuple(dict.fromkeys(self.arrived + other.arrived)),
+            self.arrived + other.arrived,
             (),
             self.recvs + other.recvs,
         )

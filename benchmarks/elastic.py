@@ -91,7 +91,7 @@ def measure(num_ranks: int, kills: int, seed: int) -> tuple[list[float], list[fl
                 ask()
                 victim = chance.choice(sorted(living))
                 living[victim].kill()
-                living.pop(victim).join()
+                living.pop(victim).join(LIMIT_S)
                 pauses.append(ask())
                 start(number)
                 joined.append(float(store.queue_pop(f"trains process {number}")))
@@ -99,7 +99,7 @@ def measure(num_ranks: int, kills: int, seed: int) -> tuple[list[float], list[fl
         finally:
             for process in living.values():
                 process.kill()
-                process.join()
+                process.join(LIMIT_S)
     return pauses, joined
 
 

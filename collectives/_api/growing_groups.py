@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 
@@ -36,6 +37,18 @@ class _Invitation:
     name: str
     backend: str
     timeout_s: float
+
+    @classmethod
+    def from_json(cls, text: str) -> _Invitation:
+        """The inverse of `json.dumps(asdict(...))`. Raises `ValueError` for anything else."""
+        values = json.loads(text)
+        kinds = {"number": int, "rank": int, "world_size": int, "name": str, "backend": str, "timeout_s": float}
+        if not isinstance(values, dict) or {name: type(value) for name, value in values.items()} != kinds:
+            raise ValueError(f"it is not made of {', '.join(kinds)}")
+        invitation = cls(**values)
+        if not 0 <= invitation.rank < invitation.world_size or not invitation.timeout_s > 0:
+            raise ValueError("its rank is not one of the group, or its time limit is none")
+        return invitation
 
 
 def grow_group(
@@ -85,9 +98,9 @@ def grow_group(
 
 def _take_in(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int, limit_s: float) -> ProcessGroup:
     """On a rank that is there."""
-    numbers: list[object] = [_invite(world, old, desk, world_size) if old.rank() == 0 else None]
+    numbers: list[Any] = [_invite(world, old, desk, world_size) if old.rank() == 0 else None]
     broadcast_object_list(numbers, 0)
-    number = int(str(numbers[0]))
+    number: int = numbers[0]
 
     def check() -> None:
         for lost, reason in old.lost_ranks().items():
@@ -110,6 +123,7 @@ def _invite(world: World, old: ProcessGroup, desk: PrefixStore, world_size: int)
     for rank in range(old.size(), world_size):
         ticket = int(desk.add("invited", 1))
         while desk.check([f"left/{ticket}"]):
+            records.get([f"left/{ticket}"])  # what a stranger says is an error
             ticket = int(desk.add("invited", 1))
         invitation = _Invitation(number, rank, world_size, old.group_name, old.name(), old.timeout_s)
         records.set(f"ticket/{ticket}", json.dumps(asdict(invitation)))
@@ -121,15 +135,22 @@ def _enter(
 ) -> ProcessGroup:
     """In a new process."""
     ticket = int(desk.add("waiting", 1))
+    records = SignedRecords(desk, world.process.records())
     try:
-        (text,) = SignedRecords(desk, world.process.records()).get([f"ticket/{ticket}"], limit_s)
+        (text,) = records.get([f"ticket/{ticket}"], limit_s)
     except StoreTimeout as exc:
-        desk.set(f"left/{ticket}", b"1")
+        records.set(f"left/{ticket}", "left")
         raise RendezvousError(
             f"this process was not taken in within {limit_s:.3g} s: the ranks of the job have to call "
             f"grow_group(store, world_size) with {desk.address}"
         ) from exc
-    invitation = _Invitation(**json.loads(text))
+    try:
+        invitation = _Invitation.from_json(text)
+    except ValueError as exc:
+        raise RendezvousError(
+            f"the invitation {desk.full_key(f'ticket/{ticket}')!r} in {desk.address} makes no sense: {exc}. Start all "
+            "processes with the same version of rpcdist"
+        ) from exc
     if world_size not in (None, invitation.world_size):
         raise RendezvousError(f"the ranks that are there grow to {invitation.world_size} ranks, not to {world_size}")
     own = PrefixStore(f"round/{invitation.number}", desk)

@@ -54,7 +54,7 @@ def colliding_tuples(length: int) -> list[bytes]:
 
 @pytest.mark.parametrize(
     "keys",
-    [colliding_ints(20_000), colliding_complexes(20_000), colliding_tuples(12)],
+    [colliding_ints(20_000), colliding_complexes(20_000), colliding_tuples(14)],
     ids=["integers", "complex numbers", "tuples"],
 )
 def test_a_dict_of_colliding_keys_is_refused(keys: list[bytes]) -> None:

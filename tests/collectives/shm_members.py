@@ -31,17 +31,24 @@ current: list[Member] = []
 
 def join(rank: int, size: int, address: str, buffer_bytes: int) -> None:
     """Takes part in a new group; its segment comes from a Unix socket."""
+    for member in current:
+        member.leave()
+    mapped_before = _mapped()
     with socket.socket(socket.AF_UNIX) as sock:
         sock.connect(address)
         segment = shared_memory.accept(sock, LIMIT_S)
-    for member in current:
-        member.leave()
-    current[:] = [Member(ShmTransport(rank, size, segment, Layout(size, buffer_bytes)))]
+    current[:] = [Member(ShmTransport(rank, size, segment, Layout(size, buffer_bytes)), mapped_before)]
 
 
 def call(rank: int, size: int, name: str, *arguments: object) -> Any:
     """Calls a method of this process's member."""
     return getattr(current[0], name)(*arguments)
+
+
+def _mapped() -> set[str]:
+    """The pieces of shared memory that this process has mapped, each with its address and inode."""
+    with open("/proc/self/maps") as maps:
+        return {line for line in maps if "memfd:rpcdist" in line}
 
 
 class Stopped(Exception):
@@ -71,8 +78,9 @@ class MemberControl(Control):
 class Member:
     """A rank of one group; `call` calls its methods by name."""
 
-    def __init__(self, transport: ShmTransport) -> None:
+    def __init__(self, transport: ShmTransport, mapped_before: set[str]) -> None:
         self._transport: ShmTransport | None = transport
+        self._mapped_before = mapped_before
         self._sequence = 0
 
     def leave(self) -> None:
@@ -82,9 +90,8 @@ class Member:
         self._transport = None
 
     def mappings(self) -> int:
-        """How many pieces of shared memory this process has mapped."""
-        with open("/proc/self/maps") as maps:
-            return sum("memfd:rpcdist" in line for line in maps)
+        """How many pieces of shared memory this process has mapped since it joined."""
+        return len(_mapped() - self._mapped_before)
 
     def _run(self, operation: Operation, limit_s: float = LIMIT_S, ended: Callable[[], bool] = lambda: False) -> None:
         assert self._transport is not None

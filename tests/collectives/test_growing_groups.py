@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,7 +15,9 @@ from collectives_ranks import LIMIT_S, run_ranks
 
 import rpcdist.collectives as c
 from rpcdist.collectives import HashStore
-from rpcdist.collectives._group.world import World, use_world
+from rpcdist.collectives._group.world import World, current_world, use_world
+from rpcdist.collectives._stores.prefix_store import PrefixStore
+from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.errors import AuthenticationFailed, ConfigError, RankLost, RendezvousError, StoreTimeout
 
 T = TypeVar("T")
@@ -133,10 +136,37 @@ def test_a_lost_rank_is_named() -> None:
     run_ranks(2, on_rank, backend="tcp")
 
 
+INVITATION = {"number": 1, "rank": 0, "world_size": 1, "name": "0", "backend": "tcp", "timeout_s": 1.0}
+
+
 def test_an_invitation_of_a_stranger_is_refused() -> None:
     store = HashStore(LIMIT_S)
-    store.set(
-        "grow/ticket/1", '{"number": 1, "rank": 0, "world_size": 1, "name": "0", "backend": "tcp", "timeout_s": 1}'
-    )
+    store.set("grow/ticket/1", json.dumps(INVITATION))
     with pytest.raises(AuthenticationFailed):
         in_new_process(lambda: c.grow_group(store))
+
+
+@pytest.mark.parametrize(
+    "change", [{"rank": "0"}, {"rank": 1}, {"timeout_s": -1.0}, {"number": None}, {"more": 1}, None], ids=str
+)
+def test_an_invitation_that_makes_no_sense_is_named(change: dict[str, object] | None) -> None:
+    store = HashStore(LIMIT_S)
+    text = "[]" if change is None else json.dumps(INVITATION | change)
+
+    def newcomer() -> None:
+        SignedRecords(PrefixStore("grow", store), current_world().process.records()).set("ticket/1", text)
+        c.grow_group(store)
+
+    with pytest.raises(RendezvousError, match=r"the invitation .* makes no sense"):
+        in_new_process(newcomer)
+
+
+def test_a_stranger_cannot_say_that_a_new_process_has_left() -> None:
+    store = HashStore(LIMIT_S)
+    store.set("grow/left/1", b"left")
+
+    def on_rank(rank: int) -> None:
+        with pytest.raises(AuthenticationFailed):
+            c.grow_group(store, 2)
+
+    run_ranks(1, on_rank)

@@ -79,17 +79,18 @@ def test_a_broken_socket_fails_the_send() -> None:
             send(a, number(7), 1)
 
 
+@pytest.mark.parametrize("step", ["pack_header", "memory_of"])
 def test_a_send_that_is_interrupted_before_its_first_byte_leaves_the_connection_free(
-    monkeypatch: pytest.MonkeyPatch,
+    step: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupt(_: object) -> memoryview:
+    def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
     with mesh(2) as made:
         a, b = made.members
         sock = slow_socket(made, 10**6)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(small_messages, "memory_of", interrupt)
+            patched.setattr(small_messages, step, interrupt)
             send(a, number(7), 1)
         assert sock.limits  # nothing was sent
         got = number(-1)

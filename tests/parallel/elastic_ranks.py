@@ -42,7 +42,8 @@ class Plan:
         victims: number of the process to where it dies in step `step`; "stops" stops it, "raises" has it fail.
         step: when that happens.
         waits_for: number of the process to the key that it waits for before it comes.
-        holds: steps inside of which all wait until somebody wants to come in; the next one is done with it.
+        holds: steps inside of which all wait until somebody wants to come in; the next one is done with it. Who comes
+            earlier is not seen there, so he waits for "holds/" and the step's number.
         seeds: number of the process to its seed; others have 0.
         widths: number of the process to the width of its model; others have 8.
         first_to: of `PHASES`: the first process that gets so far in forming the group dies there.
@@ -145,6 +146,7 @@ def train(number: int, size: int, path: str, plan: Plan) -> Outcome:
                 _arrange(plan.victims[number], number, module, optimizer, store)
             with step:
                 if step.number in plan.holds:
+                    store.set(f"holds/{step.number}", b"1")
                     eventually(model._elastic.others_wait, within_s=LIMIT_S)
                 inputs = torch.randn(6, 4, generator=torch.Generator().manual_seed(100 * step.number + step.rank))
                 model(inputs).square().mean().backward()

@@ -81,7 +81,7 @@ def test_who_comes_later_trains_with_the_others(rank_pool: RankPool) -> None:
     plan = Plan(
         num_ranks=2,
         min_ranks=2,
-        waits_for={2: "done/0/2", 3: "done/3/3"},
+        waits_for={2: "holds/1", 3: "holds/4"},
         holds=(1, 4),
         seeds={number: number for number in range(4)},
     )
@@ -104,7 +104,7 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(rank_pool: RankPool) -> No
     plan = Plan(min_ranks=2, timeout_s=30 * UNIT_S, victims={1: "stops"}, holds=(5,))
     pending = rank_pool.begin(3, train, path, plan)
     with FileStore(path, timeout=LIMIT_S) as store:
-        store.wait(["done/4/2"])
+        store.wait(["holds/5"])
         rank_pool[1].resume()
     for outcome in survivors(rank_pool.outcomes(pending)):
         assert outcome.counted[-2:] == [(6, 3), (7, 3)]
@@ -112,7 +112,7 @@ def test_a_stopped_rank_is_left_behind_and_comes_back(rank_pool: RankPool) -> No
 
 
 def test_another_model_is_refused(rank_pool: RankPool) -> None:
-    plan = Plan(num_ranks=2, min_ranks=2, waits_for={2: "done/0/2"}, holds=(2,), widths={2: 9})
+    plan = Plan(num_ranks=2, min_ranks=2, waits_for={2: "holds/2"}, holds=(2,), widths={2: 9})
     *others, refused = run(rank_pool, 3, plan)
     assert isinstance(refused, RendezvousError) and "73 elements" in str(refused), refused
     assert all(outcome.counted[-1] == (7, 2) for outcome in survivors(others))

@@ -7,6 +7,7 @@ import logging
 import threading
 from functools import partial
 from socket import socket
+from typing import Any
 
 import coordinator_functions as functions
 import pytest
@@ -279,6 +280,23 @@ def test_actors_are_found_by_their_names_after_the_coordinator_was_replaced(elas
             cluster.run("a", partial(rpc.remote, "a", Value, (3,), serial=True, name="at c"))
         cluster.run("c", partial(rpc.remote, "a", Value, (4,), serial=True, name="at a"))
         assert cluster.run("b", value_of, "at a") == 4
+
+
+@pytest.mark.parametrize("answer", [None, 7, [None, 3, "", "x" * 2000, "at b"]], ids=["none", "number", "list"])
+def test_a_worker_that_lies_about_its_actors_harms_nobody(answer: object) -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=RETURN_S) as cluster:
+        cluster.run("b", partial(rpc.remote, "b", Value, (1,), serial=True, name="at b")).to_here()
+
+        async def lie() -> object:
+            return answer
+
+        with cluster.use("c") as agent:
+            always: Any = agent.dispatcher._callables._always
+            always[KEPT] = lie
+        cluster.kill("a")
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        assert cluster.run("c", value_of, "at b") == 1
 
 
 def test_only_the_coordinator_asks_for_all_names() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from rpc_cluster import Cluster
 
 import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
+from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 
 pytestmark = pytest.mark.multiproc
@@ -248,12 +250,13 @@ async def test_rpc_stream_on_a_loop_of_what_is_no_generator(cluster: Cluster) ->
         await anext(stream)
 
 
-async def test_rpc_stream_on_a_loop_refuses_for(cluster: Cluster) -> None:
-    with rpc.rpc_stream("worker1", stream_side.count_up, (3,)) as stream:
-        with pytest.raises(BlockingInLoop, match="async for item in"):
-            next(stream)
-        with pytest.raises(BlockingInLoop, match="async for item in"):
-            iter(stream)
+async def test_rpc_stream_on_a_loop_refuses_for_there(cluster: Cluster) -> None:
+    stream = rpc.rpc_stream("worker1", stream_side.count_up, (3,))
+    with pytest.raises(BlockingInLoop, match="async for item in"):
+        next(stream)
+    assert await run_in_thread(partial(list, stream), stream.close, "reader") == [0, 1, 2]
+    with pytest.raises(RpcdistError, match="read to its end"):
+        iter(stream)
 
 
 async def test_leaving_rpc_stream_on_a_loop_closes_the_generator(cluster: Cluster, key: str) -> None:

@@ -49,7 +49,7 @@ def test_a_reference_goes_with_its_last_name_though_its_use_failed(allow_pickle:
     ) as cluster:
         references = {name: cluster.run("a", rpc.remote, "b", Value, (), {}, LIMIT_S) for name in USES}
         actor = cluster.run("a", rpc.remote, "b", Value, (), {}, LIMIT_S)
-        actor._handle.state.is_serial = True  # as `rpc.actor` makes them
+        actor._handle.state.is_serial = True  # as `serial=True` makes them
         references["a method of an actor"] = actor
         del actor
         for reference in references.values():

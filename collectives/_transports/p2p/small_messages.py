@@ -90,7 +90,7 @@ class SmallMessages:
                 stream = connection.stream
                 if ended:
                     state.end_outgoing(connection, ended)
-                elif num_sent == len(data):
+                elif num_sent and num_sent == len(data):  # if nothing was sent, there may be no data
                     stream.num_sent += 1
                 elif num_sent:
                     request = rest()
@@ -99,7 +99,7 @@ class SmallMessages:
                 self._progress.release_locked(connection)
                 if stream or state.settled:  # other threads have added messages meanwhile
                     self._leadership.ensure()
-        return request or num_sent == len(data)
+        return request or num_sent > 0
 
     def recv(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
         """Receives a message that comes within a moment, if nothing else is awaited.

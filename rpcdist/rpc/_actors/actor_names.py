@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine
 from itertools import islice
 from typing import Any, Final, Protocol, TypeGuard
 
@@ -196,8 +196,11 @@ class ActorNames:
             self._asked.add(worker)
             self._take_names(worker, names)
 
-    def _take_names(self, worker: Identity, names: Sequence[object]) -> None:
-        """A name that somebody else has got meanwhile stays his."""
+    def _take_names(self, worker: Identity, names: object) -> None:
+        """What a worker answered. A name that somebody else has got meanwhile stays his."""
+        if not isinstance(names, list):
+            logger.warning("worker %r did not say which actors it has, but %.200r", worker.name, names)
+            return
         for name in names:
             if _is_name(name) and self._claim(name) is None and len(self._claims) < MAX_NAMES:
                 claim = self._claims[name] = _Claim(worker, worker)

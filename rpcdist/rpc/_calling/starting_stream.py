@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator, Iterator
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.rpc._calling.result_streams import Stream
@@ -40,17 +41,19 @@ class StartingStream(Stream[T]):
         return result if isinstance(result, Stream) else None
 
     def __iter__(self) -> Iterator[T]:
-        self._refuse()
+        if (stream := self._stream) is not None:
+            iter(stream)  # raises if its items have been taken
+        return self
 
     def __next__(self) -> T:
-        self._refuse()
-
-    def _refuse(self) -> NoReturn:
-        raise BlockingInLoop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
+        if asyncio._get_running_loop() is not None:
+            raise BlockingInLoop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
+        stream: Stream[T] = check_is_stream(self._start.wait(), self._function)  # in another thread
+        return next(stream)
 
     def __aiter__(self) -> AsyncIterator[T]:
         if (stream := self._stream) is not None:
-            stream.__aiter__()  # raises if its items have been taken
+            aiter(stream)  # as above
         return self
 
     async def __anext__(self) -> T:
