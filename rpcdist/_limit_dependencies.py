@@ -71,3 +71,5 @@ def check(limits: Mapping[str, float]) -> None:
         raise ValueError("HEARTBEATS_PER_PEER_TIMEOUT must be at least 3: one lost heartbeat is not a lost peer")
     if not 0 < limits["LAST_ATTEMPT_SHARE"] < 1:
         raise ValueError("LAST_ATTEMPT_SHARE must be a part of the peer timeout: it extends it")
+    if not 0 < limits["SURVIVOR_PROBE_SHARE"] < 1:
+        raise ValueError("SURVIVOR_PROBE_SHARE must be a part of the peer timeout: who is asked has the rest of it")

@@ -142,6 +142,7 @@ __all__ = [
     "STORE_LINGER_S",
     "STORE_STOP_LIMIT_S",
     "STORE_TIMEOUT_S",
+    "SURVIVOR_PROBE_SHARE",
     "TCP_CHANNEL_LIMIT_S",
     "THREAD_GRACE_S",
     "TORCH_STORE_FIRST_PAUSE_S",
@@ -161,6 +162,8 @@ HEARTBEATS_PER_PEER_TIMEOUT: Final = 4
 """Heartbeats of an idle session in each peer timeout: a few may be late or lost before the peer is."""
 LAST_ATTEMPT_SHARE: Final = 0.2
 """Part of the peer timeout that is left for connecting anew once silence has used it up; then the peer is lost."""
+SURVIVOR_PROBE_SHARE: Final = 0.25
+"""Part of the peer timeout after which a new coordinator asks workers that have not come to it whether they live."""
 REFUSED_GRACE_S: Final = 0.5
 """A worker that refuses connections may be restarting its listener; one that refuses for longer is lost at once."""
 LEASE_IN_PEER_TIMEOUTS: Final = 3

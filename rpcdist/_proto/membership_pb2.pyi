@@ -30,9 +30,9 @@ class JoinRequest(_message.Message):
     world_size: int
     timeout_ms: int
     known_version: int
-    known: _containers.RepeatedCompositeFieldContainer[_handshake_pb2.Identity]
+    known: _containers.RepeatedCompositeFieldContainer[Member]
     attempt: str
-    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., world_size: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., known_version: _Optional[int] = ..., known: _Optional[_Iterable[_Union[_handshake_pb2.Identity, _Mapping]]] = ..., attempt: _Optional[str] = ...) -> None: ...
+    def __init__(self, member: _Optional[_Union[Member, _Mapping]] = ..., world_size: _Optional[int] = ..., timeout_ms: _Optional[int] = ..., known_version: _Optional[int] = ..., known: _Optional[_Iterable[_Union[Member, _Mapping]]] = ..., attempt: _Optional[str] = ...) -> None: ...
 
 class JoinReply(_message.Message):
     __slots__ = ("outcome", "detail", "members", "version", "missing", "departures")

@@ -64,6 +64,7 @@ from rpcdist.rpc._peers.lease_watch import LeaseWatch
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import Network
 from rpcdist.rpc._peers.peer_events import PeerEvents
+from rpcdist.rpc._peers.probe_taker import PROBE_ROLE, ProbeTaker
 from rpcdist.rpc._peers.router import Router
 from rpcdist.rpc._rref.handles import Handle
 from rpcdist.rpc._rref.host import RRefHome
@@ -359,6 +360,7 @@ class Agent:
         ):
             network.add_service(service, {"Deliver": self._control.service_method(kind, reply)})
         network.handle_role(ROLE, self._inbound, self._inbound.refusal)
+        network.handle_role(PROBE_ROLE, ProbeTaker(self._return.on_probe))
         network.io.call_soon(self._news.start)
         network.io.call_soon(self._return.start)
         network.io.call_soon(self._tick)
@@ -397,6 +399,7 @@ class Agent:
         self.rrefs.close()
         self.leaving.say_goodbye()
         self.network.handle_role(ROLE, None)
+        self.network.handle_role(PROBE_ROLE, None)
         self.network.run(self._close_connections(), timeout_s)
         self.user_loop.close(timeout_s)
         self.pool.close(timeout_s)

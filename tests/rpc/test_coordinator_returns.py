@@ -92,6 +92,26 @@ def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
         assert changes == ["a lost", "a joined"]  # nobody else came or went
 
 
+@pytest.mark.parametrize("elastic", [False, True])
+def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was declared lost: the new coordinator waited for no longer than it may take to notice the old one's death."""
+    with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
+        changes: list[str] = []
+        with cluster.use("b"):
+            rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
+        with cluster.use("c") as agent:
+            monkeypatch.setattr(agent._return, "_look", lambda: None)  # until somebody asks for it
+        cluster.kill("a")
+        with pytest.raises(WorkerLost):
+            cluster.run("b", rpc.rpc_sync, "a", add, (1, 2))
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        for caller in cluster.names:
+            for callee in cluster.names:
+                assert cluster.run(caller, rpc.rpc_sync, callee, add, (1, 2)) == 3
+        assert changes == ["a lost", "a joined"]
+
+
 async def call_on_a_loop() -> int:
     return int(await rpc.rpc_async("a", add, (1, 2)))
 

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
+from rpcdist.rpc._membership import membership_recovery
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.membership_table import MembershipTable
@@ -415,14 +416,91 @@ async def test_workers_are_taken_back_once_all_have_come() -> None:
     assert service.table.formed
 
 
-async def test_who_does_not_come_back_in_time_is_lost_and_its_rank_is_free() -> None:
-    service = MembershipService(recovery_s=0.05)
+async def is_dead(member: Member) -> bool:
+    return False
+
+
+async def test_who_neither_comes_back_nor_answers_is_lost_and_its_rank_is_free() -> None:
+    service = MembershipService(is_dead, recovery_s=0.05)
     waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
     assert await settled(*waiting) == [OK] * 2
     roster = members_of(waiting[1].result(), C, "here", 1.0)
     assert [member.identity for member in roster.members] == [A2, C] and list(roster.departures) == [B]
-    assert "did not announce itself" in roster.departures[B]
+    assert "neither came to the next one nor answered" in roster.departures[B]
     assert await settled(ask(service, worker("another-name", 1, 300), 3)) == [OK]
+
+
+@pytest.mark.parametrize("world_size", [3, 0], ids=["static", "elastic"])
+async def test_who_lives_and_notices_nothing_stays_in_the_job(world_size: int) -> None:
+    """It was declared lost when the time was over: a slow worker, or one whose network breaks silently."""
+    service = MembershipService(recovery_s=0.05)
+    waiting = [ask(service, A2, world_size), back(service, C, A, B, C, world_size=world_size)]
+    assert await settled(*waiting) == [OK] * 2
+    roster = members_of(waiting[1].result(), C, "here", 1.0)
+    assert [member.identity for member in roster.members] == [A2, B, C] and not roster.departures
+    assert await settled(ask(service, B2, world_size)) == [NAME]
+    announced = back(service, B, A, B, C, world_size=world_size, version=50)
+    assert await settled(announced) == [OK]
+    assert announced.result().version >= 50  # of what it knows, nothing would be believed that is older
+
+
+async def test_who_has_not_answered_yet_is_waited_for() -> None:
+    asked, answers = asyncio.Event(), asyncio.Event()
+
+    async def slow(member: Member) -> bool:
+        asked.set()
+        await answers.wait()
+        return True
+
+    service = MembershipService(slow, recovery_s=20.0)
+    waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
+    await until_waiting(service, 2)
+    recovery = service._recovery
+    assert recovery is not None
+    service._ask_the_missing(recovery)
+    await asked.wait()
+    service._end_of_time(recovery)
+    await until_waiting(service, 2)
+    answers.set()
+    assert await settled(*waiting) == [OK] * 2
+    assert [member.identity for member in service.table.members] == [A2, B, C]
+
+
+async def test_who_never_answers_holds_nobody_up_for_long() -> None:
+    async def silent(member: Member) -> bool:
+        return await asyncio.Event().wait()
+
+    service = MembershipService(silent, recovery_s=0.05)
+    assert await settled(ask(service, A2, 3), back(service, C, A, B, C)) == [OK] * 2
+    assert [member.identity for member in service.table.members] == [A2, C]
+    await asyncio.sleep(0)
+    assert not service._asking
+
+
+async def test_one_that_lies_about_an_address_evicts_nobody() -> None:
+    async def probe(member: Member) -> bool:
+        return member == record(B)
+
+    service = MembershipService(probe, recovery_s=0.05)
+    lie = return_request(record(D), 4, 30.0, Roster(9, [Member(B, "elsewhere:1")]), "")
+    lying = asyncio.create_task(service.join(D, lie))
+    assert await settled(ask(service, A2, 4), lying, back(service, C, A, B, C, D, world_size=4)) == [OK] * 3
+    assert [member.identity for member in service.table.members] == [A2, B, C, D]
+
+
+async def test_as_many_addresses_as_a_worker_may_say_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(membership_recovery, "MAX_NAMED", 20)
+    num_asked = 0
+
+    async def count(member: Member) -> bool:
+        nonlocal num_asked
+        num_asked += 1
+        return False
+
+    service = MembershipService(count, recovery_s=0.05)
+    invented = [worker(f"w{number}", number) for number in range(2, 60)]
+    assert await settled(ask(service, A2, 0), back(service, B, *invented, world_size=0)) == [OK] * 2
+    assert num_asked == 20
 
 
 async def test_a_dynamic_world_waits_for_those_that_are_known() -> None:

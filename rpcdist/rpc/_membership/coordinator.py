@@ -3,27 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 from typing import NamedTuple
 
 from rpcdist._proto import membership_pb2
 from rpcdist.backoff import backoff
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError, WorkerLost
+from rpcdist.errors import AuthenticationFailed, TransportError, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.network import Network
+from rpcdist.rpc._peers.probe_taker import PROBE_ROLE
+from rpcdist.rpc._peers.reach_limit import ReachLimit
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
     COORDINATOR_CONNECT_LIMIT_S,
     COORDINATOR_GRACE_S,
     LEAVE_CONNECT_LIMIT_S,
-    MIN_ATTEMPT_S,
-    REFUSED_GRACE_S,
 )
 from rpcdist.transport.identities import identity_to_proto
 
@@ -45,17 +44,16 @@ def serve_membership(network: Network, me: Identity, peer_timeout_s: float) -> M
         """Whether a member is alive; it is dead by the rules by which every worker judges its peers."""
         if member.identity == me:
             return True
-        started = time.monotonic()
+        limit = ReachLimit(peer_timeout_s)
         for pause_s in backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S):
-            left_s = max(started + peer_timeout_s - time.monotonic(), MIN_ATTEMPT_S)
             try:
-                link = await network.connect(member.address, "probe", left_s, expected=member.identity, retry=False)
-            except AuthenticationFailed:  # somebody else listens there now
+                link = await network.connect(
+                    member.address, PROBE_ROLE, limit.attempt_s, expected=member.identity, retry=False
+                )
+            except (AuthenticationFailed, ValueError):  # somebody else listens there now, or that is no address at all
                 return False
             except TransportError as exc:
-                waited_s = time.monotonic() - started
-                refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
-                if waited_s >= (REFUSED_GRACE_S if refused else peer_timeout_s):
+                if limit.is_over(exc):
                     return False
             else:
                 await link.close()

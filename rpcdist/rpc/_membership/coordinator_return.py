@@ -113,6 +113,11 @@ class CoordinatorReturn:
             self._look()
         return False
 
+    def on_probe(self, identity: Identity) -> None:
+        """Somebody asked whether this worker lives; the next coordinator, if it waits for this worker to come."""
+        if identity.id == COORDINATOR and identity != self._joined and not self._directory.was_replaced(identity):
+            self._search.hurry()
+
     def _look(self) -> None:
         if self._coordinator.service is None and not self._is_looking and not self._lifetime.is_closed:
             self._task = self._io.spawn(self._run(), "rpcdist look for the coordinator")
@@ -171,7 +176,7 @@ class CoordinatorReturn:
         directory = self._directory
         roster = directory.roster()
         me = directory.member(directory.me.id)
-        limit_s = 2 * self._recovery_s
+        limit_s = 3 * self._recovery_s  # it decides after twice that time at most
         peer, reply = await self._coordinator.announce(
             address, me, self._world_size, roster, self._joined, limit_s, self._search.answered
         )

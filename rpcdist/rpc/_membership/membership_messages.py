@@ -52,7 +52,7 @@ def return_request(
     """
     request = join_request(me, world_size, timeout_s)
     request.known_version = roster.version
-    request.known.extend(identity_to_proto(member.identity) for member in roster.members)
+    request.known.extend(map(member_to_proto, roster.members))
     request.attempt = attempt
     return request
 

@@ -8,17 +8,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_to_proto
+from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, member_to_proto
 from rpcdist.rpc._membership.membership_recovery import Recovery
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.peer_events import Event
-from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S
+from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
 
 __all__ = ["MembershipService", "Probe"]
@@ -40,12 +40,13 @@ class MembershipService:
     """Answers `Join`, `Leave` and `Members`; register it with `Node.add_service`. I/O loop only.
 
     Args:
-        probe: is asked about the member whose name or rank a newcomer has: only one that does not answer is declared
-            lost, and gives its place to the newcomer.
+        probe: is asked about the member whose name or rank a newcomer has, and about those of the job before that do
+            not come back: only one that does not answer is declared lost.
         attempt: the start of the job's processes that this one belongs to.
         recovery_s: how long workers that were in the job before this coordinator have to come back, in seconds, once
-            one has. In a static world, the time until the new list is complete is no shorter than half of that, from
-            the start of the service on: if the whole job starts anew, newcomers come in that time, and win.
+            one has; those that live by then stay in the job all the same. In a static world, the time until the new
+            list is complete is no shorter than half of that, from the start of the service on: if the whole job starts
+            anew, newcomers come in that time, and win.
 
     Attributes:
         table: the list of workers; read it, and change it through this service.
@@ -63,6 +64,7 @@ class MembershipService:
         self._has_recovered = False
         self._absent: Mapping[Identity, str] = {}  # who had not come back when the recovery ended
         self._came_back: set[Identity] = set()  # while it lasts
+        self._asking: set[asyncio.Task[None]] = set()  # those that have not come back
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._joining: set[Identity] = set()  # they learn who is there from the answer
@@ -207,19 +209,48 @@ class MembershipService:
                 Outcome.INCARNATION_GONE,
                 f"it belongs to start {request.attempt!r} of the job, and the coordinator now to {self._attempt!r}",
             )
-        was_there = any(other.identity == member.identity for other in self.table.members)
+        was_there = member.identity in self._present()
         verdict = self.table.take_back(member, request.world_size, request.known_version)
         if not verdict.ok or was_there:
             return verdict
         logger.warning("%s was in this job before this coordinator started, and is taken back", member)
         if self._has_recovered:
             return verdict  # it comes late, and the others have gone on
-        if self._recovery is None:
-            self._recovery = Recovery()
-            asyncio.get_running_loop().call_later(self._recovery_s, self._end_recovery, self._recovery)
-        self._recovery.expect(map(identity_from_proto, request.known))
+        recovery = self._recovery or self._begin_recovery()
+        recovery.expect(member.identity, map(member_from_proto, request.known))
         self._came_back.add(member.identity)
+        if recovery.asks:
+            self._ask_the_missing(recovery)
         return verdict
+
+    def _begin_recovery(self) -> Recovery:
+        recovery = self._recovery = Recovery()
+        loop = asyncio.get_running_loop()
+        loop.call_later(SURVIVOR_PROBE_SHARE * self._recovery_s, self._ask_the_missing, recovery)
+        loop.call_later(self._recovery_s, self._end_of_time, recovery)
+        loop.call_later(2 * self._recovery_s, self._end_recovery, recovery)  # whoever has not answered yet
+        return recovery
+
+    def _ask_the_missing(self, recovery: Recovery) -> None:
+        if self._recovery is not recovery:
+            return
+        recovery.asks = True
+        for member in recovery.to_ask(self._present()):
+            task = asyncio.get_running_loop().create_task(self._ask(recovery, member), name="rpcdist ask a survivor")
+            self._asking.add(task)
+            task.add_done_callback(self._asking.discard)
+
+    async def _ask(self, recovery: Recovery, member: Member) -> None:
+        recovery.on_answer(member, await self._probe(member))
+        if recovery.is_time_over:
+            self._review_recovery()
+
+    def _end_of_time(self, recovery: Recovery) -> None:
+        recovery.is_time_over = True
+        self._review_recovery()
+
+    def _present(self) -> list[Identity]:
+        return [member.identity for member in self.table.members]
 
     def _give_way_to(self, newcomer: Identity) -> None:
         """While the list is being made anew, a newcomer on the place of a worker that came back says that this is
@@ -238,7 +269,13 @@ class MembershipService:
     def _review_recovery(self) -> None:
         """Ends the recovery when everybody has come, and, in a static world, newcomers have had time to."""
         recovery = self._recovery
-        if recovery is None or not recovery.is_complete(member.identity for member in self.table.members):
+        if recovery is None:
+            return
+        present = self._present()
+        if recovery.is_time_over and recovery.is_decided(present):
+            self._end_recovery(recovery)
+            return
+        if not recovery.is_complete(present):
             return
         hold_s = self._started + self._recovery_s / 2 - time.monotonic() if self.table.world_size else 0.0
         if hold_s > 0:
@@ -249,15 +286,28 @@ class MembershipService:
     def _end_recovery(self, recovery: Recovery) -> None:
         if self._recovery is not recovery:
             return
-        present = [member.identity for member in self.table.members]
         self._recovery = None
         self._has_recovered = True
-        self._absent = recovery.departures(present)
+        for task in self._asking:
+            task.cancel()
+        self._keep(recovery.survivors(self._present()))
+        self._absent = recovery.departures(self._present())
         self._came_back.clear()
         self.table.end_restoring()
         for identity, reason in self._absent.items():
             logger.warning("worker %r (rank %d) is lost: %s", identity.name, identity.id, reason)
         self._decide(Verdict(Outcome.OK))
+
+    def _keep(self, survivors: Sequence[Member]) -> None:
+        """Takes those back that live, and have not announced themselves yet: they will, and hear the news meanwhile."""
+        world_size = self.table.world_size
+        if world_size is None:
+            return  # nobody is left here to be told of them
+        for member in survivors:
+            if self.table.take_back(member, world_size, self.table.version).ok:
+                logger.warning("%s was in this job before this coordinator started, lives, and stays in it", member)
+        if survivors:
+            self._has_changed()
 
     # ------------------------------------------------------------ those who go
 

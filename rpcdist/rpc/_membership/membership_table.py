@@ -13,8 +13,8 @@ The first worker decides. Rules:
  6. When the last worker is gone, the next one decides anew.
  7. `version` grows with every change of the list of workers.
  8. A coordinator that took the place of another one takes back the workers that were in its list, each when it shows
-    itself. When all have, or have had their time, the world has formed, whoever is missing; places are free for
-    workers of any name then, since those that are missing may be unknown by name.
+    itself, or answers. When all have, or have had their time, the world has formed, whoever is missing; places are
+    free for workers of any name then, since those that are missing may be unknown by name.
 """
 
 from __future__ import annotations
@@ -140,7 +140,10 @@ class MembershipTable:
             return self.broken
         self.found(member.identity)  # where this coordinator had given it up before it came
         verdict = self._own_contradiction(member, world_size)
-        if not verdict.ok or self._known_again(member, world_size):
+        if not verdict.ok:
+            return verdict
+        if self._known_again(member, world_size):
+            self.version = max(self.version, version)
             return verdict
         contradiction = self._contradiction(member, world_size)
         if contradiction is not None:  # no newcomer did anything wrong, so the world does not break

@@ -63,6 +63,11 @@ class CoordinatorSearch:
 
     # ------------------------------------------------------------ who waits
 
+    def hurry(self) -> None:
+        """Has an attempt made now."""
+        self._wanted.set()
+        self.requested.publish()
+
     async def attempt(self, deadline: Deadline) -> bool:
         """Waits until the coordinator is found, or one attempt that begins now or later has failed.
 
@@ -74,8 +79,7 @@ class CoordinatorSearch:
         """
         goal, found = self._num_begun + 1, self._num_found
         silent_until = time.monotonic() + ASK_COORDINATOR_LIMIT_S
-        self._wanted.set()
-        self.requested.publish()
+        self.hurry()
         while self._num_found == found and self._num_ended < goal:
             limit_s = deadline.remaining_s()
             if not self._is_answered:

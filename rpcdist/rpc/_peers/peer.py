@@ -29,14 +29,12 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
 from rpcdist.rpc._peers.network import Connection, MessageSink, Network, PeerSession, SendObserver
+from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.time_limits import (
     CONNECT_FIRST_PAUSE_S,
     CONNECT_LONGEST_PAUSE_S,
-    LAST_ATTEMPT_SHARE,
     LEASE_IN_PEER_TIMEOUTS,
-    MIN_ATTEMPT_S,
-    REFUSED_GRACE_S,
 )
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
@@ -46,7 +44,6 @@ __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
-MAX_LATE_ATTEMPTS = 5
 
 
 class PeerState(Enum):
@@ -217,19 +214,16 @@ class Peer:
 
         Args:
             broken: why the connection that there was has ended.
-            last_seen: when the worker was last heard of, if that counts: silence and reconnecting share one timeout.
+            last_seen: when the worker was last heard of, if that counts.
         """
-        started = time.monotonic()
-        # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
-        limit = max((last_seen or started) + self._timeout_s, started + LAST_ATTEMPT_SHARE * self._timeout_s)
-        attempt = 0
+        limit = ReachLimit(self._timeout_s, last_seen)
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             try:
                 connection = await self._network.connect(
                     self.address,
                     ROLE,
-                    max(limit - time.monotonic(), MIN_ATTEMPT_S),
+                    limit.attempt_s,
                     handler=_PeerTaker(self, self._owner),
                     expected=self.identity,
                     retry=False,
@@ -238,21 +232,14 @@ class Peer:
                 self._lose(_because(broken, str(exc)), gone=True)
                 return
             except TransportError as exc:
-                now = time.monotonic()
-                if now > limit + LAST_ATTEMPT_SHARE * self._timeout_s and attempt < MAX_LATE_ATTEMPTS:
-                    limit = now + LAST_ATTEMPT_SHARE * self._timeout_s  # this process was held up: it judges nobody
-                refused = isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
-                # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
-                is_over = now >= limit or (refused and now - started >= REFUSED_GRACE_S)
-                if is_over and not self._owner.hears_from(self.identity):
+                if limit.is_over(exc) and not self._owner.hears_from(self.identity):
                     if isinstance(exc, ConnectFailed):
-                        exc = ConnectFailed(exc.address, exc.reason, now - started)
-                    self._lose(_because(broken, str(exc)), gone=refused)
+                        exc = ConnectFailed(exc.address, exc.reason, limit.waited_s)
+                    self._lose(_because(broken, str(exc)), gone=was_refused(exc))
                     return
             else:
                 self._up(connection)
                 return
-            attempt += 1
             await asyncio.sleep(next(pauses))
 
     def _up(self, connection: Connection) -> None:

@@ -1,0 +1,56 @@
+"""How long a worker is tried before it counts as dead: one rule for calls, and for the coordinator's questions."""
+
+from __future__ import annotations
+
+import time
+
+from rpcdist.errors import ConnectFailed, TransportError
+from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, REFUSED_GRACE_S
+
+__all__ = ["ReachLimit", "was_refused"]
+
+MAX_LATE_ATTEMPTS = 5
+
+
+def was_refused(exc: TransportError) -> bool:
+    """Whether nobody listens at that port."""
+    return isinstance(exc, ConnectFailed) and "refused" in exc.reason.lower()
+
+
+class ReachLimit:
+    """For the attempts to reach one worker; begins now.
+
+    Args:
+        timeout_s: the peer timeout.
+        last_seen: when the worker was last heard of, in monotonic seconds, if that counts: silence and reconnecting
+            share one timeout.
+    """
+
+    def __init__(self, timeout_s: float, last_seen: float | None = None) -> None:
+        self._grace_s = LAST_ATTEMPT_SHARE * timeout_s
+        self._started = time.monotonic()
+        # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
+        self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
+        self._num_failed = 0
+
+    def __repr__(self) -> str:
+        return f"<ReachLimit in {self._limit - time.monotonic():.1f} s, {self._num_failed} attempts have failed>"
+
+    @property
+    def waited_s(self) -> float:
+        """Since the first attempt began."""
+        return time.monotonic() - self._started
+
+    @property
+    def attempt_s(self) -> float:
+        """How long the next attempt may take."""
+        return max(self._limit - time.monotonic(), MIN_ATTEMPT_S)
+
+    def is_over(self, exc: TransportError) -> bool:
+        """Whether the worker is dead now that an attempt has failed."""
+        now = time.monotonic()
+        if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
+            self._limit = now + self._grace_s  # this process was held up: it judges nobody
+        self._num_failed += 1
+        # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
+        return now >= self._limit or (was_refused(exc) and now - self._started >= REFUSED_GRACE_S)
