@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import socket
@@ -14,7 +15,15 @@ from typing import Any
 import pytest
 
 from rpcdist import rpc
-from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, RpcdistError, UnknownWorker, WorkerLost
+from rpcdist.errors import (
+    ConfigError,
+    ConnectFailed,
+    DeadlineExceeded,
+    RendezvousError,
+    RpcdistError,
+    UnknownWorker,
+    WorkerLost,
+)
 from rpcdist.testing import InProcessCluster
 
 
@@ -110,6 +119,9 @@ class Counter:
         self.count += more
         return self.count
 
+    async def wait_forever(self) -> None:
+        await asyncio.Event().wait()
+
 
 def test_a_method_called_on_the_reference_itself(pair: InProcessCluster) -> None:
     rref: Any = pair.run("worker0", rpc.remote, "worker1", Counter)
@@ -124,13 +136,23 @@ def test_a_method_called_on_the_reference_itself(pair: InProcessCluster) -> None
 def test_an_attribute_read_through_a_proxy(pair: InProcessCluster) -> None:
     rref = pair.run("worker0", rpc.remote, "worker1", Counter)
     proxy = rref.rpc_sync()
-    assert "'count' of" in repr(proxy.count) and "rref.rpc_sync().count()" in repr(proxy.count)
+    assert "'count' of" in repr(proxy.count) and "to read it: .rpc_sync().count()" in repr(proxy.count)
     with pair.use("worker0"):
         assert proxy.count() == 3 and proxy.double() == 6 and proxy.add(2) == 5
         with pytest.raises(TypeError, match="'int' object is not callable"):
             proxy.count(1)
         with pytest.raises(AttributeError, match="'Counter' object has no attribute 'missing'"):
             proxy.missing()
+
+
+@pytest.mark.parametrize("is_actor", [False, True])
+def test_a_method_that_takes_too_long(pair: InProcessCluster, is_actor: bool) -> None:
+    rref: Any = pair.run("worker0", rpc.remote, "worker1", Counter, serial=is_actor)
+    with (
+        pair.use("worker0"),
+        pytest.raises(DeadlineExceeded, match=r"rpc to 'worker1' of the method wait_forever\(\)"),
+    ):
+        rref.rpc_sync(timeout=0.1).wait_forever()
 
 
 def test_an_argument_that_does_not_pickle(pair: InProcessCluster) -> None:

@@ -49,6 +49,7 @@ def test_the_last_state_survives_the_worker(cluster: InProcessCluster) -> None:
     assert actor.rpc_sync().add(1) == 105
     assert actor.call(Ledger.read) == (105, [5.0] * 3)
     assert actor.rpc_sync().total() == 105, "an attribute is read"
+    assert "to read it: .rpc_sync().total()" in repr(actor.rpc_sync().total)
     assert actor.num_restarts == 1
     assert repr(actor) == "<RestartingActor Ledger on 'b', restarted 1 times>"
 

@@ -25,7 +25,7 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._actors.checkpointed import ActorState, Checkpointed
 from rpcdist.rpc._calling.caller import Destination
 from rpcdist.rpc._current import current_agent
-from rpcdist.rpc._rref.proxy import method_name
+from rpcdist.rpc._rref.proxy import Mode, RemoteMethod, method_name
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.membership import wait_for_worker
@@ -56,15 +56,22 @@ class _ActorCall:
 
 
 class ActorProxy(Generic[R]):
-    """Its attributes are functions that call the method of that name; `R` is what they return."""
+    """Its attributes are functions that call the method of that name, or read what is none; `R` is what they return."""
 
-    def __init__(self, invoke: Callable[..., R]) -> None:
-        self._invoke = invoke
+    def __init__(self, actor: RestartingActor[Any], mode: Mode, timeout: float) -> None:
+        self._actor = actor
+        self._mode: Mode = mode
+        self._timeout = timeout
 
     def __getattr__(self, name: str) -> Callable[..., R]:
         if name.startswith("__"):
             raise AttributeError(name)
-        return partial(self._invoke, name)
+        return RemoteMethod(_call, self._actor, self._mode, name, self._timeout)
+
+
+def _call(actor: RestartingActor[Any], mode: Mode, method: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
+    result = actor._start(timeout, method, args, kwargs)
+    return result if mode == "rpc_async" else result.wait()
 
 
 class RestartingActor(Generic[T]):
@@ -143,11 +150,11 @@ class RestartingActor(Generic[T]):
             RRefError: it could not be made again, as its class or `restore` raised an error; the next call tries anew.
             DeadlineExceeded: the time was over, perhaps before a replacement had joined.
         """
-        return ActorProxy(lambda method, *args, **kwargs: self._start(timeout, method, args, kwargs).wait())
+        return ActorProxy(self, "rpc_sync", timeout)
 
     def rpc_async(self, timeout: float = UNSET_RPC_TIMEOUT) -> ActorProxy[Future[Any]]:
         """`actor.rpc_async().method(*args)` returns a future of the result; its errors are those of `rpc_sync`."""
-        return ActorProxy(lambda method, *args, **kwargs: self._start(timeout, method, args, kwargs))
+        return ActorProxy(self, "rpc_async", timeout)
 
     @overload
     def call(self, method: Callable[Concatenate[T, P], Later[R]], /, *args: P.args, **kwargs: P.kwargs) -> R: ...

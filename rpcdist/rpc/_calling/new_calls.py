@@ -25,6 +25,7 @@ from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import ReferenceShare
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
@@ -107,7 +108,10 @@ class NewCalls:
         func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
         name = encode_function(func, by_value=self._marshal.by_value)
         context, context_id = _join_autograd(to)
-        what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
+        if on is not None and func in CALLS_OF_METHODS:
+            what = f"the method {args[-3]}()"
+        else:
+            what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
         pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on

@@ -10,7 +10,7 @@ import torch
 
 from rpcdist.rpc import functions
 
-__all__ = ["INVOKERS", "ValueAtOwner", "check_method", "invoker_of"]
+__all__ = ["CALLS_OF_METHODS", "INVOKERS", "ValueAtOwner", "check_method", "invoker_of"]
 
 
 class OwnedRRef(Protocol):
@@ -133,3 +133,6 @@ async def _turns_over(rref: HomeRRef, stream: int, numbers: tuple[int, ...]) -> 
 INVOKERS: Final = {
     function.__name__: function for function in (_local_invoke, _local_invoke_async_execution, _local_invoke_coroutine)
 }
+
+CALLS_OF_METHODS: Final = frozenset((*INVOKERS.values(), _invoke_in_turn))
+"""Those whose last arguments are a method's name, its arguments, and those by keyword."""

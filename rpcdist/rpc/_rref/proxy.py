@@ -12,7 +12,7 @@ from rpcdist.rpc._rref.handles import Handle, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.future import Future
 
-__all__ = ["Mode", "RRefProxy", "method_name"]
+__all__ = ["Mode", "RRefProxy", "RemoteMethod", "method_name"]
 
 R = TypeVar("R")
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
@@ -34,14 +34,17 @@ class ProxiedRRef(Protocol):
     def _forget_question(self, known: Future[Any]) -> None: ...
 
 
-class _RemoteMethod(partial[Any]):
-    """What an attribute of a proxy is: nothing has been asked yet, so it may be a method of the value or not."""
+class RemoteMethod(partial[Any]):
+    """What an attribute of a proxy is: nothing has been asked yet, so it may be a method of the value or not.
+
+    Its arguments are the reference or actor, the mode, the name and the timeout in seconds.
+    """
 
     __slots__ = ()
 
     def __repr__(self) -> str:
-        rref, mode, name, _ = self.args
-        return f"<{name!r} of {rref!r}: call it to run it at the owner, or to read it: rref.{mode}().{name}()>"
+        target, mode, name, _ = self.args
+        return f"<{name!r} of {target!r}: call it to run it at the owner, or to read it: .{mode}().{name}()>"
 
 
 class RRefProxy(Generic[R]):
@@ -57,7 +60,7 @@ class RRefProxy(Generic[R]):
     def __getattr__(self, name: str) -> Callable[..., R]:
         if name.startswith("__") and name.endswith("__") and name not in ("__call__", "__getitem__", "__len__"):
             raise AttributeError(name)  # copy, pickle and the like ask for these: no question for the owner
-        return _RemoteMethod(_call, self._rref, self._mode, name, self._timeout)
+        return RemoteMethod(_call, self._rref, self._mode, name, self._timeout)
 
     def __call__(self, *args: Any, **kwargs: Any) -> R:
         """Calls the value itself."""
