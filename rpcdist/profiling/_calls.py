@@ -10,10 +10,9 @@ import torch
 
 from rpcdist import rpc
 
-__all__ = ["CALLEE", "KINDS", "Counter", "echo", "make_call", "noop"]
+__all__ = ["CALLEE", "Counter", "echo", "make_call", "noop"]
 
 CALLEE: Final = "callee"
-KINDS: Final = ("noop", "echo", "remote", "method")
 
 
 def noop() -> None:
@@ -41,7 +40,7 @@ def make_call(kind: str, size_bytes: int) -> Callable[[], object]:
     """A call of that kind; it returns when its answer is there.
 
     Args:
-        kind: one of `KINDS`.
+        kind: one of `rpcdist.profiling._command.KINDS`.
         size_bytes: of the tensor of an echo.
     """
     if kind == "noop":

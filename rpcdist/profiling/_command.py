@@ -8,17 +8,18 @@ import sys
 from statistics import median
 from typing import TYPE_CHECKING, Final
 
-from rpcdist._launch.launching import launch
 from rpcdist.errors import RpcdistError
-from rpcdist.profiling._calls import KINDS
-from rpcdist.profiling._ranks import Measured, Settings, measure
-from rpcdist.profiling._stages import profile_calls, table
 from rpcdist.time_limits import PROFILE_LIMIT_S
 
 if TYPE_CHECKING:
+    from rpcdist.profiling._ranks import Measured
+
     Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
-__all__ = ["add_profile_call", "parse_size"]
+__all__ = ["KINDS", "add_profile_call", "parse_size"]
+
+KINDS: Final = ("noop", "echo", "remote", "method")
+"""The calls that can be profiled."""
 
 _SIZE: Final = re.compile(r"(\d+) ?(B|KiB|MiB|GiB)?")
 _UNITS: Final = {None: 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
@@ -51,6 +52,8 @@ def parse_size(text: str) -> int:
 
 def run(arguments: argparse.Namespace) -> int:
     """Prints the profile; returns the exit status."""
+    from rpcdist.profiling._stages import profile_calls, table
+
     if arguments.calls < 1 or arguments.pause_ms < 0:
         print("error: --calls is at least 1, and --pause-ms at least 0", file=sys.stderr)
         return 2
@@ -75,6 +78,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measure(arguments: argparse.Namespace, with_marks: bool) -> list[Measured]:
+    from rpcdist._launch.launching import (
+        launch,  # not at the top: it takes seconds to import torch, and --help waits for it
+    )
+    from rpcdist.profiling._ranks import Settings, measure
+
     settings = Settings(arguments.kind, arguments.size, arguments.calls, arguments.pause_ms / 1e3, with_marks)
     env = {"RPCDIST_CHANNELS": arguments.channels, "OMP_NUM_THREADS": "1"}
     return launch(measure, (settings,), workers=2, join_timeout_s=PROFILE_LIMIT_S, env=env)

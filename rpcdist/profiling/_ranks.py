@@ -18,7 +18,7 @@ class Settings(NamedTuple):
     """How to measure.
 
     Attributes:
-        kind: which call, one of `KINDS`.
+        kind: which call, one of `rpcdist.profiling._command.KINDS`.
         size_bytes: of the tensor of an echo.
         num_calls: calls that are measured; a tenth as many warm up.
         pause_s: how long to sleep before each call: what runs after a pause finds its data out of the caches.

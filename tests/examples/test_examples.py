@@ -202,10 +202,17 @@ for example in {WITH_OPTIONS}:
     except SystemExit as ended:
         assert ended.code == 0, example
     assert "torch" not in sys.modules, example
+for command in ([], ["port"], ["profile-call"], ["run"]):
+    sys.argv = ["rpcdist", *command, "--help"]
+    try:
+        runpy.run_module("rpcdist", run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code == 0, command
+    assert "torch" not in sys.modules, command
 """
     result = run(sys.executable, "-c", program, cwd=EXAMPLES)
     assert (result.returncode, result.stderr) == (0, "")
-    assert result.stdout.count("usage: ") == len(WITH_OPTIONS) >= 9
+    assert result.stdout.count("usage: ") == len(WITH_OPTIONS) + 4 >= 13
 
 
 def test_many_processes_are_asked_about(monkeypatch: pytest.MonkeyPatch) -> None:

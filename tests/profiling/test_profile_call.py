@@ -13,8 +13,7 @@ import pytest
 
 from rpcdist.__main__ import main
 from rpcdist.errors import ConfigError
-from rpcdist.profiling._calls import KINDS
-from rpcdist.profiling._command import parse_size
+from rpcdist.profiling._command import KINDS, parse_size
 from rpcdist.profiling._marks import Mark, Point, Recorder, find_function
 from rpcdist.profiling._points import POINTS
 from rpcdist.profiling._ranks import Measured, Settings, measure
@@ -209,7 +208,7 @@ def test_the_command_prints_the_table(monkeypatch: pytest.MonkeyPatch, capsys: p
             Measured([], peers, []),
         ]
 
-    monkeypatch.setattr("rpcdist.profiling._command.launch", start)
+    monkeypatch.setattr("rpcdist._launch.launching.launch", start)
     assert main(["profile-call", "echo", "--size", "1 MiB", "--calls", "2", "--pause-ms", "1.5"]) == 0
     assert started == [Settings("echo", 1 << 20, 2, 0.0015, marks) for marks in (False, True)]
     output = capsys.readouterr().out
@@ -223,7 +222,7 @@ def test_a_run_that_fails_is_told(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def start(*_: object, **__: object) -> list[Measured]:
         raise ConfigError("RPCDIST_CHANNELS is wrong")
 
-    monkeypatch.setattr("rpcdist.profiling._command.launch", start)
+    monkeypatch.setattr("rpcdist._launch.launching.launch", start)
     assert main(["profile-call", "--channels", "pigeons"]) == 1
     assert capsys.readouterr().err == "error: RPCDIST_CHANNELS is wrong\n"
 

@@ -9,6 +9,7 @@ import socket
 import threading
 import traceback
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any
 
@@ -16,6 +17,7 @@ import pytest
 
 from rpcdist import rpc
 from rpcdist.errors import (
+    AuthenticationFailed,
     ConfigError,
     ConnectFailed,
     DeadlineExceeded,
@@ -44,16 +46,49 @@ def test_a_host_that_nobody_knows() -> None:
         start("tcp://nohost.invalid:29500")
 
 
+def frames_and_message(failed: pytest.ExceptionInfo[BaseException]) -> tuple[list[str], str]:
+    """The functions in the traceback, and what stands below them.
+
+    A program that calls `init_rpc` at its top level prints six lines where nothing of ours but that is in the traceback:
+    Python's title, two for the line of the program, two for the one of `init_rpc`, and the message.
+    """
+    *_, message = "".join(traceback.format_exception(failed.value)).partition(traceback.format_tb(failed.tb)[-1])
+    return [frame.name for frame in traceback.extract_tb(failed.tb)], message
+
+
 @pytest.mark.usefixtures("no_agent")
-def test_a_wrong_port_says_so_in_five_lines(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_wrong_port_prints_one_frame_of_ours(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "rpcdist.rpc")
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConnectFailed, match="Does rank 0 run there") as caught:
             start(f"tcp://127.0.0.1:{unused.getsockname()[1]}")
-    lines = "".join(traceback.format_exception(caught.value)).splitlines()
-    assert len(lines) <= 9, lines  # those of this file included
-    assert "_stores" not in "".join(lines) and "_stores" in caplog.text  # all of it is in the log
+    functions, message = frames_and_message(caught)
+    assert functions[1:] == ["start", "init_rpc"] and len(message.splitlines()) == 1, message
+    assert "_stores" in caplog.text, "all of it is in the log"
+
+
+def answer_as_a_web_server(listener: socket.socket) -> None:
+    with suppress(OSError):  # the end of the test
+        while True:
+            with listener.accept()[0] as connection:
+                connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+
+@pytest.mark.usefixtures("no_agent")
+def test_the_port_of_another_service_prints_one_frame_of_ours() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    service = threading.Thread(target=answer_as_a_web_server, args=(listener,))
+    service.start()
+    try:
+        with pytest.raises(AuthenticationFailed, match="is no rpcdist process") as caught:
+            start(f"tcp://127.0.0.1:{listener.getsockname()[1]}")
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        listener.close()
+        service.join()
+    functions, message = frames_and_message(caught)
+    assert functions[1:] == ["start", "init_rpc"] and len(message.splitlines()) == 1, message
 
 
 def fail() -> None:
