@@ -49,7 +49,7 @@ def test_a_host_that_nobody_knows() -> None:
 def frames_and_message(failed: pytest.ExceptionInfo[BaseException]) -> tuple[list[str], str]:
     """The functions in the traceback, and what stands below them.
 
-    A program that calls `init_rpc` at its top level prints six lines where nothing of ours but that is in the traceback:
+    A program that calls `init_rpc` at its top level prints six lines if nothing else of ours is in the traceback:
     Python's title, two for the line of the program, two for the one of `init_rpc`, and the message.
     """
     *_, message = "".join(traceback.format_exception(failed.value)).partition(traceback.format_tb(failed.tb)[-1])
