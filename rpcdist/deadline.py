@@ -70,7 +70,7 @@ class Deadline:
 
     def wait_s(self) -> float | None:
         """`remaining_s` in the form that `threading` and `asyncio` take: None without a limit."""
-        return None if self.at == math.inf else self.remaining_s()
+        return None if self.at == math.inf else max(0.0, self.at - time.monotonic())
 
     def __repr__(self) -> str:
         return "Deadline(never)" if self.at == math.inf else f"Deadline({self.remaining_s():.3f} s left)"

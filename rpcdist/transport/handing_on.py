@@ -61,19 +61,20 @@ class HandingOn:
 
     def hand_on(self, messages: list[Delivery]) -> None:
         """Takes messages that whoever reads has read; [Note: order]."""
-        if not self._left_to_loop and (self._may_be_anywhere(messages) or self._io.on_thread()):
-            self._handler.on_messages(self._session, messages)
-            return
+        if not self._left_to_loop:
+            for message, _ in messages:
+                # Compact ones may be taken anywhere, always.
+                if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
+                    may_be_here = self._io.on_thread()
+                    break
+            else:
+                may_be_here = True
+            if may_be_here:
+                self._handler.on_messages(self._session, messages)
+                return
         self._left_to_loop.append(messages)
         # In a context of its own: that of this thread may be one of the user's, with a deadline.
         Context().run(self._io.call_soon, self._hand_on_the_rest)
-
-    def _may_be_anywhere(self, messages: list[Delivery]) -> bool:
-        for message, _ in messages:
-            # Compact ones may, always.
-            if message.__class__ is rpc_pb2.Message and not self._handler.takes_anywhere(message):
-                return False
-        return True
 
     def _hand_on_the_rest(self) -> None:
         """On the loop; one entry for each time it is called."""

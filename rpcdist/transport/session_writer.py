@@ -95,7 +95,11 @@ class SessionWriter:
         """Calls `first`, and writes what it and others have sent: this thread is about to wait for an answer."""
         try:
             if first is not None:
-                self.hold_back(first)
+                self._flushing = get_ident()
+                try:
+                    first()
+                finally:
+                    self._flushing = 0
         finally:
             self.flush()
 
@@ -123,26 +127,32 @@ class SessionWriter:
     def _write_here(self) -> bool:
         """Writes what waits on this thread if it may; True if nothing is left for the task. [Note: turns]"""
         channel = self._direct
-        if channel is None or not self._turn.acquire(blocking=False):
+        if channel is None:
             return False
-        try:
-            self.last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
-            for _ in range(MAX_PUTS):
-                parts = self._outgoing.next_parts() if channel.is_free and not self.is_closed else None
-                if parts is None:
-                    break  # nothing is left, or the socket is full: then the task waits for it, not this thread
-                channel.put(*parts)
-            # And after it: where a write takes longer than the gap, each message of a burst would be written alone.
-            self.last_sent = time.monotonic()
-        except TransportError as exc:
-            self._io.call_soon(self._failed, exc)  # the session ends on the loop; its owner hears `on_closed`
-        except BaseException as exc:  # of a signal's handler, too: what has gone out is not known any more
-            self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
-            raise
-        finally:
-            self._turn.release()
-        # After the release: the task may have tried for the turn in between, and gone to sleep without it.
-        return channel.is_free and not self._outgoing and not self._is_draining
+        for _ in range(MAX_PUTS):
+            if not self._turn.acquire(False):
+                return False
+            try:
+                if self.is_closed or not channel.is_free:
+                    return False  # the socket is full: the task waits for it, not this thread
+                self.last_sent = time.monotonic()  # before the write: what other threads queue meanwhile is a burst
+                parts = self._outgoing.next_parts()
+                if parts is not None:
+                    channel.put(*parts)
+                    # And after it: where a write takes longer than the gap, each message of a burst would go alone.
+                    self.last_sent = time.monotonic()
+            except TransportError as exc:
+                self._io.call_soon(self._failed, exc)  # the session ends on the loop; its owner hears `on_closed`
+                return False
+            except BaseException as exc:  # of a signal's handler, too: what has gone out is not known any more
+                self._io.call_soon(self._failed, TransportError(f"writing to {self._name} was interrupted: {exc!r}"))
+                raise
+            finally:
+                self._turn.release()
+            # After the release: the task may have tried for the turn in between, and gone to sleep without it.
+            if not self._outgoing:
+                return channel.is_free and not self._is_draining
+        return False
 
     # ---------------------------------------------------------------- I/O loop
 

@@ -32,9 +32,9 @@ def test_calls_go_out_until_the_bytes_are_used_up() -> None:
     assert bound.defer(1, 1, 60, ignore) and bound.defer(1, 2, 40, ignore)
     assert bound.defer(2, 3, 100, ignore)  # another worker
     assert not bound.defer(1, 4, 1, lambda: later.append(4))
-    assert later == [] and 4 not in bound
+    assert later == [] and 4 not in bound.admitted
     bound.end(1, 2)
-    assert later == [4] and 4 in bound and 2 not in bound
+    assert later == [4] and 4 in bound.admitted and 2 not in bound.admitted
 
 
 def test_one_that_is_larger_than_the_limit_goes_alone() -> None:
@@ -68,7 +68,7 @@ def test_a_thread_waits_until_there_is_room() -> None:
         assert thread.is_alive()
     bound.end(1, 1)
     thread.join(LIMIT_S)
-    assert results == [True] and 2 in bound
+    assert results == [True] and 2 in bound.admitted
 
 
 def test_a_thread_waits_no_longer_than_its_deadline() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import select
@@ -108,9 +109,20 @@ def test_a_socket_that_is_gone_can_be_neither_hidden_nor_shown() -> None:
     with other:
         end.close()
         for change in (watch.hide, watch.show):
-            with pytest.raises(OSError, match=r"(from|to) the I/O loop"):
-                change()
+            assert change() < 0
+            assert watch.failure().errno == errno.EBADF
     watch.close()
+
+
+def test_a_leader_whose_socket_is_gone_is_told_so_and_gives_the_lead_back(
+    reader: Reader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reader.lead, "_hide", lambda: -1)
+    with pytest.raises(OSError, match="hidden from the I/O loop"):
+        reader.lead.lead(reader.misses(1), LIMIT_S)
+    monkeypatch.undo()
+    reader.other.send(b"a")
+    assert reader.lead.lead(reader.misses(1), LIMIT_S)
 
 
 def test_what_is_sent_first_is_answered_to_the_leader_alone(reader: Reader) -> None:

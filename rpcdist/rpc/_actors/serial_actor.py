@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from _thread import get_ident
+from collections.abc import Callable, Coroutine
 from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +19,7 @@ import torch
 from rpcdist.errors import DeadlineExceeded, Overloaded
 from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._actors.turn_queue import TurnQueue
+from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.user_loop import UserLoop
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc.functions import is_async_execution
@@ -118,6 +120,7 @@ class SerialActor:
     def _run(self, turn: Turn) -> None:
         """Runs a method; on a thread of the pool, in the context of the call."""
         token = running_actor.set(self._rref)
+        turn.thread = get_ident()
         lasts = False
         try:
             if turn.deadline.expired():
@@ -144,12 +147,14 @@ class SerialActor:
         result = method(*args, **kwargs)
         del args, kwargs
         if inspect.iscoroutine(result):
+            turn.thread = 0
             self._start(turn, result)
             return True
         if isinstance(result, torch._C.Future) and is_async_execution(method):
+            turn.thread = 0
             result.add_done_callback(partial(_pass_on, turn))
             return False
-        if isinstance(result, Generator | AsyncGenerator):
+        if is_generator(result):
             raise TypeError(
                 f"{turn.method}() of {name} is a generator function: its items would be made while other calls "
                 "run. Return a list, or make the actor without serial=True"
@@ -175,6 +180,7 @@ class SerialActor:
             call.cancel()
 
     def _conclude(self, turn: Turn, outcome: object, error: BaseException | None) -> None:
+        turn.thread = get_ident()
         try:
             if error is None:
                 turn._complete(outcome)

@@ -34,9 +34,24 @@ class Turn(Future[Any]):
         number: which of its calls.
         method: of the value.
         args, kwargs: for it.
+
+    Attributes:
+        thread: that completes it, and has nothing else to do for the call; 0 while nobody knows.
     """
 
-    __slots__ = ("args", "context", "coroutine", "deadline", "host", "kwargs", "method", "number", "target", "who")
+    __slots__ = (
+        "args",
+        "context",
+        "coroutine",
+        "deadline",
+        "host",
+        "kwargs",
+        "method",
+        "number",
+        "target",
+        "thread",
+        "who",
+    )
 
     def __init__(
         self,
@@ -59,6 +74,7 @@ class Turn(Future[Any]):
         self.kwargs = kwargs
         self.deadline: Deadline = current_deadline.get()
         self.context: Context = copy_context()  # with deadline and autograd context of the call
+        self.thread = 0
         self.coroutine: Callable[[], object] | None = None  # cancels it, while it runs
 
     def __repr__(self) -> str:

@@ -41,10 +41,11 @@ class CallNumber(NamedTuple):
     @classmethod
     def checked(cls, parts: object) -> CallNumber:
         """What a peer sent, if it is one; raises `RpcdistError` otherwise."""
-        if isinstance(parts, tuple) and len(parts) == 3 and all(type(part) is int for part in parts):
-            made = cls(*parts)
-            if made.stream >= 0 and 0 <= made.floor <= made.number:
-                return made
+        if type(parts) is tuple and len(parts) == 3:
+            stream, number, floor = parts
+            if type(stream) is int and type(number) is int and type(floor) is int:
+                if stream >= 0 and 0 <= floor <= number:
+                    return cls(stream, number, floor)
         raise RpcdistError(f"the order of a call to an actor is three numbers, but not {parts!r}")
 
 

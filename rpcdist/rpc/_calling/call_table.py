@@ -179,13 +179,14 @@ class CallTable:
         in_flight: hears of the calls that end.
 
     Attributes:
+        next_id: numbers the calls.
         num_work: how many calls that count as work were ever made.
     """
 
     def __init__(self, wake_at: Callable[[float], None], in_flight: InFlightBytes) -> None:
         self._in_flight = in_flight
         self._calls: dict[int, PendingCall] = {}
-        self._ids = itertools.count(1)
+        self.next_id: Callable[[], int] = itertools.count(1).__next__
         self._earliest = float("inf")
         self._wake_at = wake_at
         self._empty = threading.Condition()
@@ -201,9 +202,6 @@ class CallTable:
     def __repr__(self) -> str:
         return f"<CallTable [{len(self._calls)} in flight]>"
 
-    def next_id(self) -> int:
-        return next(self._ids)
-
     def add(self, call: PendingCall) -> None:
         """Registers a call before it is sent; asks to be woken at its deadline."""
         self._calls[call.id] = call
@@ -217,11 +215,12 @@ class CallTable:
     def take(self, id: int) -> PendingCall | None:
         """Removes a call; None if somebody else has ended it already."""
         call = self._calls.pop(id, None)
-        if call is not None and id in self._in_flight:
-            self._in_flight.end(call.peer, id)
-        if call is not None and self._waiters and not self._calls:
-            with self._empty:
-                self._empty.notify_all()
+        if call is not None:
+            if id in self._in_flight.admitted:
+                self._in_flight.end(call.peer, id)
+            if self._waiters and not self._calls:
+                with self._empty:
+                    self._empty.notify_all()
         return call
 
     def take_answered(self, id: int, session: MessageSink) -> PendingCall | None:

@@ -124,10 +124,11 @@ class Caller:
         self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer], reply_sink: SyncReplySink
     ) -> Any:
         self._wait_for_room(call, message, large)
-        self._router.catch_up(call.peer)
+        session = self._router.caught_up_session(call.peer)
         # The session is named where this thread shall read before it sends: what takes long to send would keep others
         # from reading, too.
-        session = None if large and takes_long(large) else self._router.session_with(call.peer)
+        if large and takes_long(large):
+            session = None
         return reply_sink.wait(call, self, partial(self._send, call, message, large), session)
 
     def begin(
@@ -216,7 +217,7 @@ class Caller:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
         if asyncio._get_running_loop() is None:
             self._wait_for_room(call, message, large)
-            self._router.catch_up(call.peer)
+            self._router.caught_up_session(call.peer)
             self._send(call, message, large)
             return
         self._enter(call, message, large)  # its deadline holds while it waits
@@ -225,6 +226,8 @@ class Caller:
             self._dispatch(call, message, large)
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
+        if not large and isinstance(message, CompactCall) and len(message.body) < COUNTED_FROM_BYTES:
+            return  # as most calls
         num_bytes = num_bytes_of(message, large)
         if num_bytes >= COUNTED_FROM_BYTES:
             try:

@@ -63,22 +63,21 @@ class InFlightBytes:
 
     Args:
         limit_bytes: for the calls to one worker.
+
+    Attributes:
+        admitted: by call that was admitted, and has not ended: its bytes.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes = limit_bytes
+        self.admitted: dict[int, int] = {}
         self._lines: dict[int, _Line] = {}  # by worker
-        self._admitted: dict[int, int] = {}  # by call: its bytes
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         with self._lock:
             num_bytes = sum(line.num_bytes for line in self._lines.values())
             return f"<InFlightBytes {num_bytes} B, {sum(len(line.waiters) for line in self._lines.values())} waiting>"
-
-    def __contains__(self, call: int) -> bool:
-        """Whether a call was admitted, and has not ended."""
-        return call in self._admitted
 
     def wait(self, to: int, call: int, num_bytes: int, deadline: Deadline) -> bool:
         """Admits a call to a worker, sooner or later; False if its deadline came first."""
@@ -114,7 +113,7 @@ class InFlightBytes:
             line = self._lines.get(to)
             if line is None:
                 return
-            found = self._admitted.pop(call, None)
+            found = self.admitted.pop(call, None)
             if found is not None:
                 line.num_bytes -= found
             else:
@@ -149,7 +148,7 @@ class InFlightBytes:
 
     def _admit(self, line: _Line, call: int, num_bytes: int) -> None:
         line.num_bytes += num_bytes
-        self._admitted[call] = num_bytes
+        self.admitted[call] = num_bytes
 
 
 class CallAdmission:

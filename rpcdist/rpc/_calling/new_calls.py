@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FunctionType
 from typing import Any, Final
 
 from rpcdist._proto import rpc_pb2
@@ -16,7 +17,6 @@ from rpcdist.rpc._calling.call_table import (
     INFINITE,
     REPEATABLE,
     USER_CALL,
-    CallFlags,
     CallOwner,
     PendingCall,
     ReplySink,
@@ -29,6 +29,7 @@ from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
+from rpcdist.rpc._values.known_names import KnownNames
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.transport.wire_messages import MAX_NAME_BYTES, CompactCall
 
@@ -60,6 +61,7 @@ class NewCalls:
         rpc_timeout_s: float,
     ) -> None:
         self.rpc_timeout_s = rpc_timeout_s
+        self._names = KnownNames()
         self._owner = owner
         self._next_id = next_id
         self._directory = directory
@@ -105,14 +107,23 @@ class NewCalls:
                 "calling it, and its arguments after it: rpc_sync(to, function, args=(value,))"
             )
         timeout_s, deadline = self._limits(timeout_s)  # before encoding, which may run slow user code
-        func, args, kwargs = unwrap(func, positional(args), by_keyword(kwargs))
-        name = encode_function(func, by_value=self._marshal.by_value)
-        context, context_id = _join_autograd(to)
+        if type(args) is not tuple:
+            args = positional(args)
+        kwargs = {} if kwargs is None else by_keyword(kwargs)
+        if type(func) is not FunctionType:
+            func, args, kwargs = unwrap(func, args, kwargs)
+        name: str | bytes | None = self._names.find(func)
+        if name is None:
+            name = encode_function(func, by_value=self._marshal.by_value)
+            if not self._marshal.by_value:
+                self._names.note(func, name)
+        context, context_id = (None, 0) if current_autograd.get() is None else _join_autograd(to)
         if on is not None and func in CALLS_OF_METHODS:
             what = f"the method {args[-3]}()"
         else:
             what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
-        pending = self._pending(to, partial(self._describe, to, what), deadline, timeout_s, reply_sink, USER_CALL)
+        describe = partial(self._describe, to, what)
+        pending = PendingCall(self._owner, self._next_id(), to, describe, deadline, timeout_s, reply_sink, USER_CALL)
         pending.autograd = context
         pending.on = on
         pending.is_bound = result is not None or on is not None or context is not None
@@ -135,7 +146,7 @@ class NewCalls:
         timeout_s, deadline = self._limits(timeout_s)
         context, context_id = _join_autograd(owner)
         what = partial(_describe_fetch, share)
-        pending = self._pending(owner, what, deadline, timeout_s, reply_sink, REPEATABLE)
+        pending = PendingCall(self._owner, self._next_id(), owner, what, deadline, timeout_s, reply_sink, REPEATABLE)
         pending.autograd = context
         call = CompactCall(pending.id, "", target=(*share.rref, *share.fork))
         call.context = context_id
@@ -150,7 +161,8 @@ class NewCalls:
         message.call.function = name
         message.call.counts_as_idle = True
         large, forks = self._marshal.encode(message.call.arguments, (args, {}), to)
-        pending = self._pending(to, partial(self._describe, to, name), deadline, timeout_s, reply_sink, GATHERING)
+        describe = partial(self._describe, to, name)
+        pending = PendingCall(self._owner, self._next_id(), to, describe, deadline, timeout_s, reply_sink, GATHERING)
         pending.forks = forks or None
         return pending, message, large
 
@@ -191,21 +203,11 @@ class NewCalls:
 
     def _limits(self, timeout_s: float) -> tuple[float, Deadline]:
         """The time that the user gave, and the deadline: that of the call that is handled here, if it is earlier."""
-        timeout_s = self.timeout_of(timeout_s)
+        is_default = timeout_s == UNSET_RPC_TIMEOUT
+        timeout_s = (self.rpc_timeout_s or INFINITE) if is_default else self.timeout_of(timeout_s)
         inherited = current_deadline.get()
         at = time.monotonic() + timeout_s
         return timeout_s, inherited if inherited.at < at else NEVER if at == INFINITE else Deadline(at)
-
-    def _pending(
-        self,
-        to: int,
-        what: Callable[[], str],
-        deadline: Deadline,
-        timeout_s: float,
-        reply_sink: ReplySink,
-        flags: CallFlags,
-    ) -> PendingCall:
-        return PendingCall(self._owner, self._next_id(), to, what, deadline, timeout_s, reply_sink, flags)
 
 
 def _describe_fetch(share: ReferenceShare) -> str:

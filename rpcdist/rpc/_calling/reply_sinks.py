@@ -73,13 +73,12 @@ class SyncReplySink:
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
         self._failure = failure
         self._payload = payload
-        self._wake()
+        self._lock.release()
+        if self._session is not None and self._thread != get_ident():
+            self._session.ring()
 
     def failed(self, exc: BaseException) -> None:
         self._error = exc
-        self._wake()
-
-    def _wake(self) -> None:
         self._lock.release()
         if self._session is not None and self._thread != get_ident():
             self._session.ring()

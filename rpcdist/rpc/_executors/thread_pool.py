@@ -163,7 +163,8 @@ class ThreadPool:
         if self._refusal is not None:
             raise self._refusal()
         now = time.monotonic()
-        self._queue.extend([(function, arguments, now) for function, arguments in jobs])
+        for function, arguments in jobs:
+            self._queue.append((function, arguments, now))
         if not self._queue:
             return
         if len(self._workers) - len(self._idle) - len(self._blocked) <= 0:
@@ -297,7 +298,7 @@ class ThreadPool:
                 if last_act.is_long:
                     self._answer_long(worker, last_act)
                     answer = _do_nothing
-                if self._has_nothing_to_do():
+                if not queue and not self._stopping:
                     self._lead(last_act.source, answer, sleep)
                 elif not last_act.is_long:
                     held.hold(last_act.source, answer)
@@ -370,8 +371,7 @@ class ThreadPool:
         return True
 
     def _enter_blocking(self, worker: WorkerThread) -> None:
-        if self._held:
-            self._held.write()
+        self._held.write()
         worker.blocked += 1
         self._blocked.add(worker)
         # `submit` relied on this thread as long as it counted as running: jobs that came meanwhile need another one.

@@ -258,7 +258,7 @@ class Directory:
             UnknownWorker: nobody of that name or rank is in the job.
             ConfigError: it is none of the three.
         """
-        worker_id = self._find(to)
+        worker_id = self._by_name.get(to) if type(to) is str else self._find(to)
         if worker_id is None:
             if asyncio._get_running_loop() is None:
                 self.refresh()

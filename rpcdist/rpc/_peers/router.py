@@ -92,16 +92,18 @@ class Router:
 
     # ------------------------------------------------------------ sending
 
-    def catch_up(self, worker_id: int) -> None:
-        """To be called before a call, not on an event loop. If this process stood still for so long that its peers have
-        given it up (SIGSTOP, or a held interpreter lock), what they said meanwhile is read first: the call then waits
-        for the next connection instead of being lost on the one that they have closed.
+    def caught_up_session(self, worker_id: int) -> MessageSink | None:
+        """As `session_with`, before a call, and not on an event loop. If this process stood still for so long that its
+        peers have given it up (SIGSTOP, or a held interpreter lock), what they said meanwhile is read first: the call
+        then waits for the next connection instead of being lost on the one that they have closed.
         """
         peer = self._peers.get(worker_id)
         session = None if peer is None else peer.session
-        if session is not None and time.monotonic() - session.last_sent > self._peer_timeout_s:
-            with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
-                self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
+        if session is None or time.monotonic() - session.last_sent <= self._peer_timeout_s:
+            return session
+        with suppress(RpcdistError):  # the loop is stuck, and the call may try all the same
+            self._network.run(_turns_of_the_loop(), THREAD_GRACE_S)
+        return self.session_with(worker_id)
 
     def send_call(self, to: int, message: WireMessage, buffers: Sequence[LargeBuffer], observer: SendObserver) -> None:
         """Sends a call. Before it gives up on a lost worker, it asks the coordinator who has the place now; bounded.

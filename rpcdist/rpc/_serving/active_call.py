@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
@@ -14,6 +15,7 @@ from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 from rpcdist.rpc._rref.protobuf import id_from_pb
 from rpcdist.rpc._serving.producers import Producer
 from rpcdist.rpc.future import Future
+from rpcdist.time_limits import LONGEST_TIMEOUT_S
 from rpcdist.transport.wire_messages import CompactCall, NamedReference
 
 __all__ = ["ActiveCall"]
@@ -93,7 +95,9 @@ class ActiveCall:
     @classmethod
     def of_compact(cls, session: MessageSink, call: CompactCall, arguments: Arrived | None) -> ActiveCall:
         """A call that came in compact form."""
-        deadline = Deadline.after(call.timeout_us / 1e6) if call.timeout_us else NEVER
+        timeout_s = call.timeout_us / 1e6
+        is_limited = 0.0 < timeout_s <= LONGEST_TIMEOUT_S
+        deadline = Deadline(time.monotonic() + timeout_s) if is_limited else NEVER
         active = cls(session, call.id, call.function, arguments, deadline)
         if call.result is not None:
             active.result = _share_of(call.result)

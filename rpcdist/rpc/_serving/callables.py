@@ -42,17 +42,16 @@ class Callables:
             return self._unpickled(pickle)
         if name in self._always:
             return self._always[name]
-        if self._options.allow_functions is None:
-            return self._found(name)
-        return self._allowed(name, self._options.allow_functions)
-
-    def _found(self, name: str) -> Callable[..., Any]:
-        """What the module holds now: only the parts of the name are kept."""
-        parts = self._known.get(name)
+        if self._options.allow_functions is not None:
+            return self._allowed(name, self._options.allow_functions)
+        parts = self._known.get(name)  # not the function: what the module holds now is meant
         if parts is not None and (module := sys.modules.get(parts[0])) is not None:
             function = getattr(module, parts[1], None)
             if callable(function):
                 return function  # type: ignore[no-any-return]
+        return self._found(name)
+
+    def _found(self, name: str) -> Callable[..., Any]:
         function = decode_function(name)
         module_name, _, path = name.partition(":")
         if "." not in path and len(self._known) < MAX_KNOWN:

@@ -32,6 +32,7 @@ from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
 from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.rpc._executors.generators import is_generator
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -61,7 +62,6 @@ logger = logging.getLogger(__name__)
 MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
 MAX_KNOWN_NAMES: Final = 4096
-_GENERATORS: Final = (Generator, AsyncGenerator)
 
 
 class Dispatcher:
@@ -232,9 +232,30 @@ class Dispatcher:
 
     # ------------------------------------------------------------ pool
 
-    def run(self, active: ActiveCall) -> None:
-        """Runs a call on this thread of the pool."""
-        self._run(active, is_last=hooks.enter is not None)
+    def run(self, active: ActiveCall, is_last: bool | None = None) -> None:
+        """Runs a call on this thread.
+
+        Args:
+            is_last: see `_finish`; by default, whether this is a thread of the pool.
+        """
+        token = current_deadline.set(active.deadline)
+        outer = current_autograd.set(active.autograd)
+        try:
+            if not self._wanted(active):
+                return
+            if self.gil_wait is not None:
+                self.gil_wait.sample()
+            if is_last is None:
+                is_last = hooks.enter is not None
+            if active.is_fetch:
+                self._finish_fetch(active, is_last)
+            else:
+                self._invoke(active, is_last)
+        except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
+            self.fail(active, exc)
+        finally:
+            current_deadline.reset(token)
+            current_autograd.reset(outer)
 
     def _run_on_reader(self, active: ActiveCall) -> None:
         """Runs a call on the thread that reads, which sends the answer and reads on."""
@@ -245,27 +266,9 @@ class Dispatcher:
             return
         if runs_where_read(function):
             calling_session.set(active.session)  # the context is that of this call
-            self._run(active, is_last=False)
+            self.run(active, is_last=False)
         else:  # the name leads to another one now
             self._pool.submit(self.run, active)
-
-    def _run(self, active: ActiveCall, *, is_last: bool) -> None:
-        token = current_deadline.set(active.deadline)
-        outer = current_autograd.set(active.autograd)
-        try:
-            if not self._wanted(active):
-                return
-            if self.gil_wait is not None:
-                self.gil_wait.sample()
-            if active.is_fetch:
-                self._finish_fetch(active, is_last)
-            else:
-                self._invoke(active, is_last)
-        except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
-            self.fail(active, exc)
-        finally:
-            current_deadline.reset(token)
-            current_autograd.reset(outer)
 
     def _wanted(self, active: ActiveCall) -> bool:
         if active.cancelled:
@@ -317,7 +320,9 @@ class Dispatcher:
             except BaseException as exc:
                 self.fail(active, exc)
             else:
-                self._finish(active, result)
+                # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do.
+                is_turn_here = isinstance(future, Turn) and future.thread == get_ident() and hooks.last_act is None
+                self._finish(active, result, is_turn_here and hooks.enter is not None)
 
         active.is_chained = True
         future.add_done_callback(completed)
@@ -371,7 +376,7 @@ class Dispatcher:
                 the function has used is freed, and the thread may wait for the next call where this one came from.
         """
         try:
-            if result is not None and isinstance(result, _GENERATORS) and active.entry is None:
+            if result is not None and is_generator(result) and active.entry is None:
                 if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
                     raise DeadlineExceeded("the deadline was over before the stream began")
                 self._produce(active, result)
@@ -391,7 +396,7 @@ class Dispatcher:
             return
         answer = partial(self._answer, active, message, large, forks)
         if is_last:
-            hooks.last_act = LastAct([answer], active.session, takes_long(large))
+            hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
         elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
             last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
             if takes_long(large):

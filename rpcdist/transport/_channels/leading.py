@@ -119,38 +119,35 @@ class Lead:
         me = get_ident()
         if self._holder == me:
             raise BlockingInLoop("a wait in a finalizer")
-        if me != self._main:
-            return self._lead(is_waiting, timeout_s, sleep, first, None)
-        shield = self._shield
-        shield.enter()
+        shield = None
+        if me == self._main:
+            shield = self._shield
+            shield.enter()
         try:
-            return self._lead(is_waiting, timeout_s, sleep, first, shield)
-        finally:
-            shield.leave()
-
-    def _lead(
-        self,
-        is_waiting: Callable[[], bool],
-        timeout_s: float | None,
-        sleep: Sleep | None,
-        first: Callable[[], object] | None,
-        shield: SignalShield | None,
-    ) -> bool:
-        if self._is_stopped or not (self._lock.acquire(False) or self._acquire_from_loop()):
-            if first is not None:
-                first()
-            return False
-        self._holder = get_ident()
-        try:
-            self._hide()
-            try:
+            if self._is_stopped or not (self._lock.acquire(False) or self._acquire_from_loop()):
                 if first is not None:
                     first()
-                return self._read_until(is_waiting, timeout_s, sleep, shield)
+                return False
+            self._holder = me
+            try:
+                if self._hide() < 0:
+                    raise self._watch_failed()
+                try:
+                    if first is not None:
+                        first()
+                    return self._read_until(is_waiting, timeout_s, sleep, shield)
+                finally:
+                    if self._show() < 0:
+                        raise self._watch_failed()
             finally:
-                self._show()
+                self.give_back()
         finally:
-            self.give_back()
+            if shield is not None:
+                shield.leave()
+
+    def _watch_failed(self) -> OSError:
+        assert self._watch is not None
+        return self._watch.failure()
 
     def _acquire_from_loop(self) -> bool:
         """Waits for the loop, which is done soon: it has perhaps just read what this thread waited for before."""

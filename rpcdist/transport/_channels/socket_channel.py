@@ -178,7 +178,10 @@ class SocketChannel:
         if receiver is None or self._failure is not None:
             return False
         try:
-            self._receive_all(receiver)
+            if self._tls is None:
+                self._receive(receiver)
+            else:
+                self._receive_all(receiver)
         except Exception as exc:
             self._failure = exc
             self._tell_loop(exc)

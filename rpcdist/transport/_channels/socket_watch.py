@@ -12,6 +12,8 @@ from __future__ import annotations
 import ctypes
 import select
 import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 __all__ = ["CAN_WATCH", "SocketWatch"]
@@ -38,6 +40,10 @@ _SHOWN: Final = int(getattr(select, "EPOLLIN", 1)).to_bytes(4, sys.byteorder) + 
 class SocketWatch:
     """An epoll instance with one socket in it. `hide` and `show` may be called on any thread, but not after `close`.
 
+    Attributes:
+        hide: from now on the socket wakes nobody who watches; a negative number if that failed.
+        show: the socket wakes who watches, at once if there is something to be read; likewise.
+
     Args:
         descriptor: of the socket, which is shown at first.
 
@@ -45,10 +51,9 @@ class SocketWatch:
         OSError: there is no descriptor left.
     """
 
-    __slots__ = ("_descriptor", "_epoll", "_number")
+    __slots__ = ("_epoll", "_number", "hide", "show")
 
     def __init__(self, descriptor: int) -> None:
-        self._descriptor = descriptor
         self._epoll = select.epoll()
         self._number = self._epoll.fileno()
         try:
@@ -56,20 +61,17 @@ class SocketWatch:
         except BaseException:
             self._epoll.close()
             raise
+        # Not methods: a call hides and shows the socket once, and each function on the way counts.
+        self.hide: Callable[[], int] = partial(_control, self._number, _MODIFY, descriptor, _HIDDEN)
+        self.show: Callable[[], int] = partial(_control, self._number, _MODIFY, descriptor, _SHOWN)
 
     def fileno(self) -> int:
         """Readable when the socket is, unless it is hidden."""
         return self._number
 
-    def hide(self) -> None:
-        """From now on the socket wakes nobody who watches."""
-        if _control(self._number, _MODIFY, self._descriptor, _HIDDEN) < 0:
-            raise OSError(ctypes.get_errno(), "a connection cannot be hidden from the I/O loop")
-
-    def show(self) -> None:
-        """The socket wakes who watches, at once if there is something to be read."""
-        if _control(self._number, _MODIFY, self._descriptor, _SHOWN) < 0:
-            raise OSError(ctypes.get_errno(), "a connection cannot be shown to the I/O loop")
+    def failure(self) -> OSError:
+        """Why `hide` or `show` has just returned a negative number on this thread."""
+        return OSError(ctypes.get_errno(), "a connection cannot be hidden from the I/O loop, or shown to it")
 
     def close(self) -> None:
         """Ends the watching; the socket stays open."""

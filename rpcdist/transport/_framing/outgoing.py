@@ -256,23 +256,20 @@ class Outgoing:
     def next_parts(self) -> Parts | None:
         """As `next_envelope`, without the copy: for a channel that writes from two places at once."""
         with self._lock:
-            return self._next_parts()
-
-    def _next_parts(self) -> Parts | None:
-        may_send_chunk = self._transfers and self._credit_bytes > 0
-        if self._frames and not (self._chunk_is_due and may_send_chunk):
-            self._chunk_is_due = True
-            envelope = self._batch()
-            if envelope:
-                return envelope, None
-        self._chunk_is_due = False
-        if not self._transfers or self._credit_bytes <= 0:
-            return None
-        transfer = self._transfers.popleft()
-        head, payload = transfer.next_chunk()
-        self._credit_bytes -= len(head) + (len(payload) if payload is not None else 0)
-        self._schedule(transfer)
-        return head, payload
+            may_send_chunk = self._transfers and self._credit_bytes > 0
+            if self._frames and not (self._chunk_is_due and may_send_chunk):
+                self._chunk_is_due = True
+                envelope = self._batch()
+                if envelope:
+                    return envelope, None
+            self._chunk_is_due = False
+            if not self._transfers or self._credit_bytes <= 0:
+                return None
+            transfer = self._transfers.popleft()
+            head, payload = transfer.next_chunk()
+            self._credit_bytes -= len(head) + (len(payload) if payload is not None else 0)
+            self._schedule(transfer)
+            return head, payload
 
     def _batch(self) -> bytes:
         """As many of the messages that may go now as fit; empty if all that waits is held."""

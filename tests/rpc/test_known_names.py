@@ -1,0 +1,67 @@
+"""Names of functions that were sent before hold only as long as they lead back to the function."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from rpcdist.rpc._values import known_names
+from rpcdist.rpc._values.function_names import encode_function
+from rpcdist.rpc._values.known_names import KnownNames
+
+MODULE = "module_of_known_names"
+
+
+@pytest.fixture
+def module(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
+    made = types.ModuleType(MODULE)
+    exec("def work(): pass\ndef other(): pass\nclass Box:\n    def put(self): pass", made.__dict__)
+    monkeypatch.setitem(sys.modules, MODULE, made)
+    return made
+
+
+def noted(func: object) -> KnownNames:
+    names = KnownNames()
+    names.note(func, encode_function(func))  # type: ignore[arg-type]
+    return names
+
+
+@pytest.mark.parametrize("name", ["work", "Box"])
+def test_functions_and_classes_at_the_top_level_are_kept(module: types.ModuleType, name: str) -> None:
+    func = getattr(module, name)
+    assert KnownNames().find(func) is None
+    assert noted(func).find(func) == f"{MODULE}:{name}"
+
+
+def test_a_name_that_leads_elsewhere_now_is_not_used(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    work, names = module.work, noted(module.work)
+    monkeypatch.setattr(module, "work", module.other)
+    assert names.find(work) is None
+    monkeypatch.delattr(module, "work")
+    assert names.find(work) is None
+    monkeypatch.undo()
+    assert names.find(work) is None  # its module is not imported any more
+
+
+def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleType) -> None:
+    box = module.Box()
+    for func in (module.Box.put, box.put, [].append, len):
+        names = KnownNames()
+        names.note(func, f"{MODULE}:something")
+        assert names.find(func) is None
+
+
+def test_a_pickle_is_no_name(module: types.ModuleType) -> None:
+    names = KnownNames()
+    names.note(module.work, b"pickle")
+    assert names.find(module.work) is None
+
+
+def test_the_number_of_names_is_bounded(module: types.ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(known_names, "MAX_KNOWN", 1)
+    names = noted(module.work)
+    names.note(module.other, f"{MODULE}:other")
+    assert names.find(module.other) is None
+    assert names.find(module.work) == f"{MODULE}:work"
