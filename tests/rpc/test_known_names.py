@@ -47,7 +47,8 @@ def test_a_name_that_leads_elsewhere_now_is_not_used(module: types.ModuleType, m
 
 def test_what_holds_something_or_lies_deeper_is_not_kept(module: types.ModuleType) -> None:
     box = module.Box()
-    for func in (module.Box.put, box.put, [].append, len):
+    held: list[object] = []
+    for func in (module.Box.put, box.put, held.append, len):
         names = KnownNames()
         names.note(func, f"{MODULE}:something")
         assert names.find(func) is None
