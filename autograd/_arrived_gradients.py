@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from _thread import RLock
 from collections.abc import Mapping
 
 from rpcdist.autograd._message_nodes import Gradients
@@ -16,7 +17,7 @@ class ArrivedGradients:
     """Gradients by message. Any thread may call any method."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = RLock()
         self._changed: threading.Condition | None = None  # made for the first gate; most passes have none
         self._gradients: dict[int, Gradients] = {}
         self._is_closed = False

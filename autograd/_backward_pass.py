@@ -394,7 +394,7 @@ class BackwardPass(PassTurns):
         self.wake()
         self._gradients.close()
         self.context.ended_passes[self.id] = error
-        self.context.spans.extend((self.id, *part) for part in self._clock.parts)
+        self.context.spans.extend([(self.id, *part) for part in self._clock.parts])
         self.context.is_spent = error is None and not self._options.retain_graph
         self._on_end(self)
         return True

@@ -16,12 +16,16 @@ __all__ = ["GradientTable", "size_bytes"]
 
 
 class GradientTable:
-    """Gradients by leaf. Any thread may call any method."""
+    """Gradients by leaf. Any thread may call any method.
+
+    Leaves are known by their `id`, and kept: the hash of a tensor is a Python function, and would be asked for often.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gradients: dict[torch.Tensor, torch.Tensor] = {}
-        self._owned: set[torch.Tensor] = set()
+        self._leaves: dict[int, torch.Tensor] = {}
+        self._gradients: dict[int, torch.Tensor] = {}
+        self._owned: set[int] = set()
         self._num_bytes: int | None = 0  # of all gradients; None if it has to be counted again
 
     def __len__(self) -> int:
@@ -30,44 +34,58 @@ class GradientTable:
     def size_bytes(self) -> int:
         with self._lock:
             if self._num_bytes is None:
-                self._num_bytes = sum(map(size_bytes, self._gradients.values()))
+                # Most are dense: as `size_bytes`, without a call for each.
+                sizes = [one.nbytes if not one.is_sparse else size_bytes(one) for one in self._gradients.values()]
+                self._num_bytes = sum(sizes)
             return self._num_bytes
 
     def snapshot(self) -> dict[torch.Tensor, torch.Tensor]:
         with self._lock:
             self._owned.clear()  # the caller may keep them, so they are not changed in place any more
-            return dict(self._gradients)
+            return {self._leaves[key]: gradient for key, gradient in self._gradients.items()}
+
+    def of(self, leaves: Iterable[torch.Tensor]) -> list[torch.Tensor | None]:
+        """The gradients of some leaves, in their order; None for those without."""
+        with self._lock:
+            self._owned.clear()  # as in `snapshot`
+            return [self._gradients.get(id(leaf)) for leaf in leaves]
 
     def scale(self, leaves: Iterable[torch.Tensor], factor: float) -> None:
         """Multiplies the gradients of some leaves, not in place."""
         with torch.no_grad(), self._lock:
             self._num_bytes = None
             for leaf in leaves:
-                gradient = self._gradients.get(leaf)
+                gradient = self._gradients.get(id(leaf))
                 if gradient is not None:
-                    self._gradients[leaf] = gradient * factor
-                    self._owned.discard(leaf)
+                    self._gradients[id(leaf)] = gradient * factor
+                    self._owned.discard(id(leaf))
 
     def add(self, captured: Collection[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Adds the gradients that one run has found."""
-        captured = [(leaf, _without_graph(gradient)) for leaf, gradient in captured]
-        addresses = [_address(gradient) for _, gradient in captured]
+        addresses = [one._values().data_ptr() if one.is_sparse else one.data_ptr() for _, one in captured]
         shared = _repeated(addresses)
         with self._lock:
             self._num_bytes = None
-            for (leaf, gradient), address in zip(captured, addresses, strict=True):
-                num_before = len(self._gradients)
-                known = self._gradients.setdefault(leaf, gradient)  # one look-up: a tensor's hash is a Python function
-                if len(self._gradients) == num_before:
-                    self._gradients[leaf] = self._sum(leaf, known, gradient)
-                elif address in shared or not _is_dense(gradient):
-                    self._gradients[leaf] = _copied(gradient)
+            for (leaf, found), address in zip(captured, addresses, strict=True):
+                gradient = found.detach() if found.requires_grad else found  # a hook may give it a graph
+                key = id(leaf)
+                known = self._gradients.get(key)
+                if known is not None:
+                    self._gradients[key] = self._sum(key, known, gradient)
+                    continue
+                self._leaves[key] = leaf
+                if address in shared or not (
+                    (not gradient.is_sparse and gradient.is_contiguous()) or _is_dense(gradient)
+                ):
+                    gradient = _copied(gradient)
+                self._gradients[key] = gradient
 
-    def _sum(self, leaf: torch.Tensor, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
-        if leaf in self._owned and not known.is_sparse:
+    def _sum(self, key: int, known: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
+        if key in self._owned and not known.is_sparse:
             return known.add_(gradient)
-        known = _without_graph(known)
-        self._owned.add(leaf)
+        if known.requires_grad:  # whoever has a `snapshot` may give it a graph
+            known = known.detach()
+        self._owned.add(key)
         return gradient + known if known.is_sparse else known + gradient  # torch adds no dense tensor to a sparse one
 
 
@@ -76,15 +94,6 @@ def size_bytes(gradient: torch.Tensor) -> int:
     if gradient.is_sparse:
         return gradient._values().nbytes + gradient._indices().nbytes
     return gradient.numel() * gradient.element_size()
-
-
-def _without_graph(gradient: torch.Tensor) -> torch.Tensor:
-    """A gradient as it is summed up here, without the graph that a hook, or whoever has a `snapshot`, may give it."""
-    return gradient.detach() if gradient.requires_grad else gradient
-
-
-def _address(gradient: torch.Tensor) -> int:
-    return gradient._values().data_ptr() if gradient.is_sparse else gradient.data_ptr()
 
 
 def _repeated(addresses: Sequence[int]) -> Collection[int]:
@@ -98,7 +107,7 @@ def _is_dense(gradient: torch.Tensor) -> bool:
     """Whether every element has memory of its own, unlike in an expanded gradient."""
     if gradient.is_sparse:
         return gradient._values().is_contiguous() and gradient._indices().is_contiguous()
-    return gradient.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
+    return bool(torch.ops.aten.is_non_overlapping_and_dense(gradient))
 
 
 def _copied(gradient: torch.Tensor) -> torch.Tensor:

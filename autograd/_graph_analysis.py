@@ -15,7 +15,8 @@ through it, so it also shows which nodes several sources share.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -42,6 +43,11 @@ class Leaf(NamedTuple):
     tensor: torch.Tensor
     edge: GradientEdge
     sources: int
+
+
+# The constructor of a named tuple is a Python function, and these are made for each leaf and tensor of each pass.
+_new_edge: Callable[[tuple[Any, int, None]], GradientEdge] = partial(tuple.__new__, GradientEdge)
+_new_leaf: Callable[[tuple[torch.Tensor, GradientEdge, int]], Leaf] = partial(tuple.__new__, Leaf)
 
 
 class Analysis(NamedTuple):
@@ -84,7 +90,7 @@ def analyse(
     for send in sends:
         tensors: Any = send.node.next_functions  # torch's stubs say that a node may be None
         numbered.append(LocalSend(send.id, send.to, send.stamp, len(edges), len(tensors)))
-        edges += [GradientEdge(node, number) for node, number in tensors]
+        edges += [_new_edge((node, number, None)) for node, number in tensors]
     walk = _Walk(edges)
     masks = walk.masks
     unions = _Unions(len(edges))
@@ -94,7 +100,7 @@ def analyse(
     node: Any  # torch's stubs lack what nodes of these kinds have
     for node in walk.leaves:
         leaf, mask = node.variable, masks[node]
-        leaves.append(Leaf(leaf, GradientEdge(node, 0), mask))
+        leaves.append(_new_leaf((leaf, _new_edge((node, 0, None)), mask)))
         if leaf._backward_hooks:
             unions.join(mask)
     for node in walk.meetings:
@@ -204,7 +210,7 @@ class _Walk:
                         self._reach(following, number, mask)
 
     def _reach(self, node: Node, number: int, mask: int) -> None:
-        key = GradientEdge(node, number)
+        key = _new_edge((node, number, None))
         self.outputs[key] = self.outputs.get(key, 0) | mask
 
     def _topological(self, starts: Sequence[Node]) -> list[Node]:

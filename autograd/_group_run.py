@@ -97,7 +97,10 @@ class GroupRun:
         self._analysis = analysis
         self._run = run
         self._recvs = [analysis.recvs[id] for id in run.recvs]
-        self._delivers = sends_early or bool(run.pending) or any([recv.is_hooked for recv in self._recvs])
+        self._delivers = sends_early or bool(run.pending)
+        for recv in self._recvs:
+            if recv.is_hooked:
+                self._delivers = True
         self._unanswered = dict.fromkeys(run.recvs)
         self.callbacks: list[Callable[[Captured], object]] = []
 

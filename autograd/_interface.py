@@ -96,7 +96,7 @@ def backward(
     if _get_running_loop() is not None:
         raise BlockingInLoop("backward", "await autograd.backward_async(...)")
     worker = _worker()
-    worker.backward(*_checked(context_id, roots), retain_graph, _mode(mode), _deadline(timeout))
+    worker.backward(*_checked(context_id, roots), retain_graph, _mode(worker, mode), _deadline(worker, timeout))
 
 
 def backward_async(
@@ -108,7 +108,8 @@ def backward_async(
 ) -> Future[None]:
     """`backward` as a future: await it, or wait for it. Cancelling it ends the pass on all workers."""
     worker = _worker()
-    return worker.backward_async(*_checked(context_id, roots), retain_graph, _mode(mode), _deadline(timeout))
+    chosen = _mode(worker, mode)
+    return worker.backward_async(*_checked(context_id, roots), retain_graph, chosen, _deadline(worker, timeout))
 
 
 def get_gradients(context_id: int) -> dict[torch.Tensor, torch.Tensor]:
@@ -132,15 +133,15 @@ def _checked(context_id: Any, roots: Any) -> tuple[int, Sequence[torch.Tensor]]:
     return context_id, roots
 
 
-def _mode(mode: str | None) -> str:
-    chosen = mode or _worker().host.default_mode
+def _mode(worker: AutogradWorker, mode: str | None) -> str:
+    chosen = mode or worker.host.default_mode
     if chosen not in ("smart", "fast"):
         raise ConfigError(f"mode is 'smart' or 'fast', but got {chosen!r}")
     return chosen
 
 
-def _deadline(timeout_s: float) -> Deadline:
-    return Deadline.after(_worker().host.timeout_of(timeout_s)).earlier(current_deadline.get())
+def _deadline(worker: AutogradWorker, timeout_s: float) -> Deadline:
+    return Deadline.after(worker.host.timeout_of(timeout_s)).earlier(current_deadline.get())
 
 
 # ---------------------------------------------------------------- torch's private names

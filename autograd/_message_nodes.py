@@ -71,7 +71,8 @@ class RecordedSend:
         else:
             with torch.enable_grad():
                 self.gate = _apply_send(self, *tensors)
-        self.node = cast(Node, self.gate.grad_fn)
+        node: Any = self.gate.grad_fn  # torch's stubs say that it may be None
+        self.node: Node = node
 
     def __repr__(self) -> str:
         return f"<send {self.id:#x} to {self.to} at {self.stamp} [{len(self.node.next_functions)} tensors]>"
@@ -125,7 +126,8 @@ def current_run() -> RunInProgress | None:
 
     It is kept in torch's thread-local storage, which torch copies to the threads that its engine has for accelerators.
     """
-    return cast("RunInProgress | None", _C._get_obj_in_tls(_RUN_KEY)) if _C._is_key_in_tls(_RUN_KEY) else None
+    run: RunInProgress | None = _C._get_obj_in_tls(_RUN_KEY) if _C._is_key_in_tls(_RUN_KEY) else None
+    return run
 
 
 def set_current_run(run: RunInProgress | None) -> RunInProgress | None:
@@ -236,4 +238,5 @@ def attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
 
 def _attach(recv: RecordedRecv, tensors: Sequence[torch.Tensor]) -> Node:
     outputs = _apply_recv(_TOKEN, recv, list(tensors))
-    return cast(Node, outputs[0].grad_fn)
+    node: Node = outputs[0].grad_fn
+    return node

@@ -10,6 +10,7 @@ back from its system call, and would wake the I/O loop.
 from __future__ import annotations
 
 import threading
+from _thread import RLock
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
@@ -43,8 +44,8 @@ class PassTurns(ABC):
         self.is_over = False
         self._submit = submit
         self._clock = clock
-        self._lock = threading.RLock()  # entered more often than the condition, and in less time
-        self._changed = threading.Condition(self._lock)
+        self._lock = RLock()  # entered more often than the condition, and in less time
+        self._changed: threading.Condition | None = None  # made for the first sleep on it: most passes read instead
         self._inbox: deque[Job] = deque()
         self._is_draining = False
         self._has_waiter = False
@@ -97,7 +98,8 @@ class PassTurns(ABC):
     def wake(self) -> None:
         """Has the thread that waits look around."""
         with self._lock:
-            self._changed.notify_all()
+            if self._changed is not None:
+                self._changed.notify_all()
         led = self._led
         if led is not None:
             led.ring()
@@ -157,6 +159,8 @@ class PassTurns(ABC):
         finally:
             self._led = None
         with self._lock:
+            if self._changed is None:
+                self._changed = threading.Condition(self._lock)
             return self._changed.wait_for(self._has_news, deadline.wait_s())
 
     def _is_waiting(self) -> bool:

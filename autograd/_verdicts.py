@@ -281,8 +281,10 @@ class PassState:
             group.is_waiting = False
             self._unended -= 1
             return None
-        sends = [send for send in group.sends if send.mask & used]
-        recvs = [recv for recv in group.recvs if recv.reached_by & used]
+        sends, recvs = group.sends, group.recvs
+        if used != group.sources:
+            sends = [send for send in sends if send.mask & used]
+            recvs = [recv for recv in recvs if recv.reached_by & used]
         arrived = [send.id for send in sends if send.id in self._arrived]
         waits: list[int] = []
         if len(arrived) < len(sends):

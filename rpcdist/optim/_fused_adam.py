@@ -15,10 +15,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-__all__ = ["fused_if_possible"]
+__all__ = ["fused_if_possible", "has_fused"]
 
 _CLASSES: Final = frozenset({torch.optim.Adam, torch.optim.AdamW})
 _UNSET: Final = (("fused", None), ("foreach", None), ("capturable", False), ("differentiable", False))
+
+
+def has_fused(optim: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer is of a class that `fused_if_possible` knows."""
+    return type(optim) in _CLASSES
 
 
 @contextmanager
@@ -31,7 +36,7 @@ def fused_if_possible(optim: torch.optim.Optimizer, parameters: Sequence[Tensor]
     """
     groups: list[dict[str, Any]] = optim.param_groups
     if (
-        type(optim) not in _CLASSES
+        not has_fused(optim)
         or any([group[name] is not unset for group in groups for name, unset in _UNSET])
         or not all(map(_is_fusable, parameters))
         or torch.get_default_dtype() is not torch.float32  # else that of the number of steps differs

@@ -17,7 +17,7 @@ import rpcdist.autograd as autograd
 from rpcdist.autograd._interface import _retrieve_context
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import DeadlineExceeded, RpcdistError
-from rpcdist.optim._fused_adam import fused_if_possible
+from rpcdist.optim._fused_adam import fused_if_possible, has_fused
 from rpcdist.optim._param_groups import Group, options_of
 from rpcdist.rpc import RRef, get_rpc_timeout
 from rpcdist.rpc._agent_local import AgentLocal
@@ -73,21 +73,26 @@ class LocalOptimizer:
         Returns:
             False if this process took no part in the context, so that there was nothing to do.
         """
-        gradients = _gradients_of(context_id)
-        found = gradients or {}
         parameters = self._parameters
-        with self._alone("step"):
+        gradients = _gradients_of(context_id, parameters)
+        self._begin_alone("step")
+        try:
             if any(options):
                 self._set_options(options)
             kept = [parameter.grad for parameter in parameters]
             try:
-                for parameter in parameters:
-                    parameter.grad = found.get(parameter)
-                with fused_if_possible(self.optim, parameters):
+                for parameter, gradient in zip(parameters, gradients or [None] * len(parameters), strict=True):
+                    parameter.grad = gradient
+                if has_fused(self.optim):
+                    with fused_if_possible(self.optim, parameters):
+                        self._step(hogwild)
+                else:
                     self._step(hogwild)
             finally:
-                for parameter, gradient in zip(parameters, kept, strict=True):
-                    parameter.grad = gradient
+                for parameter, before in zip(parameters, kept, strict=True):
+                    parameter.grad = before
+        finally:
+            self._lock.release()
         return gradients is not None
 
     def _step(self, hogwild: bool) -> None:
@@ -96,8 +101,13 @@ class LocalOptimizer:
             with torch.autograd._unsafe_preserve_version_counter(tuple(self._parameters)):
                 self.optim.step()
         elif self._bare_step is not None and not is_watched(self.optim):
-            with torch.no_grad():
+            # As `torch.no_grad()`, which takes as long as the step of a small model.
+            is_enabled = torch.is_grad_enabled()
+            torch._C._set_grad_enabled(False)
+            try:
                 self._bare_step(self.optim)
+            finally:
+                torch._C._set_grad_enabled(is_enabled)
         else:
             self.optim.step()
 
@@ -117,8 +127,8 @@ class LocalOptimizer:
 
     def norm(self, context_id: int, norm_type: float) -> float:
         """The norm of all gradients of the context here, as if they were one vector."""
-        gradients = self._own(_gradients_of(context_id) or {})
-        values = [g.coalesce().values() if g.is_sparse else g for g in gradients.values()]
+        gradients = [gradient for gradient in _gradients_of(context_id, self._parameters) or () if gradient is not None]
+        values = [g.coalesce().values() if g.is_sparse else g for g in gradients]
         return torch.nn.utils.get_total_norm(values, norm_type).item()
 
     def scale(self, context_id: int, factor: float) -> None:
@@ -127,7 +137,15 @@ class LocalOptimizer:
 
     @contextmanager
     def _alone(self, what: str) -> Iterator[None]:
-        """Holds the lock, for which it waits as long as the call may take."""
+        """Holds the lock."""
+        self._begin_alone(what)
+        try:
+            yield
+        finally:
+            self._lock.release()
+
+    def _begin_alone(self, what: str) -> None:
+        """Takes the lock, for which it waits as long as the call may take."""
         if not self._lock.acquire(blocking=False):
             wait_s = current_deadline.get().earlier(Deadline.after(get_rpc_timeout() or None)).wait_s()
             with blocking():
@@ -136,13 +154,6 @@ class LocalOptimizer:
                 raise DeadlineExceeded(
                     f"{what} of a distributed optimizer waited for another one's step on this worker"
                 )
-        try:
-            yield
-        finally:
-            self._lock.release()
-
-    def _own(self, gradients: dict[Tensor, Tensor]) -> dict[Tensor, Tensor]:
-        return {p: gradients[p] for p in self._parameters if p in gradients}
 
     def _set_options(self, options: Sequence[Group]) -> None:
         for group, changed in zip(self.optim.param_groups, options, strict=True):
@@ -163,9 +174,10 @@ def _tensor_of(number: int, rref: RRef[Tensor]) -> Tensor:
     return value
 
 
-def _gradients_of(context_id: int) -> dict[Tensor, Tensor] | None:
+def _gradients_of(context_id: int, parameters: Sequence[Tensor]) -> Sequence[Tensor | None] | None:
+    """In the order of the parameters; None if this process took no part in the context."""
     try:
-        return autograd.get_gradients(context_id)
+        return _retrieve_context(context_id).gradients.of(parameters)
     except autograd.ContextNotFound:
         return None  # the caller checks whether the context is over
 

@@ -118,7 +118,7 @@ def _outcome_of(wait: Callable[[], Any]) -> Any:
 
 
 def _error_in(what: str, calls: Sequence[OwnerCall], results: Sequence[Any]) -> Exception | None:
-    if not any(type(result) is _CallFailed for result in results):
+    if _CallFailed not in map(type, results):
         return None
     failed = [(call.owner.name, r.error) for call, r in zip(calls, results, strict=True) if isinstance(r, _CallFailed)]
     owner, error = failed[0]

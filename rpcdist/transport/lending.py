@@ -125,7 +125,7 @@ class Lender:
         self._free: dict[int, list[MappedSegment]] = {}  # by size; the last one, which came back last, is warm
         self._fewest_free: dict[int, int] = {}  # by size, since the last `trim`: so many were never needed
         self._lent: dict[int, MappedSegment] = {}
-        self._withdrawn: list[int] = []
+        self.withdrawn: list[int] = []
         self._lock = threading.Lock()
         self._closed = False
 
@@ -188,7 +188,7 @@ class Lender:
 
     def _withdraw(self, mapped: MappedSegment) -> None:
         self._num_bytes -= mapped.size_bytes
-        self._withdrawn.append(mapped.number)
+        self.withdrawn.append(mapped.number)
 
     def trim(self) -> None:
         """Withdraws the segments that were free all the time since it was called last."""
@@ -207,12 +207,12 @@ class Lender:
     @property
     def has_withdrawn(self) -> bool:
         """Whether `take_withdrawn` has something to report."""
-        return bool(self._withdrawn)
+        return bool(self.withdrawn)
 
     def take_withdrawn(self) -> list[int]:
         """The segments that the borrower may forget, each reported once."""
         with self._lock:
-            withdrawn, self._withdrawn = self._withdrawn, []
+            withdrawn, self.withdrawn = self.withdrawn, []
         return withdrawn
 
     def answered(self, number: int, accepted: bool) -> None:
@@ -309,7 +309,7 @@ class Borrower:
         self._max_bytes = max_bytes
         self._known: dict[int, MappedSegment] = {}
         self._in_use: set[int] = set()
-        self._ended: deque[tuple[int, int, bool]] = (
+        self.ended: deque[tuple[int, int, bool]] = (
             deque()
         )  # number, size, whether a forked child may read it; large first
 
@@ -349,19 +349,19 @@ class Borrower:
             )
         self._in_use.add(number)
         memory = _Memory.from_address(mapped.address)
-        memory.lease = _Lease(mapped, self._ended)  # type: ignore[attr-defined]
+        memory.lease = _Lease(mapped, self.ended)  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")[:num_bytes]
 
     @property
     def has_ended(self) -> bool:
         """Whether `take_ended` has something to report."""
-        return bool(self._ended)
+        return bool(self.ended)
 
     @property
     def is_return_due(self) -> bool:
         """Whether the lender should hear of ended leases with the next message. [Note: returned together]"""
         try:
-            return len(self._ended) >= RETURN_TOGETHER or self._ended[0][1] > RETURN_TOGETHER_BYTES
+            return len(self.ended) >= RETURN_TOGETHER or self.ended[0][1] > RETURN_TOGETHER_BYTES
         except IndexError:  # none, or another thread has taken them
             return False
 
@@ -370,7 +370,7 @@ class Borrower:
         ended = Ended([], [])
         try:
             while True:  # any thread may do this at the same time, so looking before would not help
-                number, _, may_be_read = self._ended.popleft()
+                number, _, may_be_read = self.ended.popleft()
                 if may_be_read:
                     self._known.pop(number, None)
                 self._in_use.discard(number)

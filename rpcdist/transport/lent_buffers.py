@@ -98,7 +98,7 @@ class LentBuffers:
     @property
     def is_news_due(self) -> bool:
         """Whether the peer should be told with the next message, and not only when a timer says so."""
-        return self._borrower.is_return_due or self._lender.has_withdrawn
+        return bool(self._lender.withdrawn) or (bool(self._borrower.ended) and self._borrower.is_return_due)
 
     @property
     def has_leases(self) -> bool:

@@ -40,8 +40,8 @@ def make(kind: Callable[..., torch.optim.Optimizer], parameter: torch.Tensor, **
 def stepped(
     local: LocalOptimizer, parameter: torch.Tensor, monkeypatch: pytest.MonkeyPatch, hogwild: bool = False
 ) -> None:
-    gradients = {parameter: torch.ones_like(parameter)}
-    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id: gradients)
+    gradients = [torch.ones_like(parameter)]
+    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: gradients)
     for _ in range(3):
         assert local.step(1, [{}], hogwild)
 
@@ -68,7 +68,7 @@ def test_adam_is_fused_where_that_is_the_same(
     local = make(kind, ours, lr=0.1, **options)
     implementations: list[object] = []
     local.optim.register_step_pre_hook(lambda optim, *_: implementations.append(optim.param_groups[0]["fused"]))
-    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id: {ours: gradient})
+    monkeypatch.setattr(_local_optimizer, "_gradients_of", lambda context_id, parameters: [gradient])
     reference = kind([theirs], lr=0.1, **options)
     theirs.grad = gradient.clone()
     for _ in range(3):

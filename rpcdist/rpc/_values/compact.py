@@ -10,10 +10,11 @@ other one, with remote references, or with long texts travels as a `Value` of pr
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from ctypes import memmove, string_at
+from ctypes import c_ssize_t, c_void_p, memmove, py_object, pythonapi
+from math import prod
 from struct import Struct
 from struct import error as StructError
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
@@ -35,6 +36,9 @@ _ENTRY: Final = Struct("<BBBB")
 _SHAPES: Final = tuple(Struct(f"<{count}q") for count in range(MAX_DIMS + 1))
 _ENTRIES: Final = tuple(Struct(f"<BBBB{count}q") for count in range(MAX_DIMS + 1))  # with the lengths
 _CPU: Final = torch.device("cpu")
+
+_bytes_at: Any = pythonapi["PyBytes_FromStringAndSize"]  # `ctypes.string_at` is a function of Python around the same
+_bytes_at.restype, _bytes_at.argtypes = py_object, (c_void_p, c_ssize_t)
 
 
 class CompactValue(NamedTuple):
@@ -83,9 +87,18 @@ def compact_tensors(
     num_bytes = 0
     for tensor in tensors:
         code = DTYPE_CODES.get(tensor.dtype)
-        if not _is_simple(tensor) or code is None:
-            return None
         shape = tensor.shape
+        if (
+            code is None
+            or type(tensor) is not torch.Tensor
+            or not tensor.is_cpu
+            or tensor.is_nested
+            or not tensor.is_contiguous()
+            or tensor.is_complex()  # it may be a conjugate view
+            or tensor.is_neg()
+            or len(shape) > MAX_DIMS
+        ):
+            return None
         size = tensor.nbytes
         flags = _SEPARATE if size > INLINE_LIMIT else 0
         if tensor.requires_grad:
@@ -97,7 +110,7 @@ def compact_tensors(
             if size > INLINE_LIMIT:
                 large.append(TensorBuffer(start, size, (tensor,)))
             else:
-                parts.append(string_at(start, size))
+                parts.append(_bytes_at(start, size))
                 num_bytes += size
     if num_bytes + INLINE_LIMIT > MAX_COMPACT_BODY_BYTES:
         return None
@@ -107,20 +120,10 @@ def compact_tensors(
     return CompactValue(b"".join(parts), len(tensors), large)
 
 
-def _is_simple(tensor: torch.Tensor) -> bool:
-    return (
-        type(tensor) is torch.Tensor
-        and tensor.is_cpu
-        and not tensor.is_nested
-        and tensor.is_contiguous()
-        and not tensor.is_complex()  # it may be a conjugate view
-        and not tensor.is_neg()
-        and tensor.dim() <= MAX_DIMS
-    )
-
-
 def _are_apart(spans: list[tuple[int, int]]) -> bool:
     """Whether no two tensors share memory; what is shared stays shared in a `Value` only."""
+    if len(spans) == 2:
+        return spans[0][1] <= spans[1][0] or spans[1][1] <= spans[0][0]
     spans.sort()
     return all(spans[index][1] <= spans[index + 1][0] for index in range(len(spans) - 1))
 
@@ -182,6 +185,13 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
             )
         shape = list(_SHAPES[num_dims].unpack_from(body, at))
         at += _SHAPES[num_dims].size
+        size = prod(shape) * info.itemsize
+        if 0 < size <= len(body) - at and not flags & _SEPARATE:  # as nearly all; torch checks the shape
+            tensor = torch.empty(shape, dtype=info.dtype, device=_CPU)
+            memmove(tensor.data_ptr(), body[at : at + size], size)
+            at += size
+            tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
+            continue
         stride, num_elements = contiguous_strides(shape, info.itemsize)
         size = num_elements * info.itemsize
         if flags & _SEPARATE:
@@ -189,13 +199,10 @@ def _read_tensors(body: bytes, count: int, large: Sequence[ReceiveBuffer]) -> tu
                 raise SerializationError(f"a tensor of {size} bytes did not arrive as announced")
             tensor = _over_buffer(large[num_large], info, shape, stride)
             num_large += 1
+        elif size:
+            raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
         else:
-            if at + size > len(body):
-                raise SerializationError(f"a tensor of {size} bytes arrived that is cut off")
             tensor = torch.empty_strided(shape, stride, dtype=info.dtype, device=_CPU)
-            if size:
-                memmove(tensor.data_ptr(), body[at : at + size], size)
-                at += size
         tensors.append(tensor.requires_grad_() if flags & _REQUIRES_GRAD else tensor)
     if num_large != len(large):
         raise SerializationError(f"{len(large)} large buffers arrived for a value that has {num_large}")
