@@ -69,6 +69,11 @@ def wait_until_taken_back(cluster: InProcessCluster, coordinator: str) -> None:
             eventually(partial(knows_coordinator, agent, incarnation), f"{name} was taken back")
 
 
+def but_for_the_start(changes: list[str]) -> list[str]:
+    """What b has seen; that c has joined may come after b has begun to look."""
+    return changes[1:] if changes[0] == "c joined" else changes
+
+
 @pytest.mark.parametrize("elastic", [False, True])
 def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
     with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
@@ -89,7 +94,7 @@ def test_the_job_goes_on_with_another_coordinator(elastic: bool) -> None:
         assert cluster.run("b", lambda: held.rpc_sync().get()) == 7
         gathering = [cluster.begin(name, rpc.api._all_gather, name) for name in cluster.names]
         assert all(future.result(LIMIT_S) == {name: name for name in "abc"} for future in gathering)
-        assert changes == ["a lost", "a joined"]  # nobody else came or went
+        assert but_for_the_start(changes) == ["a lost", "a joined"]  # nobody else came or went
 
 
 @pytest.mark.parametrize("elastic", [False, True])
@@ -109,7 +114,7 @@ def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pyte
         for caller in cluster.names:
             for callee in cluster.names:
                 assert cluster.run(caller, rpc.rpc_sync, callee, add, (1, 2)) == 3
-        assert changes == ["a lost", "a joined"]
+        assert but_for_the_start(changes) == ["a lost", "a joined"]
 
 
 async def call_on_a_loop() -> int:
