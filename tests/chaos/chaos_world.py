@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import peer_timeouts
+from chaos_diagnosis import state_of_this_process
 from chaos_drivers import quiet_calls, reach, start_drivers, stop_drivers
 from chaos_functions import close_books, open_books
 from network_cable import enter_namespace
@@ -25,6 +26,7 @@ __all__ = ["PEER_TIMEOUT_S", "ChaosWorld", "Place"]
 
 NUM_PIPES_OF_GRPC = 2  # it makes them once in a process, and keeps them
 PEER_TIMEOUT_S = 2 * peer_timeouts.UNIT_S
+SLOW_JOIN_S = 15 * peer_timeouts.UNIT_S  # many times what it takes, and well before it fails
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +81,15 @@ class ChaosWorld:
 
     def start(self, name: str) -> None:
         """The replacement of a worker that was killed: it joins, and drives calls."""
-        self._begin_join(name).result()
+        joining = self._begin_join(name)
+        try:
+            eventually(joining.done, f"{name} has joined", SLOW_JOIN_S)
+        except AssertionError:  # said while it lasts: why the coordinator does not answer
+            coordinator = self[self.names[0]]
+            print(f"{name} has not joined for {SLOW_JOIN_S:.0f} s; {coordinator.name}, which it asks:")
+            print(coordinator.run(state_of_this_process))
+            print(f"{name} itself:\n{self[name].stacks()}")
+        joining.result()
         self.drive(name)
 
     def drive(self, name: str) -> None:
