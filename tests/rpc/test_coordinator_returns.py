@@ -102,7 +102,8 @@ def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pyte
     """It was declared lost: the new coordinator waited for no longer than it may take to notice the old one's death."""
     with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         changes: list[str] = []
-        with cluster.use("b"):
+        with cluster.use("b") as agent:
+            eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits for that, but not for long
             rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
         with cluster.use("c") as agent:
             monkeypatch.setattr(agent._return, "_look", lambda: None)  # until somebody asks for it
