@@ -103,7 +103,7 @@ def test_who_has_not_noticed_is_asked_and_comes(elastic: bool, monkeypatch: pyte
     with InProcessCluster("a", "b", "c", elastic=elastic, peer_timeout=RETURN_S) as cluster:
         changes: list[str] = []
         with cluster.use("b") as agent:
-            eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits for that, but not for long
+            eventually(lambda: agent.directory.knows(2), "b has heard of c")  # a joiner waits, but not for long
             rpc.on_membership_change(lambda change: changes.append(f"{change.worker.name} {change.kind}"))
         with cluster.use("c") as agent:
             monkeypatch.setattr(agent._return, "_look", lambda: None)  # until somebody asks for it
