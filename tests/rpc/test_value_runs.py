@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Callable
+from struct import pack
+from typing import Any
+
 import pytest
 import torch
 from torch.nn import Parameter
 
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values.codec import decode, encode_into
-from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
+from rpcdist.rpc._values.buffers import received_buffers
+from rpcdist.rpc._values.codec import decode, encode_into, write_plain
+from rpcdist.rpc._values.collections_pause import PAUSED_FROM, paused_collections
+from rpcdist.rpc._values.compact import compact_value
+from rpcdist.rpc._values.plain import MAX_ITEMS
+from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS, rebuild_tensors
 from rpcdist.rpc._values.tensor_runs import _DTYPES, RUNS_FROM, find_runs
 
 COUNT = 2 * RUNS_FROM
 
 
-def echo(value: object, plain_only: bool = False) -> tuple[value_pb2.Value, list[torch.Tensor]]:
+def echo(value: object, plain_only: bool = False) -> tuple[value_pb2.Value, list[Any]]:
     """What was sent, and what arrived."""
     message = value_pb2.Value()
     large = encode_into(message, value, plain_only=plain_only)
@@ -88,6 +97,137 @@ def test_freed_memory_is_refused() -> None:
     sent[3].untyped_storage().resize_(0)
     with pytest.raises(SerializationError, match="was freed or shrunk"):
         echo(sent)
+
+
+@pytest.mark.parametrize("num_elements", [1, 4, 5, 200])
+def test_shrunk_memory_is_not_read_beyond_its_end(num_elements: int) -> None:
+    """Of up to 16 bytes, what is allocated is never less than the tensor."""
+    sent = [torch.ones(num_elements) for _ in range(COUNT)]
+    sent[3].untyped_storage().resize_(2)
+    if num_elements <= 4:
+        assert len(echo(sent)[1]) == COUNT
+    else:
+        with pytest.raises(SerializationError, match="was freed or shrunk"):
+            echo(sent)
+
+
+def test_small_tensors_inside_of_memory_that_was_shrunk_are_refused() -> None:
+    base = torch.ones(COUNT + 1)
+    sent = [base[index] for index in range(1, COUNT + 1)]
+    base.untyped_storage().resize_(8)
+    with pytest.raises(SerializationError, match="was freed or shrunk"):
+        echo(sent)
+
+
+def test_a_long_list_of_tensors_needs_no_pickle() -> None:
+    sent = [torch.full((1,), float(index)) for index in range(COUNT)]
+    message, arrived = echo([sent, 7, sent])
+    assert message.encoding == value_pb2.Value.PLAIN
+    assert len(message.body) < 64
+    writer = write_plain(sent)
+    assert writer is not None and compact_value(writer) is None  # which has an entry for each
+    assert arrived[0] is arrived[2]
+    assert [tensor.item() for tensor in arrived[0]] == list(range(COUNT))
+
+
+def test_a_list_that_has_a_tensor_twice_keeps_that() -> None:
+    sent = [torch.full((1,), float(index)) for index in range(COUNT)]
+    sent[5] = sent[COUNT - 1]
+    message, arrived = echo(sent)
+    assert message.encoding == value_pb2.Value.PICKLE
+    assert arrived[5] is arrived[COUNT - 1]
+
+
+@pytest.mark.parametrize("other", [lambda sent: sent[3], lambda sent: sent[3].view(1, 1), lambda sent: sent[3:9]])
+def test_a_tensor_of_a_list_that_is_also_elsewhere_is_the_same_there(
+    other: Callable[[list[torch.Tensor]], object],
+) -> None:
+    sent = [torch.full((1,), float(index)) for index in range(COUNT)]
+    _, arrived = echo([sent, other(sent)])
+    there = arrived[1][0] if isinstance(arrived[1], list) else arrived[1]
+    there.fill_(77.0)
+    assert arrived[0][3].item() == 77.0
+
+
+def test_lists_of_what_is_not_simple_arrive_as_they_were() -> None:
+    views = torch.arange(2.0 * COUNT).view(COUNT, 2)
+    conjugate = torch.ones(COUNT, dtype=torch.complex64).conj()
+    kinds: list[list[torch.Tensor]] = [
+        [views[index, :1] for index in range(COUNT)],  # apart, in one memory: as many memories at the receiver
+        [views.T[:, index] for index in range(COUNT)],
+        [torch.empty(0) for _ in range(COUNT)],
+        [torch.ones(index % 3 + 1) for index in range(COUNT)],
+        [torch.ones(2, 2).T if index % 2 else torch.ones(2, 2) for index in range(COUNT)],
+        [conjugate[index].imag for index in range(COUNT)],
+        [torch.ones(1, dtype=torch.float32 if index else torch.float64) for index in range(COUNT)],
+        [torch.ones(1, requires_grad=index % 2 == 0) for index in range(COUNT)],
+        [torch.ones(1, device="meta") for _ in range(COUNT)],
+        [torch.ones(3).to_sparse() if index == 5 else torch.ones(3) for index in range(COUNT)],
+    ]
+    for sent in kinds:
+        arrived: Any = echo([sent])[1][0]
+        for before, after in zip(sent, arrived, strict=True):
+            assert (before.dtype, before.shape, before.requires_grad) == (after.dtype, after.shape, after.requires_grad)
+            assert before.is_meta or torch.equal(before.to_dense(), after.to_dense())
+
+
+@pytest.mark.parametrize("count", [0, COUNT + 1, 1 << 31])
+@pytest.mark.parametrize("start", [0, 1, 1 << 31])
+def test_lists_of_tensors_that_are_not_there_are_refused(count: int, start: int) -> None:
+    message = value_pb2.Value()
+    encode_into(message, [torch.ones(1) for _ in range(COUNT)])
+    at = message.body.index(pack("<II", COUNT, 0))
+    if count:
+        message.body = message.body[:at] + pack("<II", count, start) + message.body[at + 8 :]
+        with pytest.raises(SerializationError, match="damaged"):
+            decode(message)
+    else:
+        message.body = message.body[:at]
+        with pytest.raises(SerializationError, match="damaged"):
+            decode(message)
+
+
+def test_lists_of_tensors_count_as_parts() -> None:
+    """A short message could ask for any amount of memory else."""
+    message = value_pb2.Value()
+    encode_into(message, [[torch.ones(1) for _ in range(COUNT)]])
+    listed = message.body[message.body.index(pack("<II", COUNT, 0)) - 1 :]
+    times = MAX_ITEMS // COUNT
+    message.body = pack("<BI", 0x8D, times) + times * listed  # a tuple of as many lists
+    with pytest.raises(SerializationError, match="damaged"):
+        decode(message)
+
+
+def test_collections_pause_while_very_many_are_made() -> None:
+    before, began = gc.get_threshold(), []
+
+    def count(phase: str, info: dict[str, int]) -> None:
+        began.append(phase)
+
+    message = value_pb2.Value()
+    large = encode_into(message, [torch.ones(1) for _ in range(PAUSED_FROM)])
+    received = [buffer.copy() for buffer in large]
+    gc.collect()
+    gc.callbacks.append(count)
+    try:
+        tensors = rebuild_tensors(message, received_buffers(message, received))
+    finally:
+        gc.callbacks.remove(count)
+    assert len(tensors) == PAUSED_FROM and gc.get_threshold() == before
+    assert len(began) <= 2 * 3
+
+
+def test_thresholds_that_others_set_meanwhile_stay() -> None:
+    before = gc.get_threshold()
+    try:
+        with paused_collections(), paused_collections():
+            gc.set_threshold(1234, 5, 6)
+        assert gc.get_threshold() == (1234, 5, 6)
+    finally:
+        gc.set_threshold(*before)
+    with pytest.raises(MemoryError), paused_collections():
+        raise MemoryError
+    assert gc.get_threshold() == before
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ PLAIN_ITEMS: Final = 48
 
 def write_plain(obj: object, externals: Externals | None = None, *, plain_only: bool = False) -> PlainWriter | None:
     """Writes `obj` without pickle; None if it has a part that this cannot write, or too many of them."""
-    writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS)
+    writer = PlainWriter(externals, MAX_ITEMS if plain_only else PLAIN_ITEMS, may_list_tensors=not plain_only)
     try:
         writer.write(obj)
     except NotPlain:
@@ -136,7 +136,7 @@ def _fill(
     else:
         value.body_buffer = add_buffer(value, memoryview(body), large) + 1
     if parts.tensors:
-        pack_tensors(value, parts.tensors, large, map_device)
+        pack_tensors(value, parts.tensors, large, map_device, all_differ=parts.lists_tensors)
 
 
 def _externalize(objects: Sequence[object], externals: Externals | None) -> None:

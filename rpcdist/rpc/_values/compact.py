@@ -63,6 +63,8 @@ def compact_value(writer: PlainWriter) -> CompactValue | None:
     body = writer.body
     if writer.externals or writer.buffers or len(body) > INLINE_LIMIT:
         return None
+    if writer.lists_tensors:  # they travel as runs, which no table can say
+        return None
     tensors = writer.tensors
     if not tensors:
         return CompactValue(bytes(body), 0, ())

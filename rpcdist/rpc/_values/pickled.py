@@ -65,6 +65,8 @@ class PickledParts:
 
     __slots__ = ("body", "buffers", "externals", "tensors")
 
+    lists_tensors = False  # see `PlainWriter`: the pickle names each
+
     def __init__(self) -> None:
         self.body = b""
         self.tensors: list[torch.Tensor] = []

@@ -25,6 +25,7 @@ from rpcdist.rpc._values.buffers import INLINE_LIMIT, ReceiveBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES, DTYPES
 from rpcdist.rpc._values.externals import Externals
 from rpcdist.rpc._values.hash_work import CHECKED_FROM, HashWork
+from rpcdist.rpc._values.tensor_runs import RUNS_FROM
 
 __all__ = ["MAX_DEPTH", "MAX_ITEMS", "NotPlain", "PlainWriter", "read_plain"]
 
@@ -40,6 +41,7 @@ _STR8, _STR32, _BYTES8, _BYTES32, _BYTEARRAY = range(0x87, 0x8C)
 _LIST, _TUPLE, _DICT, _SIZE = range(0x8C, 0x90)
 _TENSOR, _EXTERNAL, _SAME, _DTYPE, _DEVICE = range(0x90, 0x95)
 _STR_BUFFER, _BYTES_BUFFER, _BYTEARRAY_BUFFER = range(0x95, 0x98)
+_TENSOR_LIST: Final = 0x98
 _TUPLE0: Final = 0xA0  # 0xA0 to 0xAF: a tuple of 0 to 15 items
 _DICT0: Final = 0xB0  # a dict of 0 to 15
 _TENSOR0: Final = 0xC0  # 0xC0 to 0xDF: tensor 0 to 31
@@ -55,6 +57,7 @@ _read_int64 = Struct("<q").unpack_from
 _read_float = Struct("<d").unpack_from
 _read_complex = Struct("<dd").unpack_from
 _read_length = Struct("<I").unpack_from
+_write_index = Struct("<I").pack
 
 _MIN_INT64: Final = -(1 << 63)
 _MAX_INT64: Final = (1 << 63) - 1
@@ -67,18 +70,40 @@ class NotPlain(Exception):
 class PlainWriter:
     """Writes one value.
 
+    Args:
+        source: knows remote references.
+        max_items: the parts that it may have.
+        may_list_tensors: a long list of tensors counts as one part, and need not name each.
+
     Attributes:
         body: what was written.
         tensors: the tensors of the value; the body refers to them by index.
+        lists_tensors: it has a long list of tensors; only if all tensors differ does the body say what the value is.
         externals: the remote references of the value; the body refers to them by index.
         buffers: large strings and bytes that stay out of the body, which refers to them by index.
     """
 
-    __slots__ = ("_known", "_known_externals", "_left", "_seen", "_source", "body", "buffers", "externals", "tensors")
+    __slots__ = (
+        "_known",
+        "_known_externals",
+        "_left",
+        "_may_list_tensors",
+        "_num_listed",
+        "_seen",
+        "_source",
+        "body",
+        "buffers",
+        "externals",
+        "lists_tensors",
+        "tensors",
+    )
 
-    def __init__(self, source: Externals | None, max_items: int) -> None:
+    def __init__(self, source: Externals | None, max_items: int, *, may_list_tensors: bool = False) -> None:
         self._source = source
         self._left = max_items
+        self._may_list_tensors = may_list_tensors
+        self._num_listed = max_items
+        self.lists_tensors = False
         self._seen: dict[int, int] = {}  # by id(): lists, dicts and bytearrays; tensors; externals
         self._known: dict[int, int] = {}
         self._known_externals: dict[int, int] = {}
@@ -136,7 +161,7 @@ class PlainWriter:
             elif kind is dict:
                 self._dict(item, depth)
             elif kind is list:
-                if not self._written_before(item):
+                if not self._written_before(item) and not self._tensor_list(item):
                     body += _write_length(_LIST, len(item))
                     self._items(item, depth + 1)
             else:
@@ -174,6 +199,20 @@ class PlainWriter:
             self.body.append(_TENSOR0 + index)
         else:
             self.body += _write_length(_TENSOR, index)
+
+    def _tensor_list(self, items: list[Any]) -> bool:
+        """Writes a long list of nothing but tensors as one part; whether it was one."""
+        count = len(items)
+        if count < RUNS_FROM or not self._may_list_tensors or set(map(type, items)) != {torch.Tensor}:
+            return False
+        self._num_listed += count
+        if self._num_listed > MAX_ITEMS:
+            return False
+        self.lists_tensors = True
+        self.body += _write_length(_TENSOR_LIST, count)
+        self.body += _write_index(len(self.tensors))
+        self.tensors += items
+        return True
 
     def _string(self, item: str) -> None:
         try:
@@ -354,6 +393,8 @@ class _Reader:
             parts, position = self.items(position, number, depth + 1)
             made.extend(parts)
             return made, position
+        if tag == _TENSOR_LIST:
+            return self.tensor_list(number, _read_length(body, position)[0]), position + 4
         if tag == _TUPLE:
             parts, position = self.items(position, number, depth + 1)
             return tuple(parts), position
@@ -372,6 +413,14 @@ class _Reader:
             self.made.append(bytearray(self.bytes(position, end)))
             return self.made[-1], end
         return self.reference(tag, number), position
+
+    def tensor_list(self, count: int, start: int) -> list[object]:
+        self.left -= count
+        made: list[object] = list(self.tensors[start : start + count])
+        if self.left < 0 or len(made) != count:
+            raise SerializationError(f"a value arrived that is damaged: it lists {count} tensors that it has not")
+        self.made.append(made)
+        return made
 
     def reference(self, tag: int, index: int) -> object:
         """What stands elsewhere, by its index."""

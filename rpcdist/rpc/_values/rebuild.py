@@ -17,6 +17,7 @@ from torch.nn import Parameter
 from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import ReceiveBuffer
+from rpcdist.rpc._values.collections_pause import PAUSED_FROM, paused_collections
 from rpcdist.rpc._values.dtypes import DTYPES, DtypeInfo
 from rpcdist.rpc._values.tensor_runs import split_run
 
@@ -119,7 +120,12 @@ def _rebuild_run(
     if message.requires_grad and not info.differentiable:
         raise SerializationError(f"a tensor of {info.dtype} arrived that requires grad")
     owners[index] = owner = buffer.memory if isinstance(buffer, ReceiveBuffer) else _copied(buffer)
-    tensors = split_run(over_storage(owner.untyped_storage(), 0, info, shape, stride))
+    joined = over_storage(owner.untyped_storage(), 0, info, shape, stride)
+    if message.run < PAUSED_FROM:
+        tensors = split_run(joined)
+    else:
+        with paused_collections():
+            tensors = split_run(joined)
     if message.parameter:
         return [Parameter(tensor, message.requires_grad) for tensor in tensors]
     if message.requires_grad:

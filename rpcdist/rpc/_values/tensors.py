@@ -27,7 +27,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
-from rpcdist.rpc._values.tensor_runs import RUNS_FROM, find_runs, join_run
+from rpcdist.rpc._values.tensor_runs import RUNS_FROM, Run, find_runs
 
 __all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
 
@@ -60,17 +60,25 @@ def pack_tensors(
     tensors: Sequence[torch.Tensor],
     large: list[LargeBuffer],
     map_device: MapDevice | None = None,
+    *,
+    all_differ: bool = False,
 ) -> None:
     """Appends `tensors` to the tables of `value`, and the memory that is not copied into it to `large`.
 
+    Args:
+        all_differ: each of them has to be an object of its own, with memory of its own.
+
     Raises:
-        UnsupportedTensor: a tensor of another layout or dtype than the table holds.
+        UnsupportedTensor: a tensor of another layout or dtype than the table holds; or `all_differ`, and that is not
+            known.
         SerializationError: a tensor on another device, without a map; what `map_device` raises.
     """
     runs = find_runs(tensors) if len(tensors) >= RUNS_FROM else None
     if runs is not None:
         _send_runs(value, runs, large)
         return
+    if all_differ:
+        raise UnsupportedTensor
     views: list[_View] = []
     has_strides = False
     add_message = value.tensors.add
@@ -125,15 +133,12 @@ def _write_header(message: value_pb2.Tensor, tensor: torch.Tensor, code: int, sh
         message.parameter = True
 
 
-def _send_runs(value: value_pb2.Value, runs: list[list[torch.Tensor]], large: list[LargeBuffer]) -> None:
-    for run in runs:
-        first = run[0]
+def _send_runs(value: value_pb2.Value, runs: list[Run], large: list[LargeBuffer]) -> None:
+    for first, length, memory in runs:
         message = value.tensors.add()
         _write_header(message, first, DTYPE_CODES[first.dtype], first.shape)
-        memory = first
-        if len(run) > 1:
-            message.run = len(run)
-            memory = join_run(run)
+        if length > 1:
+            message.run = length
         start, size = memory.data_ptr(), memory.nbytes
         _send_span(value, start, size, (memory,), (_View(start, start + size, message, memory),), large)
 
