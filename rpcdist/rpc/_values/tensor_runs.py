@@ -15,7 +15,7 @@ from typing import Final, NamedTuple, cast
 
 import torch
 
-__all__ = ["RUNS_FROM", "Run", "find_runs", "split_run"]
+__all__ = ["RUNS_FROM", "TensorRun", "find_runs", "split_run"]
 
 RUNS_FROM: Final = 64
 """Values of fewer tensors are not searched for runs: they gain less than the search costs."""
@@ -48,7 +48,7 @@ _unbind_copy: Final = cast("Callable[[torch.Tensor], Sequence[torch.Tensor]]", t
 _split_copy: Final = cast("Callable[[torch.Tensor, list[int]], Sequence[torch.Tensor]]", torch.split_with_sizes_copy)
 
 
-class Run(NamedTuple):
+class TensorRun(NamedTuple):
     """Tensors of one kind.
 
     Attributes:
@@ -62,7 +62,7 @@ class Run(NamedTuple):
     memory: torch.Tensor
 
 
-def find_runs(tensors: Sequence[torch.Tensor]) -> list[Run] | None:
+def find_runs(tensors: Sequence[torch.Tensor]) -> list[TensorRun] | None:
     """The tensors in their order, as runs and runs of one.
 
     None if one of them is not dense on the CPU, has no elements or no memory, or shares memory with another: all that
@@ -75,7 +75,7 @@ def find_runs(tensors: Sequence[torch.Tensor]) -> list[Run] | None:
         return None
 
 
-def _single_run(tensors: Sequence[torch.Tensor]) -> Run | None:
+def _single_run(tensors: Sequence[torch.Tensor]) -> TensorRun | None:
     """All of them as one run; None if they are not of one kind, as far as this sees. It asks each for as little as it
     can: of 100,000 tensors, one property takes 10 ms, and a shape or a storage 130 ms.
     """
@@ -100,10 +100,10 @@ def _single_run(tensors: Sequence[torch.Tensor]) -> Run | None:
         memory = _joined(tensors)
     except RuntimeError:  # their shapes differ
         return None
-    return Run(first, len(tensors), memory) if _is_simple(memory) else None
+    return TensorRun(first, len(tensors), memory) if _is_simple(memory) else None
 
 
-def _mixed_runs(tensors: Sequence[torch.Tensor]) -> list[Run] | None:
+def _mixed_runs(tensors: Sequence[torch.Tensor]) -> list[TensorRun] | None:
     if not all(map(_is_simple, tensors)) or not _DTYPES.issuperset([tensor.dtype for tensor in tensors]):
         return None
     starts = [tensor.data_ptr() for tensor in tensors]
@@ -119,15 +119,15 @@ def _mixed_runs(tensors: Sequence[torch.Tensor]) -> list[Run] | None:
     shapes = [count if tensor.dim() == 1 else tensor.shape for tensor, count in zip(tensors, counts, strict=True)]
     dtypes = [tensor.dtype for tensor in tensors]
     grads = [tensor.requires_grad for tensor in tensors]
-    runs: list[Run] = []
+    runs: list[TensorRun] = []
     at = 0
     for _, same in groupby(zip(map(type, tensors), dtypes, grads, shapes, strict=True)):
         length = sum(1 for _ in same)
         run = tensors[at : at + length]
         if length < _MIN_RUN or sizes[at] > _MAX_TENSOR_BYTES:
-            runs += [Run(tensor, 1, tensor) for tensor in run]
+            runs += [TensorRun(tensor, 1, tensor) for tensor in run]
         else:
-            runs.append(Run(run[0], length, _joined(run)))
+            runs.append(TensorRun(run[0], length, _joined(run)))
         at += length
     return runs
 

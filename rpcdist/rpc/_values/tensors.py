@@ -27,7 +27,7 @@ from rpcdist._proto import value_pb2
 from rpcdist.errors import SerializationError
 from rpcdist.rpc._values.buffers import INLINE_LIMIT, LargeBuffer, TensorBuffer
 from rpcdist.rpc._values.dtypes import DTYPE_CODES
-from rpcdist.rpc._values.tensor_runs import RUNS_FROM, Run, find_runs
+from rpcdist.rpc._values.tensor_runs import RUNS_FROM, TensorRun, find_runs
 
 __all__ = ["MapDevice", "UnsupportedTensor", "address_of", "pack_tensors"]
 
@@ -133,7 +133,7 @@ def _write_header(message: value_pb2.Tensor, tensor: torch.Tensor, code: int, sh
         message.parameter = True
 
 
-def _send_runs(value: value_pb2.Value, runs: list[Run], large: list[LargeBuffer]) -> None:
+def _send_runs(value: value_pb2.Value, runs: list[TensorRun], large: list[LargeBuffer]) -> None:
     for first, length, memory in runs:
         message = value.tensors.add()
         _write_header(message, first, DTYPE_CODES[first.dtype], first.shape)
