@@ -1,0 +1,32 @@
+"""What a call costs, counted and not timed: the Python functions that run on the thread that makes it, and waits.
+
+A function costs a few hundred nanoseconds where caches are cold, as they are between two calls. The limits are what
+these operations need now, and some more; docs/performance.md has the figures.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+
+import call_cost_functions as functions
+import pytest
+from peer_timeouts import CALM_S
+
+from rpcdist.testing import WorkerPool
+
+pytestmark = pytest.mark.multiproc
+
+Count = Callable[[str], Counter[str]]
+
+
+@pytest.mark.parametrize(
+    ("count", "limit"),
+    [(functions.functions_of_a_call, 75), (functions.functions_of_a_turn, 120), (functions.functions_of_a_pass, 480)],
+)
+def test_few_functions_run(worker_pool: WorkerPool, count: Count, limit: int) -> None:
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
+    found = world["a"].run(count, "b")
+    assert found["rpcdist.rpc._calling.caller:Caller.sync"] == 1
+    assert found.total() <= limit, found.most_common()
+    world.shutdown()
