@@ -140,8 +140,10 @@ class Worker:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """SIGKILL; waits until the process is gone."""
-        os.kill(self.pid, signal.SIGKILL)
+        """SIGKILL; waits until the process is gone. One that has ended by itself is left alone."""
+        if self.alive:  # else its number may be another process's by now
+            with contextlib.suppress(ProcessLookupError):  # it has ended since then
+                os.kill(self.pid, signal.SIGKILL)
         self.wait()
 
     def signal(self, number: signal.Signals) -> None:

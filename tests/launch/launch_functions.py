@@ -20,6 +20,7 @@ __all__ = [
     "grandchild_then_exit",
     "hang_deaf",
     "hang_in_a_thread",
+    "linger",
     "listen_at_the_master_port",
     "make",
     "raise_unpicklable",
@@ -103,6 +104,17 @@ def hang_deaf(rank: int) -> None:
 
 def hang_in_a_thread(rank: int) -> None:
     threading.Thread(target=threading.Event().wait).start()
+
+
+def linger(rank: int) -> None:
+    """Returns; then its process does not end, and says so."""
+
+    def stay() -> None:
+        threading.main_thread().join()
+        print("lingers", flush=True)
+        threading.Event().wait()
+
+    threading.Thread(target=stay).start()
 
 
 def grandchild_then_exit(rank: int, path: str) -> None:

@@ -158,18 +158,21 @@ def test_a_job_that_takes_too_long_is_ended(monkeypatch: pytest.MonkeyPatch, no_
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("signum", "whole_group", "code", "said"),
+    ("function", "signum", "whole_group", "code", "said"),
     [
-        (signal.SIGINT, True, 130, "\ninterrupted\n"),
-        (signal.SIGINT, False, 130, "\ninterrupted\n"),
-        (signal.SIGTERM, False, 143, "terminated\n"),
+        ("wait_for_ever", signal.SIGINT, True, 130, "\ninterrupted\n"),
+        ("wait_for_ever", signal.SIGINT, False, 130, "\ninterrupted\n"),
+        ("wait_for_ever", signal.SIGTERM, False, 143, "terminated\n"),
+        ("linger", signal.SIGINT, True, 130, "\ninterrupted\n"),
     ],
-    ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM"],
+    ids=["ctrl-c in a terminal", "SIGINT", "SIGTERM", "ctrl-c when the functions have returned"],
 )
-def test_a_signal_ends_everything(signum: int, whole_group: bool, code: int, said: str, tmp_path: Path) -> None:
-    with start(*program(tmp_path, "launch(wait_for_ever, workers=2)")) as process:
+def test_a_signal_ends_everything(
+    function: str, signum: int, whole_group: bool, code: int, said: str, tmp_path: Path
+) -> None:
+    with start(*program(tmp_path, f"launch({function}, workers=2)")) as process:
         assert process.stdout is not None
-        read_until(process.stdout, "runs")
+        read_until(process.stdout, "lingers" if function == "linger" else "runs")
         (os.killpg if whole_group else os.kill)(process.pid, signum)
         _, errors = process.communicate(timeout=LIMIT_S)
         assert not session_members(process.pid)

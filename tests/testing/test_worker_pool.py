@@ -61,6 +61,14 @@ def test_a_worker_that_dies_says_so(worker_pool: WorkerPool) -> None:
         worker.run(functions.add, 1, 2)
 
 
+def test_killing_a_worker_that_has_ended_is_no_error(worker_pool: WorkerPool) -> None:
+    worker = worker_pool.start("a")
+    worker.begin(os._exit, 3).error(WorkerEnded)
+    worker.kill()
+    worker.kill()
+    assert worker.wait() == 3
+
+
 def test_a_call_that_takes_too_long_shows_where_it_is(worker_pool: WorkerPool) -> None:
     worker = worker_pool.start("a")
     worker.run(os.getpid)
