@@ -11,6 +11,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from _progress import TrainingProgress
     from matplotlib.axes import Axes
 
 GAP_S = 1.0  # nobody trained for so long: no line is drawn
@@ -44,31 +45,17 @@ def moving_mean(values: Sequence[float], width: int) -> list[float]:
     return [fmean(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
 
 
-def draw_trainers(
-    path: Path,
-    title: str,
-    losses: Sequence[Sequence[float]],
-    accuracies: Sequence[Sequence[tuple[float, float]]],
-    steps_per_epoch: int,
-    absence: Sequence[tuple[int, float]] = (),
-    absent: int | None = None,
-) -> None:
-    """The loss of every trainer over its steps, and its test accuracy over time.
-
-    Args:
-        losses: of each trainer, the loss of each step.
-        accuracies: of each trainer, (seconds, percent) after each epoch.
-        absence: (step, seconds) of the death and of the return of trainer `absent`, if it died.
-    """
+def draw_trainers(path: Path, title: str, progress: TrainingProgress, absent: int | None) -> None:
+    """The loss of every trainer over its steps, and its accuracy over time; trainer `absent` died and came back."""
     with picture(path, title) as (left, right):
-        for trainer, of_steps in enumerate(losses):
+        for trainer, of_steps in enumerate(progress.losses):
             color, label = f"C{trainer}", f"trainer {trainer}"
             left.plot(of_steps, color=color, alpha=0.15, linewidth=0.7, zorder=1)
-            left.plot(moving_mean(of_steps, steps_per_epoch), color=color, label=label)
-            seconds, percents = zip(*accuracies[trainer], strict=True)
+            left.plot(moving_mean(of_steps, progress.steps_per_epoch), color=color, label=label)
+            seconds, percents = zip(*progress.accuracies[trainer], strict=True)
             right.plot(seconds, percents, marker=".", linewidth=1, color=color, label=label)
-        if len(absence) == 2:
-            (step, died_s), (_, back_s) = absence
+        if len(progress.absence) == 2:
+            (step, died_s), (_, back_s) = progress.absence
             text = f" trainer {absent} is killed,\n and back {back_s - died_s:.1f} s later"
             left.axvline(step, color="black", linestyle=":", linewidth=1)
             left.text(step, left.get_ylim()[1], text, verticalalignment="top", fontsize="small")
@@ -134,13 +121,13 @@ def draw_backpressure(
 
 def draw_rewards(
     path: Path,
-    rewards: Sequence[float],
-    ended_at: Sequence[int],
+    episodes: Sequence[tuple[int, int]],
     width: int,
     speeds: Mapping[str, float],
     num_poles: int,
 ) -> None:
-    """The reward of every episode and the mean of the last `width`, and both ways to choose actions."""
+    """The (end, reward) of every episode and the mean of the last `width`, and both ways to choose actions."""
+    ended_at, rewards = zip(*episodes, strict=True)
     with picture(path, "CartPole: an agent and its observers", width_ratios=(2, 1)) as (left, right):
         left.scatter(ended_at, rewards, s=8, alpha=0.25, linewidths=0, label="an episode")
         left.plot(ended_at, moving_mean(rewards, width), color="C1", linewidth=2, label=f"mean of the last {width}")

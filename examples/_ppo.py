@@ -36,6 +36,31 @@ class Played:
         return cls(torch.empty(steps + 1, poles, STATE_SIZE), actions, torch.empty(steps, poles, dtype=torch.bool), [])
 
 
+class Pole:
+    """A pole on a cart; where it has fallen, or stood long enough, another episode begins."""
+
+    def __init__(self, seed: int) -> None:
+        import gymnasium  # slow to import, and the agent needs none
+
+        self.cart = gymnasium.make("CartPole-v1")
+        self.state = torch.from_numpy(self.cart.reset(seed=seed)[0])
+        self.reward = 0  # of this episode
+
+    def act(self, action: int, played: Played, step: int, index: int) -> None:
+        """Takes the step, and notes it as that of pole `index`."""
+        played.states[step, index] = self.state
+        state, _, fell, ran_out, _ = self.cart.step(action)
+        self.reward += 1
+        if fell or ran_out:
+            played.episodes.append((step + 1, self.reward))
+            self.reward = 0
+            state, _ = self.cart.reset()
+        self.state = torch.from_numpy(state)
+        played.states[step + 1, index] = self.state  # the last one is that after the round
+        played.actions[step, index] = action
+        played.ends[step, index] = fell or ran_out
+
+
 class ActorCritic(nn.Module):
     """States (n, 4) -> a score for each action (n, 2), and the expected future reward (n)."""
 

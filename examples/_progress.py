@@ -1,9 +1,12 @@
-"""The progress of trainers, as one process sees it: bars or lines, and the numbers for the picture."""
+"""Who has done what, as one process sees it: the progress of trainers, by bars or lines, and other happenings."""
 
 from __future__ import annotations
 
+import asyncio
 import sys
+import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from statistics import fmean
 from typing import TYPE_CHECKING, Never
@@ -12,6 +15,30 @@ if TYPE_CHECKING:
     from tqdm import tqdm
 
     from rpcdist.rpc import MembershipChange
+
+
+class Happenings:
+    """How often what has happened in this process; coroutines of one event loop note it, and wait for it."""
+
+    def __init__(self) -> None:
+        self.noted: Counter[str] = Counter()
+        self.noted_again = asyncio.Event()  # the next time
+
+    def note(self, event: str) -> None:
+        self.noted[event] += 1
+        self.noted_again.set()
+        self.noted_again = asyncio.Event()
+
+    async def happened(self, event: str, times: int = 1) -> int:
+        """Waits until `event` has happened so many times; returns how many threads this process has."""
+        while self.noted[event] < times:
+            await self.noted_again.wait()
+        return threading.active_count()
+
+
+def most_ahead(yielded_at: Sequence[float], read_at: Sequence[float]) -> int:
+    """How many items more than were read had been yielded, at most, when one was read; from the times of all."""
+    return max(sum(when <= now for when in yielded_at) - number for number, now in enumerate(read_at, start=1))
 
 
 class TrainingProgress:
@@ -27,7 +54,7 @@ class TrainingProgress:
     """
 
     def __init__(self, names: Sequence[str], num_epochs: int, steps_per_epoch: int) -> None:
-        self.names, self.num_epochs = names, num_epochs
+        self.names, self.num_epochs, self.steps_per_epoch = names, num_epochs, steps_per_epoch
         self.losses: list[list[float]] = [[] for _ in names]
         self.accuracies: list[list[tuple[float, float]]] = [[] for _ in names]
         self.absence: list[tuple[int, float]] = []

@@ -2,16 +2,12 @@
 test accuracy 96.7 %, 5000 calls waited for it at a service with 7 threads (10.4 s), picture: out/asyncio_service.png
 
 The first line is the command, the second its last line of output (your digits differ a little). A training service in
-the style of `async`/`await`, and a client that uses it in every way that the style offers:
+the style of `async`/`await`, and a client that uses it in every way that the style offers: exceptions with attributes;
+deadlines and cancellation, which end a call or a stream on both sides; thousands of calls that wait for one event, each
+a coroutine; and a stream of losses, of which the service stays at most 16 ahead while the client reads slowly, as the
+picture shows. The model reads the 1,797 handwritten digits which scikit-learn ships.
 
-1. **Named failures**: an exception of the service arrives as itself, with its attributes and the service's name.
-2. **Deadlines, cancellation**: a call that takes too long or is cancelled, and a stream that is left, end at both.
-3. **Waiting**: thousands of calls wait at the service for one event, the trained model. Each is a coroutine there.
-4. **Streaming**: the service trains in an async generator and yields the loss. The client reads slowly at first, and
-   the service stays at most 16 items ahead (backpressure); the picture shows it.
-
-The model reads the 1,797 handwritten digits which scikit-learn ships. It starts its processes itself. Under torchrun
-rank 0 is the client, and rank 1 the service:
+It starts its processes itself. Under torchrun rank 0 is the client, and rank 1 the service:
 
     $ torchrun --nproc-per-node 2 examples/asyncio_service.py
 """
@@ -42,15 +38,12 @@ class Options(ExampleOptions):
 if __name__ == "__main__":
     Options.parse()  # before torch is imported: help and mistakes are answered at once
 
-import threading
-from collections import Counter
 from collections.abc import AsyncIterator
-from contextlib import aclosing
 
 import torch
-from _data import load_digits, percent_right
+from _data import load_digits, new_classifier, percent_right
 from _pictures import draw_backpressure
-from torch import nn
+from _progress import Happenings, most_ahead
 from torch.nn.functional import cross_entropy
 
 import rpcdist.rpc as rpc
@@ -64,30 +57,23 @@ PAUSE_S = 0.02  # before it reads each of them
 class NotTrained(Exception):
     """An exception with a field of its own; the client gets it with type and field."""
 
-    def __init__(self, steps_done: int) -> None:
-        super().__init__(steps_done)
-        self.steps_done = steps_done
-
-    def __str__(self) -> str:
-        return f"the model is not trained yet: {self.steps_done} steps done"
+    def __init__(self, steps_to_do: int) -> None:
+        super().__init__("the model is not trained yet")
+        self.steps_to_do = steps_to_do
 
 
-class TrainingService:
+class TrainingService(Happenings):
     """Trains one model. All methods are coroutines on one thread, the user loop, so they need no locks."""
 
     def __init__(self, options: Options) -> None:
-        torch.manual_seed(options.seed)
+        super().__init__()
         self.num_steps = options.epochs * (NUM_TRAIN // BATCH_SIZE)
         self.train_set, self.test_set = load_digits(options.seed)
-        self.model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-        self.steps_done = 0
+        self.model = new_classifier(options.seed)
         self.trained = asyncio.Event()
-        self.noted: Counter[str] = Counter()  # how often what happened here
-        self.noted_again = asyncio.Event()  # the next time
 
     async def train(self) -> AsyncIterator[tuple[float, float]]:
         """Yields the loss of every step and the time, and pauses there until the client asks for more."""
-        self.steps_done = 0
         optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
         images, labels = self.train_set
         try:
@@ -97,7 +83,6 @@ class TrainingService:
                 optimizer.zero_grad()
                 loss.backward()
                 optimizer.step()
-                self.steps_done += 1
                 yield loss.item(), time.time()  # both processes are on one machine here
                 await asyncio.sleep(0)  # a step blocks the loop; this lets other coroutines run between steps
             self.trained.set()
@@ -115,26 +100,18 @@ class TrainingService:
 
     async def accuracy(self) -> float:
         if not self.trained.is_set():
-            raise NotTrained(self.steps_done)
+            raise NotTrained(self.num_steps)
         images, labels = self.test_set
         return percent_right(self.model(images), labels)
 
-    def note(self, event: str) -> None:
-        self.noted[event] += 1
-        self.noted_again.set()
-        self.noted_again = asyncio.Event()
-
-    async def happened(self, event: str, times: int = 1) -> int:
-        """Waits until `event` has happened so many times; returns how many threads the service has."""
-        while self.noted[event] < times:
-            await self.noted_again.wait()
-        return threading.active_count()
-
 
 async def use(service: rpc.RRef[TrainingService], options: Options) -> None:
-    """Shows the four features in turn."""
+    """Shows all that in turn."""
     started = time.monotonic()
-    await show_named_failure(service)
+    try:
+        await service.rpc_async().accuracy()
+    except NotTrained as error:
+        print(f"named failure: {type(error).__name__}: {error}, {error.steps_to_do} steps to do", flush=True)
     await show_ends(service)
     waits = [service.rpc_async(timeout=0).wait_trained() for _ in range(options.waiters)]
     threads = await service.rpc_async().happened("wait began", options.waiters + 2)  # and those that have ended
@@ -143,14 +120,6 @@ async def use(service: rpc.RRef[TrainingService], options: Options) -> None:
     accuracies: list[float] = await asyncio.gather(*waits)
     what = f"{len(waits)} calls waited for it at a service with {threads} threads ({time.monotonic() - started:.1f} s)"
     print(f"test accuracy {accuracies[0]:.1f} %, {what}, picture: {options.picture}", flush=True)
-
-
-async def show_named_failure(service: rpc.RRef[TrainingService]) -> None:
-    try:
-        await service.rpc_async().accuracy()
-    except NotTrained as error:
-        where = str(error.__cause__).strip().splitlines()[0]  # the rest is the traceback at the service
-        print(f"named failure, {where[0].lower()}{where[1:]} {type(error).__name__}: {error}", flush=True)
 
 
 async def show_ends(service: rpc.RRef[TrainingService]) -> None:
@@ -164,7 +133,7 @@ async def show_ends(service: rpc.RRef[TrainingService]) -> None:
     await service.rpc_async().happened("wait began", 2)
     wait.cancel()
     await service.rpc_async().happened("wait ended", 2)
-    async with aclosing(await service.rpc_async().train()) as steps:
+    async with await service.rpc_async().train() as steps:
         async for _ in steps:
             break
     await service.rpc_async().happened("training ended")
@@ -174,14 +143,13 @@ async def show_ends(service: rpc.RRef[TrainingService]) -> None:
 async def show_backpressure(service: rpc.RRef[TrainingService], path: Path) -> None:
     """Reads the stream of the training, slowly at first, and draws when each item was yielded and read."""
     items: list[tuple[float, float, float]] = []
-    async with aclosing(await service.rpc_async().train()) as steps:
+    async with await service.rpc_async().train() as steps:
         async for loss, produced_at in steps:
             if len(items) < SLOW_ITEMS:
                 await asyncio.sleep(PAUSE_S)  # for the picture
             items.append((loss, produced_at, time.time()))
     losses, yielded_at, read_at = zip(*items, strict=True)
-    slow = enumerate(read_at[:SLOW_ITEMS], start=1)
-    ahead = max(sum(produced <= now for produced in yielded_at) - read for read, now in slow)
+    ahead = most_ahead(yielded_at, read_at[:SLOW_ITEMS])
     print(f"streaming: {len(losses)} losses, at most {ahead} ahead of the slow client", flush=True)
     draw_backpressure(path, losses, yielded_at, read_at, SLOW_ITEMS)
 

@@ -54,9 +54,9 @@ if __name__ == "__main__":
     Options.parse()  # before torch is imported: help and mistakes are answered at once
 
 import torch
-from _data import load_digits, percent_right
+from _data import load_digits, new_classifier, percent_right
 from _pictures import draw_failures
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
@@ -69,11 +69,6 @@ STEP_S = 0.02  # of each trainer, at least: with so small a model, all would be 
 RETURN_LIMIT_S = 300.0  # of a server
 
 
-def new_model(seed: int) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
 class Server:
     """The parameters, and what happened. Calls run on several threads; a successor begins with the file."""
 
@@ -81,7 +76,7 @@ class Server:
         self.options = options
         self.lock = threading.Lock()
         self.is_done = threading.Event()
-        self.parameters = parameters_to_vector(new_model(options.seed).parameters()).detach()
+        self.parameters = parameters_to_vector(new_classifier(options.seed).parameters()).detach()
         self.losses: list[tuple[float, float]] = []  # (time, loss of a batch) of each step
         self.events: list[tuple[float, str]] = []  # (time, who was lost or came back)
         if options.state.exists():
@@ -125,7 +120,7 @@ def push(gradient: Tensor | None, loss: float = math.nan) -> Tensor | None:
 def serve(server: Server, options: Options) -> None:
     rpc.on_membership_change(server.on_change)
     server.is_done.wait()
-    model = new_model(options.seed)
+    model = new_classifier(options.seed)
     vector_to_parameters(server.parameters, model.parameters())
     images, labels = load_digits(options.seed)[1]
     draw_failures(options.picture, server.losses, server.events)
@@ -139,7 +134,7 @@ def serve(server: Server, options: Options) -> None:
 def train(rank: int, options: Options, dies_after: int | None) -> None:
     """Trains until the server says that it is over; the server may be another process by then."""
     images, labels = (part.chunk(options.trainers)[rank - 1] for part in load_digits(options.seed)[0])
-    model = new_model(options.seed)
+    model = new_classifier(options.seed)
     parameters, steps = rpc.rpc_sync("server", push, (None,)), 0
     while parameters is not None:
         vector_to_parameters(parameters, model.parameters())

@@ -74,42 +74,23 @@ if __name__ == "__main__":
     Options.parse()  # before torch is imported: help and mistakes are answered at once
 
 import torch
-from _data import Digits, load_digits, percent_right
+from _data import Digits, load_digits, new_classifier, percent_right
 from _pictures import draw_trainers
 from _progress import TrainingProgress
-from torch import nn
 from torch.nn.functional import cross_entropy
 
 import rpcdist.rpc as rpc
 from rpcdist.parallel import ParameterServer
 
 
-def new_model(options: Options) -> nn.Module:
-    torch.manual_seed(options.seed)
-    return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
-
-
-@torch.no_grad()
-def measure_accuracy(server: ParameterServer, model: nn.Module, digits: Digits) -> float:
-    """The percentage of images that the model on the servers labels correctly."""
-    images, labels = digits
-    server.load_into(model)
-    return percent_right(model(images), labels)
-
-
 @rpc.idempotent  # when its trainer is lost, the call is made again, as soon as a new process has taken the place
 def train(
-    server: ParameterServer,
-    progress: rpc.RRef[TrainingProgress],
-    trainer: int,
-    share: Digits,
-    test: Digits,
-    options: Options,
+    server: ParameterServer, progress: rpc.RRef[TrainingProgress], trainer: int, digits: list[Digits], options: Options
 ) -> None:
     """Trains on its share, from the first epoch that is not done; the first server calls this on each trainer."""
     first_epoch = 1 + progress.rpc_sync().num_epochs_done(trainer)
-    images, labels = share
-    model = new_model(options)
+    (images, labels), (test_images, test_labels) = digits
+    model = new_classifier(options.seed)
     server.load_into(model)
     torch.manual_seed(options.seed + 1 + trainer + first_epoch)
     for epoch in range(first_epoch, options.epochs + 1):
@@ -122,7 +103,8 @@ def train(
             loss.backward()
             server.step(model)  # pushes the gradients; the reply has the next parameters
             losses.append(loss.item())
-        progress.rpc_sync().epoch_done(trainer, losses, measure_accuracy(server, model, test))
+        server.load_into(model)  # with what the others have done meanwhile
+        progress.rpc_sync().epoch_done(trainer, losses, percent_right(model(test_images), test_labels))
     server.leave()  # the others need not wait for this trainer any more
 
 
@@ -130,7 +112,7 @@ def drive(options: Options) -> float:
     """Run by rank 0: creates the servers, gives every trainer its share, and returns the test accuracy."""
     trainers = options.names[options.servers :]
     server = ParameterServer(
-        new_model(options),
+        new_classifier(options.seed),
         options.first_names,
         torch.optim.SGD,
         lr=0.2,
@@ -139,21 +121,22 @@ def drive(options: Options) -> float:
         staleness=options.staleness,
         trainers=trainers,
     )
-    train_digits, test_digits = load_digits(options.seed)
+    train_digits, test = load_digits(options.seed)
     shares = zip(*(part.chunk(options.trainers) for part in train_digits), strict=True)
     progress = TrainingProgress(trainers, options.epochs, options.steps_per_epoch)
     rpc.on_membership_change(progress.on_change)
     rpc.wait_all(
         [
-            rpc.rpc_async(name, train, (server, rpc.RRef(progress), number, share, test_digits, options), timeout=0)
+            rpc.rpc_async(name, train, (server, rpc.RRef(progress), number, [share, test], options), timeout=0)
             for number, (name, share) in enumerate(zip(trainers, shares, strict=True))
         ]
     )
     seconds = progress.elapsed_s()
     progress.close()
-    accuracy = measure_accuracy(server, new_model(options), test_digits)
-    draw_trainers(options.picture, f"Parameter server: {options}", progress.losses, progress.accuracies,
-                  options.steps_per_epoch, progress.absence, options.kill)  # fmt: skip
+    model = new_classifier(options.seed)
+    server.load_into(model)
+    accuracy = percent_right(model(test[0]), test[1])
+    draw_trainers(options.picture, f"Parameter server: {options}", progress, options.kill)
     print(f"test accuracy {accuracy:.1f} % ({options}, {seconds:.1f} s), picture: {options.picture}", flush=True)
     return accuracy
 

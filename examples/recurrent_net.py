@@ -2,7 +2,7 @@
 validation loss 3.93 (guessing by frequency: 4.74; 300 steps, 15.5 s), picture: out/recurrent_net.png
 
 The first line is the command, the second its last line of output (your digits differ a little). A recurrent network
-learns to write Python, one word at a time, from the source of Python's own standard library. Its large tables, the
+learns to guess the next word of Python, from the source of Python's own standard library. Its large tables, the
 embedding and the decoder, live on a server; the LSTM between them is on the trainer, which calls the tables as
 `RemoteModule`s. One distributed backward pass goes through both workers, and one distributed optimizer steps the
 parameters where they are. The loss is in nats per word, on text that it has not seen.
@@ -60,21 +60,15 @@ State = tuple[Tensor, Tensor]  # hidden state and cell state of the LSTM, each (
 
 
 class Decoder(nn.Module):
-    """Outputs of the LSTM (batch, length, width), on the server -> what the trainer wants to know of them."""
+    """Outputs of the LSTM (batch, length, width) and targets (batch, length) -> the loss; on the server."""
 
     def __init__(self) -> None:
         super().__init__()
         self.linear = nn.Linear(WIDTH, NUM_WORDS)
 
-    def forward(self, outputs: Tensor, targets: Tensor | None = None) -> Tensor:
-        """The loss in nats per word; without targets (batch, length), the most likely word that is not the unknown one.
-
-        The scores of all words are large, and never leave the server.
-        """
-        scores: Tensor = self.linear(outputs)
-        if targets is not None:
-            return cross_entropy(scores.flatten(0, 1), targets.flatten())
-        return scores[..., 1:].argmax(dim=-1) + 1
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """The loss in nats per word. The scores of all words are large, and never leave the server."""
+        return cross_entropy(self.linear(outputs).flatten(0, 1), targets.flatten())
 
 
 def set_seed(seed: int) -> None:
@@ -91,13 +85,9 @@ class RecurrentNet:
         self.lstm = nn.LSTM(WIDTH, WIDTH, batch_first=True)
         self.decoder = RemoteModule("server", Decoder)
 
-    def outputs(self, words: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """Words (batch, length) int64 -> outputs of the LSTM (batch, length, width), and its state."""
-        outputs, state = self.lstm(self.embedding(words), state)
-        return outputs, state
-
     def loss(self, words: Tensor, targets: Tensor, state: State | None) -> tuple[Tensor, State]:
-        outputs, state = self.outputs(words, state)
+        """Words and targets, both (batch, length) int64 -> the loss, and the state of the LSTM after them."""
+        outputs, state = self.lstm(self.embedding(words), state)
         return self.decoder(outputs, targets), state
 
     def parameters(self) -> list[rpc.RRef[nn.Parameter]]:
@@ -141,18 +131,6 @@ def evaluate(model: RecurrentNet, words: Tensor) -> float:
     return sum(losses) / len(losses)
 
 
-@torch.no_grad()
-def write_sample(model: RecurrentNet, words: Words, prompt: str, num_words: int = 12) -> str:
-    """The prompt, continued with the most likely words."""
-    numbers = words.numbers(prompt)
-    outputs, state = model.outputs(numbers[None], None)
-    for _ in range(num_words):
-        best = model.decoder(outputs[:, -1:])
-        numbers = torch.cat([numbers, best[0]])
-        outputs, state = model.outputs(best, state)
-    return words.text(numbers)
-
-
 def run_trainer(options: Options) -> float:
     """Trains, and returns the validation loss."""
     words = library_words(NUM_WORDS)
@@ -166,7 +144,6 @@ def run_trainer(options: Options) -> float:
         axes.axhline(guessing, color="gray", linestyle=":", label=f"{guessing:.2f} for guessing by frequency")
         axes.axhline(loss, color="C1", linestyle="--", label=f"{loss:.2f} on text not seen")
         axes.set(title="Loss in nats per word", xlabel="step")
-    print(f"A sample of its output:\n{write_sample(model, words, 'if not isinstance(')}\n")
     what = f"guessing by frequency: {guessing:.2f}; {options.steps} steps, {seconds:.1f} s"
     print(f"validation loss {loss:.2f} ({what}), picture: {options.picture}", flush=True)
     return loss

@@ -2,13 +2,11 @@
 mean reward 453 (20 at first; 2 observers, 40960 steps), batches 1.4 times as fast, picture: out/reinforcement.png
 
 The first line is the command, the second its last line of output (your digits differ a little). An agent learns to
-balance a pole on a cart (CartPole of gymnasium; every step that the pole stands is a reward of 1). The observers own
-the poles: each plays several at once, one coroutine per pole, and asks the agent for every action. The agent holds a
-reference to every observer, and each observer one to the agent.
-
-The agent collects the questions of all poles and answers them with one run of the network: `select_batched` returns a
-future, so no thread waits meanwhile (`rpc.functions.async_execution`). `select_single` answers each question by a run
-of its own; at the end both are timed on the same poles. The learning itself, PPO, is in `_ppo.py`.
+balance a pole on a cart (gymnasium's CartPole; each step that the pole stands is a reward of 1). Observers own the
+poles: each plays several, one coroutine per pole, and asks the agent for every action. The agent has a reference to
+every observer, and each observer one to the agent, which answers the questions of all poles with one run of the
+network: `select_batched` returns a future, so no thread waits meanwhile (`rpc.functions.async_execution`).
+`select_single` answers each by a run of its own; at the end both are timed. Poles and learning, PPO, are in `_ppo.py`.
 
 It starts its processes itself. Under torchrun rank 0 is the agent, and all other ranks are observers:
 
@@ -45,10 +43,9 @@ if __name__ == "__main__":
 
 import torch
 from _pictures import draw_rewards
-from _ppo import STATE_SIZE, Learner, Played
+from _ppo import STATE_SIZE, Learner, Played, Pole
 from torch import Tensor
 from torch.distributions import Categorical
-from torch.futures import Future
 
 import rpcdist.rpc as rpc
 
@@ -62,14 +59,9 @@ class Observer:
     """Owns some poles, and asks the agent for their actions. The agent calls `play`."""
 
     def __init__(self, number: int, agent: rpc.RRef[Agent], seed: int) -> None:
-        import gymnasium
-
         self.agent = agent
         self.numbers = range(number * POLES, (number + 1) * POLES)  # of its poles among all
-        self.poles = [gymnasium.make("CartPole-v1") for _ in self.numbers]
-        first = [pole.reset(seed=10_000 * seed + each)[0] for pole, each in zip(self.poles, self.numbers, strict=True)]
-        self.states = [torch.from_numpy(state) for state in first]
-        self.rewards = [0] * POLES
+        self.poles = [Pole(10_000 * seed + each) for each in self.numbers]
 
     async def play(self, steps: int, select: str) -> Played:
         """A coroutine that starts one per pole: one thread serves any number of poles that wait for an answer."""
@@ -80,20 +72,9 @@ class Observer:
     async def play_one(self, index: int, steps: int, select: str, played: Played) -> None:
         """Takes exactly `steps` steps, in any number of episodes, so that all poles stay synchronous."""
         ask = getattr(self.agent.rpc_async(timeout=60), select)
-        pole = self.poles[index]
         for step in range(steps):
-            played.states[step, index] = self.states[index]
-            action = await ask(self.numbers[index], self.states[index])
-            state, _, fell, ran_out, _ = pole.step(action)
-            self.rewards[index] += 1
-            if fell or ran_out:
-                played.episodes.append((step + 1, self.rewards[index]))
-                self.rewards[index] = 0
-                state, _ = pole.reset()
-            self.states[index] = torch.from_numpy(state)
-            played.actions[step, index] = action
-            played.ends[step, index] = fell or ran_out
-        played.states[steps, index] = self.states[index]
+            action = await ask(self.numbers[index], self.poles[index].state)
+            self.poles[index].act(action, played, step, index)
 
 
 class Agent:
@@ -104,12 +85,12 @@ class Agent:
         self.num_poles = options.observers * POLES
         self.learner = Learner()
         self.lock = threading.Lock()
-        self.waiting: dict[int, tuple[Tensor, Future[int]]] = {}  # by pole
+        self.waiting: dict[int, tuple[Tensor, torch.futures.Future[int]]] = {}  # by pole
 
     @rpc.functions.async_execution
-    def select_batched(self, pole: int, state: Tensor) -> Future[int]:
+    def select_batched(self, pole: int, state: Tensor) -> torch.futures.Future[int]:
         """Returns a future: the call waits, without a thread, until all poles have asked."""
-        answer: Future[int] = Future()
+        answer: torch.futures.Future[int] = torch.futures.Future()
         with self.lock:
             self.waiting[pole] = (state, answer)
             if len(self.waiting) < self.num_poles:
@@ -122,8 +103,7 @@ class Agent:
         return answer
 
     def select_single(self, pole: int, state: Tensor) -> int:
-        (action,) = self.choose(state[None])
-        return action
+        return self.choose(state[None])[0]
 
     @torch.no_grad()
     def choose(self, states: Tensor) -> list[int]:
@@ -155,24 +135,24 @@ def run_agent(options: Options) -> None:
         rpc.remote(name, Observer, (number, rpc.RRef(agent), options.seed))
         for number, name in enumerate(options.names[1:])
     ]
-    rewards: list[int] = []  # of all episodes
-    ended_at: list[int] = []  # steps that all poles had played by the end of the episode
+    episodes: list[tuple[int, int]] = []  # the steps that all poles had played by its end, and its reward
     num_steps = 0
     for number in range(options.rounds):
         played = play(observers, STEPS, "select_batched")
         agent.learner.learn(played, number / options.rounds)
         for step, reward in sorted(episode for part in played for episode in part.episodes):
-            rewards.append(reward)
-            ended_at.append(num_steps + step * agent.num_poles)
+            episodes.append((num_steps + step * agent.num_poles, reward))
         num_steps += STEPS * agent.num_poles
-        last = fmean(rewards[-LAST_EPISODES:])
+        last = fmean(reward for _, reward in episodes[-LAST_EPISODES:])
         print(f"round {number + 1}/{options.rounds}: {num_steps} steps, mean reward {last:.0f}", flush=True)
     speeds = measure_speeds(observers, agent.num_poles)
-    draw_rewards(options.picture, rewards, ended_at, LAST_EPISODES, speeds, agent.num_poles)
-    what = f"{fmean(rewards[:LAST_EPISODES]):.0f} at first; {options.observers} observers, {num_steps} steps"
+    draw_rewards(options.picture, episodes, LAST_EPISODES, speeds, agent.num_poles)
+    first = fmean(reward for _, reward in episodes[:LAST_EPISODES])
+    what = f"{first:.0f} at first; {options.observers} observers, {num_steps} steps"
     speed_up = speeds["select_batched"] / speeds["select_single"]
-    faster = f"batches {speed_up:.1f} times as fast"
-    print(f"mean reward {last:.0f} ({what}), {faster}, picture: {options.picture}", flush=True)
+    print(
+        f"mean reward {last:.0f} ({what}), batches {speed_up:.1f} times as fast, picture: {options.picture}", flush=True
+    )
 
 
 def main() -> None:

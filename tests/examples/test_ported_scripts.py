@@ -29,13 +29,14 @@ import importlib
 import os
 
 import torch
+import torch._dynamo  # as the first optimizer does
 import torch.multiprocessing as mp
+from rpcdist import rpc
 
 
 def run_torch_examples(rank, world_size):
     import parameter_server_test
     import reinforcement_learning_rpc_test as reinforcement_learning
-    from rpcdist import rpc
 
     rpc.init_rpc(f"worker{rank}", rank=rank, world_size=world_size)
     if rank == 0:
@@ -57,7 +58,7 @@ def work(rank):
 
 
 if __name__ == "__main__":
-    mp.spawn(work, nprocs=4)
+    mp.start_processes(work, nprocs=4, start_method="fork")  # torch is imported once; no thread has been started
 """
 
 

@@ -1,18 +1,23 @@
-"""What torchrun starts for `torchrun_job.py`: each rank runs the programs of its job in turn, as `__main__`.
+"""The job of `torchrun_job.py`: torchrun's agent, whose ranks run the programs in turn, each as `__main__`.
 
-    torchrun --nproc-per-node 5 torchrun_driver.py FOLDER
+    python torchrun_driver.py FOLDER
 
-FOLDER has the programs in `programs.json`, and gets what each of them printed, by program, rank and descriptor.
+FOLDER has the programs in `job.json`, and gets what each of them printed, by program, rank and descriptor. The command
+`torchrun` starts an interpreter for each rank; here the agent forks the ranks, and has imported before what they need.
 """
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import runpy
 import sys
 import traceback
 from pathlib import Path
+from uuid import uuid4
+
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 
 def run(script: str) -> int:
@@ -30,16 +35,16 @@ def run(script: str) -> int:
     return 0
 
 
-def main() -> None:
-    job = Path(sys.argv[1])
+def run_programs(folder: Path, programs: list[tuple[str, list[str], int]]) -> None:
+    """What each rank does."""
     rank = int(os.environ["RANK"])
     path = sys.path[1:]  # without the folder of this file
-    for number, (script, arguments, world_size) in enumerate(json.loads((job / "programs.json").read_text())):
+    for number, (script, arguments, world_size) in enumerate(programs):
         if rank >= world_size:
             continue
-        folder = job / str(number)
-        folder.mkdir(exist_ok=True)
-        os.chdir(folder)
+        here = folder / str(number)
+        here.mkdir(exist_ok=True)
+        os.chdir(here)
         os.environ["WORLD_SIZE"] = os.environ["LOCAL_WORLD_SIZE"] = str(world_size)
         sys.argv = [script, *arguments]
         sys.path[:] = [str(Path(script).parent), *path]
@@ -50,6 +55,25 @@ def main() -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         Path(f"{rank}.status").write_text(str(status))
+
+
+def main() -> None:
+    folder = Path(sys.argv[1])
+    job = json.loads((folder / "job.json").read_text())
+    for module in job["imports"]:
+        importlib.import_module(module)
+    num_ranks = max(world_size for _, _, world_size in job["programs"])
+    config = LaunchConfig(  # as `torchrun --standalone` has it
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=num_ranks,
+        run_id=str(uuid4()),
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        start_method="fork",
+    )
+    elastic_launch(config, run_programs)(folder, job["programs"])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Programs that torchrun starts, in the processes of one job: importing torch in each is what takes the time.
+"""Programs that torchrun's agent starts, in the processes of one job: importing torch is what takes the time.
 
 Each finds what its predecessors left in these processes and in the store of torchrun's agent, which ends with the job.
 """
@@ -46,14 +46,21 @@ class Ran:
         return "".join(reversed(self.errors))
 
 
-def run_under_torchrun(programs: Sequence[Program], folder: Path, limit_s: float) -> list[Ran]:
-    """Runs `programs` in turn; a program that fails does not keep the others from running."""
+def run_under_torchrun(
+    programs: Sequence[Program], folder: Path, limit_s: float, imports: Sequence[str] = ("rpcdist.rpc",)
+) -> list[Ran]:
+    """Runs `programs` in turn; a program that fails does not keep the others from running.
+
+    Args:
+        programs: each with its script, arguments and number of ranks.
+        folder: for what they print.
+        limit_s: for the whole job, in seconds.
+        imports: modules that several ranks need; the agent imports them once, before it forks the ranks.
+    """
     listed = [(str(program.script), program.arguments, program.world_size) for program in programs]
-    (folder / "programs.json").write_text(json.dumps(listed))
-    num_ranks = max(program.world_size for program in programs)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    (folder / "job.json").write_text(json.dumps({"imports": imports, "programs": listed}))
     with subprocess.Popen(
-        [*command, DRIVER, folder],
+        [sys.executable, DRIVER, folder],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -63,7 +70,7 @@ def run_under_torchrun(programs: Sequence[Program], folder: Path, limit_s: float
         try:
             said, _ = job.communicate(timeout=limit_s)
         except BaseException:
-            job.terminate()  # torchrun ends its ranks
+            job.terminate()  # the agent ends its ranks
             raise
     assert job.returncode == 0, said
     return [_ran(folder / str(number), program.world_size) for number, program in enumerate(programs)]
