@@ -328,9 +328,12 @@ class Future(torch.futures.Future[T]):
                 self._give(observer)
                 return False
         # Callbacks of users belong into the pool: they may take long, and the thread waits for other futures, too.
-        return self._has_callbacks or not any(
-            type(each) is TakingObserver and each.take() for each in tuple(self._observers)
-        )
+        if self._callbacks:
+            return True
+        for observer in tuple(self._observers):
+            if type(observer) is TakingObserver and observer.take():
+                return False
+        return True
 
     def _settle(self) -> None:
         """Makes the result that was delivered, unless another thread does or did."""
@@ -348,11 +351,6 @@ class Future(torch.futures.Future[T]):
             self._finish_result(result)
         finally:
             del self  # [Note: frames]
-
-    @property
-    def _has_callbacks(self) -> bool:
-        """Whether completing it runs user code (apart from what was chained to the C++ half)."""
-        return bool(self._callbacks)
 
     def _finish_result(self, result: T) -> None:
         self._result = result

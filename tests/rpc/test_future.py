@@ -248,7 +248,7 @@ def test_then_chains_and_returns_our_class() -> None:
     chained = future
     for _ in range(20):
         chained = chained.then(lambda f: f.wait() + 1)
-    assert isinstance(chained, Future) and future._has_callbacks
+    assert isinstance(chained, Future) and future._callbacks
     future.set_result(0)
     assert chained.wait() == 20
     assert done_future(1).then(lambda f: f).value().value() == 1  # at once, with the future itself

@@ -108,7 +108,7 @@ class NewCalls:
             )
         timeout_s, deadline = self._limits(timeout_s)  # before encoding, which may run slow user code
         if type(args) is not tuple:
-            args = positional(args)
+            args = () if args is None else positional(args)
         kwargs = {} if kwargs is None else by_keyword(kwargs)
         if type(func) is not FunctionType:
             func, args, kwargs = unwrap(func, args, kwargs)
