@@ -12,7 +12,11 @@ from typing import Any, Protocol
 from rpcdist._proto import rpc_pb2
 from rpcdist.time_limits import HEARTBEATS_PER_PEER_TIMEOUT
 
-__all__ = ["Heartbeats"]
+__all__ = ["TURNS_TO_READ", "Heartbeats"]
+
+TURNS_TO_READ = 3
+"""Of an I/O loop that was held up: what has arrived is read in the first, and connections that ended by that are dealt
+with in the next."""
 
 
 class WatchedSession(Protocol):
@@ -50,7 +54,7 @@ class Heartbeats:
         self._silence_limit_s = silence_limit_s
         self._interval_s = silence_limit_s / HEARTBEATS_PER_PEER_TIMEOUT
         self._due = 0.0
-        self._handle: asyncio.TimerHandle | None = None
+        self._handle: asyncio.Handle | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Schedules the next tick."""
@@ -62,9 +66,13 @@ class Heartbeats:
         if self._handle is not None:
             self._handle.cancel()
 
-    def _tick(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _tick(self, loop: asyncio.AbstractEventLoop, num_turns: int = 0) -> None:
         session, now = self._session, time.monotonic()
         late = loop.time() - self._due
+        if late >= self._interval_s and num_turns < TURNS_TO_READ:
+            # What came meanwhile is read first: a peer may have closed the connection, which shall not look used then.
+            self._handle = loop.call_soon(self._tick, loop, num_turns + 1)
+            return
         silence = now - session.last_received
         # A loop that was itself held up has not read what may lie in its socket; it judges nobody in this round.
         if silence > self._silence_limit_s and late < self._interval_s and not session.has_unread():

@@ -31,6 +31,7 @@ from rpcdist.rpc._peers.peer_events import PeerEvents
 from rpcdist.rpc._values.buffers import LargeBuffer, ReceiveBuffer
 from rpcdist.rpc.options import RpcOptions
 from rpcdist.time_limits import ASK_COORDINATOR_LIMIT_S, THREAD_GRACE_S
+from rpcdist.transport.heartbeats import TURNS_TO_READ
 from rpcdist.transport.wire_messages import WireMessage
 
 __all__ = ["REPLACED", "Router"]
@@ -403,6 +404,5 @@ class Router:
 
 
 async def _turns_of_the_loop() -> None:
-    """What has arrived is read in the first, and the connections that ended by that are dealt with in the next."""
-    for _ in range(3):
+    for _ in range(TURNS_TO_READ):
         await asyncio.sleep(0)
