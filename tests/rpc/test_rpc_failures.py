@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import rpc_victim_forks as forks
 import rpc_victim_functions as functions
+import rpc_victim_waits as waits
+from full_sets import FULL_ONLY
 from peer_timeouts import CALM_S, LIMIT_S, UNIT_S
 
 from rpcdist import rpc
@@ -34,6 +36,10 @@ CALLS = [
     ("to_here", OwnerLost, "to_here"),
     ("rref.rpc_sync", WorkerLost, "_invoke"),
     ("large", WorkerLost, "clone"),
+    ("rpc.wait_all", WorkerLost, "announce_and_wait"),
+    ("wait_any", WorkerLost, "announce_and_wait"),
+    ("as_completed", WorkerLost, "announce_and_wait"),
+    ("stream on a loop", WorkerLost, "stream_and_wait"),
 ]
 CHANNELS = (
     "auto",
@@ -92,7 +98,18 @@ def test_a_death_is_noticed_at_once_although_forked_children_live(
                 os.kill(child, signal.SIGKILL)
 
 
-@pytest.mark.parametrize(("how", "channels"), [("rpc_sync", "tcp"), ("stream", "grpc"), ("to_here", "auto")])
+WAITS_FOR_A_HUNG_ONE = [
+    ("rpc_sync", "tcp"),
+    ("stream", "grpc"),
+    ("to_here", "auto"),
+    ("wait_any", "tcp"),
+    pytest.param("rpc.wait_all", "grpc", marks=FULL_ONLY),
+    pytest.param("as_completed", "auto", marks=FULL_ONLY),
+    pytest.param("stream on a loop", "tcp", marks=FULL_ONLY),
+]
+
+
+@pytest.mark.parametrize(("how", "channels"), WAITS_FOR_A_HUNG_ONE)
 def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
     worker_pool: WorkerPool, tmp_path: Path, how: str, channels: str
 ) -> None:
@@ -110,6 +127,20 @@ def test_a_worker_that_hangs_is_given_up_within_the_peer_timeout(
     # When it comes back, calls reach it again.
     world["b"].resume()
     eventually(lambda: _answers(world["a"].run(functions.outcome_of, rpc.rpc_sync, "b", functions.pid)), "b answers")
+
+
+@pytest.mark.parametrize("channels", ["tcp", pytest.param("auto", marks=FULL_ONLY)])
+def test_no_wait_for_a_worker_that_hangs_outlives_its_deadline(worker_pool: WorkerPool, channels: str) -> None:
+    worker_pool.environment["RPCDIST_CHANNELS"] = channels
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
+    world["a"].run(rpc.rpc_sync, "b", functions.pid)
+    world["b"].stop()
+    for how in waits.WAYS:
+        name, text, late_s = world["a"].run(waits.wait_with_deadline, how, "b", 0.25 * UNIT_S)
+        assert name == "DeadlineExceeded" and "'b'" in text, f"{how}: {name}: {text}"
+        assert late_s < PROMPT_S, how
+    world["b"].resume()
+    assert world["a"].run(rpc.rpc_sync, "b", functions.add, (1, 2)) == 3
 
 
 def _answers(outcome: object) -> bool:

@@ -126,9 +126,10 @@ def call(how: str, to: str, path: str) -> Any:
         case "rpc.wait_all":
             return rpc.wait_all([rpc.rpc_async(to, announce_and_wait, (path,))])
         case "wait_any":
-            return rpc.wait_any([rpc.rpc_async(to, announce_and_wait, (path,))])
+            return rpc.wait_any([rpc.rpc_async(to, announce_and_wait, (path,)) for _ in range(2)]).done[0].wait()
         case "as_completed":
-            return list(rpc.as_completed([rpc.rpc_async(to, announce_and_wait, (path,))]))
+            calls = [rpc.rpc_async(to, announce_and_wait, (path,)) for _ in range(2)]
+            return [future.wait() for future in rpc.as_completed(calls)]
         case "all_gather":
             return rpc.api._all_gather(1)
         case "await":
@@ -141,6 +142,12 @@ def call(how: str, to: str, path: str) -> Any:
             return list(rpc.rpc_stream(to, stream_and_wait, (path,)))
         case "async stream":
             return list(rpc.rpc_stream(to, stream_and_wait_async, (path,)))
+        case "stream on a loop":
+
+            async def reading() -> Any:
+                return [item async for item in rpc.rpc_stream(to, stream_and_wait, (path,))]
+
+            return asyncio.run(reading())
         case "to_here":
             return rpc.remote(to, make_slowly, (path,)).to_here()
         case "rref.rpc_sync":
