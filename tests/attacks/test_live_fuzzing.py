@@ -27,7 +27,7 @@ from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.transport._framing.frames import call_frame, chunk_head, frame, reply_frame
 from rpcdist.transport.wire_messages import CompactCall, CompactReply
 
-pytestmark = pytest.mark.multiproc
+pytestmark = [pytest.mark.multiproc, pytest.mark.timeout(1800 if FULL else 120)]
 
 NUM_SESSIONS = 1000 if FULL else 25
 ANSWER_LIMIT_S = 60.0  # for a session, its connection included; the detector has the limit of the worker

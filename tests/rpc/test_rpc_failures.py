@@ -34,7 +34,7 @@ CALLS = [
     ("stream", WorkerLost, "stream_and_wait"),
     ("async stream", WorkerLost, "stream_and_wait_async"),
     ("to_here", OwnerLost, "to_here"),
-    ("rref.rpc_sync", WorkerLost, "_invoke"),
+    ("rref.rpc_sync", WorkerLost, "the method work()"),
     ("large", WorkerLost, "clone"),
     ("rpc.wait_all", WorkerLost, "announce_and_wait"),
     ("wait_any", WorkerLost, "announce_and_wait"),
