@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
-from docs_programs import blocks, environment, page
+from docs_programs import blocks, page
 from torchrun_job import Program, Ran, run_under_torchrun
 
 pytestmark = pytest.mark.multiproc
@@ -75,7 +73,6 @@ def sources() -> dict[str, str]:
         for _, code in blocks(page(name), "python"):
             if first := re.match(r"# (\w+\.py)\n", code):
                 named[first[1]] = code
-    named["average.py"] = named["average.py"].replace("workers=3", "workers=2")
     return named
 
 
@@ -107,17 +104,9 @@ def test_programs_run(ran: dict[str, Ran], name: str, outputs: tuple[str, str]) 
     assert (ran[name].returncode, ran[name].outputs) == (0, outputs), ran[name].stderr
 
 
-def test_after_a_restart_the_job_begins_anew() -> None:
+def test_after_a_restart_the_job_begins_anew(tmp_path: Path) -> None:
     """No rank finds what its predecessors wrote into the store of torchrun's agent."""
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*torchrun, "--max-restarts", "1", RESTARTED],
-        env=environment(OMP_NUM_THREADS="1"),
-        capture_output=True,
-        text=True,
-        timeout=LIMIT_S,
-        check=False,
-    )
-    said = sorted(re.findall(r"rank \d of attempt \d got \[[\d, ]*\]", done.stdout))  # lines of ranks may mix
-    assert said == ["rank 0 of attempt 1 got [1, 1, 1]", "rank 1 of attempt 1 got [1, 1, 1]"], done.stderr
-    assert done.returncode == 0
+    imports = ("rpcdist.rpc", "rpcdist.collectives")
+    [ran] = run_under_torchrun([Program(RESTARTED)], tmp_path, LIMIT_S, imports, max_restarts=1)
+    assert ran.outputs == tuple(f"rank {rank} of attempt 1 got [1, 1, 1]\n" for rank in range(2)), ran.errors
+    assert ran.returncode == 0

@@ -12,6 +12,7 @@ import importlib
 import json
 import os
 import runpy
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -37,6 +38,9 @@ def run(script: str) -> int:
 
 def run_programs(folder: Path, programs: list[tuple[str, list[str], int]]) -> None:
     """What each rank does."""
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_DFL)  # the agent's handlers were forked as well
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = int(os.environ["RANK"])
     path = sys.path[1:]  # without the folder of this file
     for number, (script, arguments, world_size) in enumerate(programs):
@@ -70,7 +74,7 @@ def main() -> None:
         run_id=str(uuid4()),
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=job["max_restarts"],
         start_method="fork",
     )
     elastic_launch(config, run_programs)(folder, job["programs"])

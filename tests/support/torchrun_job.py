@@ -47,7 +47,11 @@ class Ran:
 
 
 def run_under_torchrun(
-    programs: Sequence[Program], folder: Path, limit_s: float, imports: Sequence[str] = ("rpcdist.rpc",)
+    programs: Sequence[Program],
+    folder: Path,
+    limit_s: float,
+    imports: Sequence[str] = ("rpcdist.rpc",),
+    max_restarts: int = 0,
 ) -> list[Ran]:
     """Runs `programs` in turn; a program that fails does not keep the others from running.
 
@@ -56,9 +60,11 @@ def run_under_torchrun(
         folder: for what they print.
         limit_s: for the whole job, in seconds.
         imports: modules that several ranks need; the agent imports them once, before it forks the ranks.
+        max_restarts: how often all ranks begin anew when one ends other than by returning; what they printed before is
+            overwritten.
     """
     listed = [(str(program.script), program.arguments, program.world_size) for program in programs]
-    (folder / "job.json").write_text(json.dumps({"imports": imports, "programs": listed}))
+    (folder / "job.json").write_text(json.dumps({"imports": imports, "programs": listed, "max_restarts": max_restarts}))
     with subprocess.Popen(
         [sys.executable, DRIVER, folder],
         stdin=subprocess.DEVNULL,
