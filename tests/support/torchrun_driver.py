@@ -38,8 +38,8 @@ def run(script: str) -> int:
 
 def run_programs(folder: Path, programs: list[tuple[str, list[str], int]]) -> None:
     """What each rank does."""
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
-        signal.signal(number, signal.SIG_DFL)  # the agent's handlers were forked as well
+    for inherited in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(inherited, signal.SIG_DFL)  # the agent's handlers were forked as well
     signal.signal(signal.SIGINT, signal.default_int_handler)
     rank = int(os.environ["RANK"])
     path = sys.path[1:]  # without the folder of this file
