@@ -8,7 +8,7 @@ from typing import Protocol
 import pytest
 from leak_guard import LeakGuard
 
-from rpcdist.testing import RankPool, WorkerPool, server_pid
+from rpcdist.testing import RankPool, WorkerPool, preload, server_pid
 
 __all__ = ["add_outputs", "fork_server", "module_pool", "rank_pool", "worker_pool"]
 
@@ -24,6 +24,7 @@ OUTPUT_TAIL_CHARS = 20_000
 @pytest.fixture(scope="session")
 def fork_server(job_token: str, leak_guard: LeakGuard) -> None:
     """The process that all workers are forked from; it outlives the tests."""
+    preload("torch._dynamo")  # the first optimizer in a process imports it, which takes 1.5 s there
     leak_guard.exempt_child(server_pid())
 
 
