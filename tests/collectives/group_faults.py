@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 
 import api_cases
 import torch
@@ -41,14 +42,13 @@ def _objects(size: int) -> list[object]:
     return ["x" * 30_000 for _ in range(size)]
 
 
-def _ring(rank: int, size: int) -> None:
+def _ring(rank: int, size: int, length: int = 30_000, from_any: bool = False) -> None:
     """Blocking messages; the first rank sends first."""
-    after, before, tensor = (rank + 1) % size, (rank - 1) % size, torch.ones(30_000)
+    after, before, tensor = (rank + 1) % size, (rank - 1) % size, torch.ones(length)
     if rank == 0:
         c.send(tensor, after)
-        c.recv(tensor, before)
-    else:
-        c.recv(tensor, before)
+    c.recv(tensor, None if from_any else before)
+    if rank:
         c.send(tensor, after)
 
 
@@ -76,6 +76,8 @@ def _of_case(name: str) -> Call:
 FUNCTIONS: dict[str, Call] = {
     **{name: _of_case(name) for name in api_cases.FUNCTIONS},
     "send_recv": _ring,
+    "send_recv small": partial(_ring, length=3),  # goes the shortest way
+    "send_recv small, from any": partial(_ring, length=3, from_any=True),
     "send_object_list": _object_messages,
     "all_gather_object": lambda rank, size: c.all_gather_object([None] * size, "x" * 30_000),
     "broadcast_object_list": lambda rank, size: c.broadcast_object_list(_objects(2), 0),
