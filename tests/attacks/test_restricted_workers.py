@@ -70,6 +70,7 @@ def test_the_token_is_in_no_text() -> None:
         assert TOKEN not in text
 
 
+@pytest.mark.usefixtures("no_agent")  # the process has a node of its own then
 def test_the_job_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RPCDIST_JOB", raising=False)
     assert NodeOptions().job == "default" == node_options(rpc.RpcOptions()).job
