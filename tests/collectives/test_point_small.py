@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import math
 import random
+from functools import partial
 from typing import Any
 
 import pytest
@@ -58,6 +59,20 @@ def test_the_rest_of_a_message_follows(taken: int, asynchronous: bool) -> None:
             got = number(-1)
             recv(b, got, 0)
             assert got == value
+
+
+@pytest.mark.parametrize("size", [1 << 10, small_messages.SMALL_BYTES // 4, small_messages.SMALL_BYTES // 4 + 1])
+@pytest.mark.parametrize("cuts", [(), (7,), (50, 3), (5_000,)])
+def test_a_message_in_parts_arrives_whole(size: int, cuts: tuple[int, ...]) -> None:
+    """Whoever waits reads on while what has come may be the beginning of its message; the usual way takes the rest."""
+    with mesh(2) as made:
+        a, b = made.members
+        for number_of_round in range(3):
+            sock = slow_socket(made, *cuts)
+            sent, got = torch.arange(size, dtype=torch.float32) + number_of_round, torch.zeros(size)
+            in_threads(partial(send, a, sent, 1), partial(recv, b, got, 0))
+            assert torch.equal(got, sent)
+            assert not sock.limits or size > small_messages.SMALL_BYTES // 4
 
 
 def test_a_full_socket_takes_it_later() -> None:

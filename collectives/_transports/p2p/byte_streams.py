@@ -26,7 +26,7 @@ from rpcdist.errors import ProtocolViolation
 
 __all__ = ["InStream", "OutStream", "RefusalStream", "Target"]
 
-_STAGING_BYTES: Final = 1 << 16
+_STAGING_BYTES: Final = 1 << 18
 _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied behind its header
 _MOST_PARTS: Final = 16
 
@@ -70,6 +70,10 @@ class InStream:
         """The memory for the next bytes; never empty."""
         return self._staging_view[self._last :] if self._place is None else self._place
 
+    def space_behind(self, num_bytes: int) -> memoryview:
+        """The memory behind bytes that have come between two messages, and that `advance` has not taken yet."""
+        return self._staging_view[num_bytes:]
+
     def advance(self, num_bytes: int) -> None:
         """Takes so many bytes that have come. Raises `ProtocolViolation`; the stream cannot be used after that."""
         if self._place is not None:
@@ -90,11 +94,16 @@ class InStream:
             The address of its payload, which stays there until `space` is filled again. 0 if they are anything else:
             `advance` takes them then.
         """
-        header = pack_header(MessageFrame.MESSAGE, code, tag, self.num_messages, size_bytes)
-        if num_bytes != HEADER_BYTES + size_bytes or self.said_goodbye or self._staging_view[:HEADER_BYTES] != header:
+        if num_bytes != HEADER_BYTES + size_bytes or not self.may_be(num_bytes, code, tag, size_bytes):
             return 0
         self.num_messages += 1
         return self._staging_address + HEADER_BYTES
+
+    def may_be(self, num_bytes: int, code: int, tag: int, size_bytes: int) -> bool:
+        """Whether the bytes that have come, between two messages, are the beginning of a message with this header."""
+        header = pack_header(MessageFrame.MESSAGE, code, tag, self.num_messages, size_bytes)
+        known = min(num_bytes, HEADER_BYTES)
+        return not self.said_goodbye and self._staging_view[:known] == header[:known]
 
     def drop_target(self) -> None:
         """Drops the rest of the current payload and forgets its target."""

@@ -39,14 +39,17 @@ class IncomingConnection:
         self.stream = stream
         self.ended: str | None = None
 
-    def receive(self) -> int:
+    def receive(self, behind: int = 0) -> int:
         """Receives into the stream's space; returns the number of bytes, or 0 if none have come.
+
+        Args:
+            behind: so many bytes were received between two messages, and are not taken yet.
 
         Raises:
             ConnectionEnded: the connection ended.
         """
         try:
-            num_bytes = self.sock.recv_into(self.stream.space())
+            num_bytes = self.sock.recv_into(self.stream.space_behind(behind) if behind else self.stream.space())
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as exc:

@@ -17,7 +17,7 @@ import torch
 
 from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
-from rpcdist.collectives._transports.p2p.message_format import MessageFrame, pack_header
+from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import Request
@@ -25,8 +25,8 @@ from rpcdist.time_limits import REFUSAL_POLL_S
 
 __all__ = ["SMALL_BYTES", "SmallMessages"]
 
-SMALL_BYTES: Final = 1 << 12
-"""The largest payload; it is copied behind its header."""
+SMALL_BYTES: Final = 1 << 17
+"""The largest payload; it is copied behind its header, and at the receiver through the buffer of the connection."""
 
 
 class SmallMessages:
@@ -120,12 +120,16 @@ class SmallMessages:
         try:
             until = time.monotonic() + self._progress.spin_s
             version = self._leadership.version
+            stream, size = connection.stream, tensor.nbytes
             while version == self._leadership.version:
-                num_bytes = connection.receive()
-                if num_bytes or time.monotonic() > until:
+                came = connection.receive(num_bytes)
+                num_bytes += came
+                if came and (num_bytes >= HEADER_BYTES + size or not stream.may_be(num_bytes, code, tag, size)):
+                    break
+                if time.monotonic() > until:
                     break
                 os.sched_yield()  # the peer may share this core
-            address = connection.stream.only_message(num_bytes, code, tag, tensor.nbytes)
+            address = stream.only_message(num_bytes, code, tag, size)
             if address:
                 copy_bytes(tensor.data_ptr(), address, tensor.nbytes)
                 return True
