@@ -165,7 +165,8 @@ class SessionWriter:
         """The task; it ends with the session, or ends it."""
         try:
             while True:
-                if self._turn.acquire(blocking=False):
+                had_turn = self._turn.acquire(blocking=False)
+                if had_turn:
                     try:
                         await self._write_all()
                     finally:
@@ -173,7 +174,8 @@ class SessionWriter:
                 self._wake = self._io.loop.create_future()
                 self._awake = False
                 # Somebody queued, or gave the turn back, before the flag was cleared. Who has the turn now sees that.
-                if self._outgoing and not self._turn.locked():
+                # Where somebody else had it, the queue may be empty, and half a frame in the channel or `drain` untold.
+                if (self._outgoing or not had_turn) and not self._turn.locked():
                     self._awake = True
                     continue
                 await self._wake

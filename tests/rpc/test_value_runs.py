@@ -119,6 +119,16 @@ def test_small_tensors_inside_of_memory_that_was_shrunk_are_refused() -> None:
         echo(sent)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 64])
+def test_small_aligned_tensors_inside_of_memory_that_was_shrunk_are_refused(num_bytes: int) -> None:
+    """As the slices of a flat parameter that was freed: they would be read, and the process would end by SIGSEGV."""
+    base = torch.ones(16 * (COUNT + 1))
+    sent = list(base.view(COUNT + 1, 16)[1:, :4].unbind())
+    base.untyped_storage().resize_(num_bytes)
+    with pytest.raises(SerializationError, match="was freed or shrunk"):
+        echo(sent)
+
+
 def test_a_long_list_of_tensors_needs_no_pickle() -> None:
     sent = [torch.full((1,), float(index)) for index in range(COUNT)]
     message, arrived = echo([sent, 7, sent])

@@ -165,6 +165,27 @@ async def test_the_writer_does_not_sleep_when_the_turn_has_come_back(
     assert (await pair.handlers[1].next())[0] == 1 and next(tries, None) is None
 
 
+async def test_the_task_writes_what_a_thread_left_in_the_channel_while_it_went_to_sleep(pair: ChannelPair) -> None:
+    """The queue is empty then, but half a frame is out: the rest would come with the next message only."""
+    session = pair.sessions[0]
+    await asyncio.sleep(0)  # the task is asleep
+    session._heartbeats.stop()  # the next one would wake it
+    pair.sockets[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    writer: Any = session._writer
+    turn, tries = writer._turn, iter([False])
+
+    def acquire(blocking: bool = True) -> bool:
+        if next(tries, True):
+            return bool(turn.acquire(blocking=blocking))
+        writer._direct.put(frame(call(1, b"x" * 1_000_000)))  # by a thread, which finds the task awake when it is done
+        assert not writer._direct.is_free
+        return False
+
+    writer._turn = SimpleNamespace(acquire=acquire, release=turn.release, locked=turn.locked)
+    writer._tell_task()
+    assert (await pair.handlers[1].next())[0] == 1
+
+
 async def test_a_burst_is_left_to_the_writer_who_joins_it(pair: ChannelPair, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(writer_module, "BURST_GAP_S", LIMIT_S)
     session = pair.sessions[0]

@@ -26,7 +26,8 @@ _MAX_TENSOR_BYTES: Final = 1024  # the memory of larger ones is worth sending wi
 _ALIGNMENT_BYTES: Final = 64
 _SMALLEST_ALLOCATION_BYTES: Final = 16
 """What torch allocates begins at a multiple of the alignment, and the C library gives no less than this. So a small
-tensor at such an address lies in memory of its own, even if its storage was shrunk; only an empty storage has none."""
+tensor at the beginning of a storage at such an address lies in its memory, even if that was shrunk; only an empty
+storage has none."""
 
 _DTYPES: Final = frozenset(
     {
@@ -89,7 +90,8 @@ def _single_run(tensors: Sequence[torch.Tensor]) -> TensorRun | None:
     if not size or (first.numel() > 1 and not all(map(torch.Tensor.is_contiguous, tensors))):
         return None
     starts = list(map(torch.Tensor.data_ptr, tensors))
-    if size > _SMALLEST_ALLOCATION_BYTES or reduce(or_, starts) % _ALIGNMENT_BYTES:
+    is_apart = size <= _SMALLEST_ALLOCATION_BYTES and not reduce(or_, starts) % _ALIGNMENT_BYTES
+    if not is_apart or any(map(torch.Tensor.storage_offset, tensors)):
         ends = [tensor.untyped_storage().data_ptr() + tensor.untyped_storage().nbytes() for tensor in tensors]
         if not all(start + size <= end for start, end in zip(starts, ends, strict=True)):
             return None
