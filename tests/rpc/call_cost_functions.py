@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable
 from types import FrameType
@@ -13,6 +15,7 @@ import torch
 from rpcdist import autograd, rpc
 
 NUM_CALLS = 50
+HOLD_US = 300_000
 NUM_WARM_UP = 20  # names are known, and the connection stands
 
 
@@ -70,3 +73,24 @@ def functions_of_a_pass(to: str) -> Counter[str]:
             autograd.backward(context_id, [rpc.rpc_sync(to, scaled, (x, factor)).sum()])
 
     return functions_of(step)
+
+
+class Holder:
+    """Its calls are quick, or hold the interpreter's lock for a while, as a computation in C may."""
+
+    def quick(self) -> None:
+        pass
+
+    def hold(self) -> float:
+        """Returns when it ended, by the clock that all processes of this host share."""
+        ctypes.PyDLL(None).usleep(HOLD_US)  # unlike `CDLL`, it keeps the lock
+        return time.monotonic()
+
+
+def answers_before_the_next_turn(to: str) -> tuple[float, float]:
+    """When a quick call was answered, and when the one behind it had ended."""
+    holder = rpc.remote(to, Holder, serial=True)
+    holder.rpc_sync().quick()
+    quick, slow = holder.rpc_async().quick(), holder.rpc_async().hold()
+    quick.wait()
+    return time.monotonic(), slow.wait()

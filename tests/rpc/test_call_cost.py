@@ -30,3 +30,12 @@ def test_few_functions_run(worker_pool: WorkerPool, count: Count, limit: int) ->
     assert found["rpcdist.rpc._calling.caller:Caller.sync"] == 1
     assert found.total() <= limit, found.most_common()
     world.shutdown()
+
+
+def test_an_answer_of_an_actor_does_not_wait_for_the_next_turn(worker_pool: WorkerPool) -> None:
+    """Those of several may: the answers of a burst are left to the I/O thread, which needs the lock as well."""
+    world = worker_pool.world("a", "b", peer_timeout=CALM_S)
+    for _ in range(4):
+        answered_at, ended_at = world["a"].run(functions.answers_before_the_next_turn, "b")
+        assert answered_at < ended_at
+    world.shutdown()

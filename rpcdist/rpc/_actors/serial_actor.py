@@ -159,6 +159,10 @@ class SerialActor:
                 f"{turn.method}() of {name} is a generator function: its items would be made while other calls "
                 "run. Return a list, or make the actor without serial=True"
             )
+        if self._queue.has_ready:
+            turn.thread = (
+                0  # the next call begins now: its method may hold the interpreter's lock, and with it the answer
+            )
         turn._complete(result)
         return False
 

@@ -98,6 +98,11 @@ class TurnQueue(Generic[C, T]):
         """How many calls are ready."""
         return sum(len(caller.ready) for caller in self._ready)
 
+    @property
+    def has_ready(self) -> bool:
+        """Whether a call is ready; any thread may ask."""
+        return bool(self._ready)
+
     def __repr__(self) -> str:
         early = sum(len(caller.early) for caller in self._callers.values())
         return f"<TurnQueue {len(self)} ready, {early} early, of {len(self._callers)} callers>"

@@ -172,6 +172,11 @@ class ThreadPool:
         elif self._monitor.sleeping and not blocking.hooks.reads_jobs:
             self._monitor.wake()
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether jobs wait for a thread."""
+        return bool(self._queue)
+
     def stats(self) -> PoolStats:
         threads, idle, blocked = len(self._workers), len(self._idle), len(self._blocked)
         return PoolStats(threads, idle, max(0, threads - idle - blocked), blocked, len(self._queue))

@@ -320,9 +320,10 @@ class Dispatcher:
             except BaseException as exc:
                 self.fail(active, exc)
             else:
-                # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do.
+                # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do,
+                # unless other jobs wait here. They may be the next turns, behind which the answer must not wait.
                 is_turn_here = isinstance(future, Turn) and future.thread == get_ident() and hooks.last_act is None
-                self._finish(active, result, is_turn_here and hooks.enter is not None)
+                self._finish(active, result, is_turn_here and hooks.enter is not None and not self._pool.has_queue)
 
         active.is_chained = True
         future.add_done_callback(completed)
