@@ -10,29 +10,37 @@ from typing import NamedTuple
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from membership_workers import (
+    A2,
+    B2,
+    FULL,
+    GONE,
+    ID,
+    KIND,
+    NAME,
+    OK,
+    RANGE,
+    SIZE,
+    A,
+    B,
+    C,
+    D,
+    Outcome,
+    ask,
+    record,
+    settled,
+    until_waiting,
+    worker,
+)
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused, ConfigError, DuplicateName, RendezvousError, RpcdistError, WorldMismatch
 from rpcdist.ids import Identity
-from rpcdist.rpc._membership import membership_recovery
-from rpcdist.rpc._membership.membership_messages import join_request, members_of, return_request
+from rpcdist.rpc._membership.membership_messages import join_request, members_of
 from rpcdist.rpc._membership.membership_service import MembershipService
 from rpcdist.rpc._membership.membership_table import MembershipTable
-from rpcdist.rpc._peers.directory import Member, Roster
+from rpcdist.rpc._peers.directory import Roster
 from rpcdist.transport.identities import identity_to_proto
-
-Outcome = pb.JoinReply.Outcome
-OK, NAME, ID = Outcome.OK, Outcome.DUPLICATE_NAME, Outcome.DUPLICATE_ID
-SIZE, KIND = Outcome.WORLD_SIZE_DIFFERS, Outcome.STATIC_AND_DYNAMIC
-RANGE, FULL, GONE = Outcome.ID_OUT_OF_RANGE, Outcome.WORLD_FULL, Outcome.INCARNATION_GONE
-
-
-def worker(name: str, rank: int, incarnation: int = 0) -> Identity:
-    return Identity(name, rank, incarnation or 100 + rank)
-
-
-def record(identity: Identity) -> Member:
-    return Member(identity, f"127.0.0.1:{5000 + identity.incarnation}")
 
 
 class Join(NamedTuple):
@@ -49,8 +57,6 @@ class Gone(NamedTuple):
     known: bool = True
 
 
-A, B, C, D = worker("a", 0), worker("b", 1), worker("c", 2), worker("d", 3)
-A2, B2 = worker("a", 0, 200), worker("b", 1, 201)
 WORLD2 = [Join(A, 2), Join(B, 2)]
 
 TABLES: dict[str, list[Join | Gone]] = {
@@ -189,26 +195,6 @@ def test_invariants_hold_whatever_happens(happenings: list[tuple[str, str, int, 
 
 
 # ---------------------------------------------------------------- the service
-
-
-def request(identity: Identity, world_size: int = 2, timeout_s: float = 30.0) -> pb.JoinRequest:
-    return join_request(record(identity), world_size, timeout_s)
-
-
-def ask(
-    service: MembershipService, identity: Identity, world_size: int = 2, timeout_s: float = 30.0
-) -> asyncio.Task[pb.JoinReply]:
-    return asyncio.create_task(service.join(identity, request(identity, world_size, timeout_s)))
-
-
-async def settled(*tasks: asyncio.Task[pb.JoinReply]) -> list[pb.JoinReply.Outcome]:
-    async with asyncio.timeout(20):
-        return [(await task).outcome for task in tasks]
-
-
-async def until_waiting(service: MembershipService, number: int) -> None:
-    await asyncio.sleep(0)  # one round of the loop: every handler runs up to where it waits
-    assert f"{number} waiting" in repr(service)
 
 
 async def test_everybody_is_answered_when_the_last_one_comes() -> None:
@@ -385,164 +371,3 @@ def test_every_outcome_is_known_to_the_client() -> None:
 def test_the_time_of_a_request_is_bounded(timeout_s: float, timeout_ms: int) -> None:
     made = join_request(record(A), None, timeout_s)
     assert (made.timeout_ms, made.world_size) == (timeout_ms, 0)
-
-
-# ---------------------------------------------------------------- a coordinator in the place of another one
-
-
-def back(
-    service: MembershipService,
-    identity: Identity,
-    *known: Identity,
-    world_size: int = 3,
-    attempt: str = "",
-    version: int = 9,
-) -> asyncio.Task[pb.JoinReply]:
-    """A worker that was in the job announces itself."""
-    roster = Roster(version, [record(other) for other in known])
-    request = return_request(record(identity), world_size or None, 30.0, roster, attempt)
-    return asyncio.create_task(service.join(identity, request))
-
-
-async def test_workers_are_taken_back_once_all_have_come() -> None:
-    service = MembershipService(recovery_s=0.1)
-    first, second = ask(service, A2, 3), back(service, B, A, B, C)
-    await until_waiting(service, 2)
-    with pytest.raises(CallRefused, match="is being made anew"):
-        await service.members(B, pb.MembersRequest())
-    third = back(service, C, A, B, C, version=12)
-    assert await settled(first, second, third) == [OK] * 3
-    assert members_of(third.result(), C, "here", 1.0) == Roster(13, [record(A2), record(B), record(C)], {})
-    assert service.table.formed
-
-
-async def is_dead(member: Member) -> bool:
-    return False
-
-
-async def test_who_neither_comes_back_nor_answers_is_lost_and_its_rank_is_free() -> None:
-    service = MembershipService(is_dead, recovery_s=0.05)
-    waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
-    assert await settled(*waiting) == [OK] * 2
-    roster = members_of(waiting[1].result(), C, "here", 1.0)
-    assert [member.identity for member in roster.members] == [A2, C] and list(roster.departures) == [B]
-    assert "neither came to the next one nor answered" in roster.departures[B]
-    assert await settled(ask(service, worker("another-name", 1, 300), 3)) == [OK]
-
-
-@pytest.mark.parametrize("world_size", [3, 0], ids=["static", "elastic"])
-async def test_who_lives_and_notices_nothing_stays_in_the_job(world_size: int) -> None:
-    """It was declared lost when the time was over: a slow worker, or one whose network breaks silently."""
-    service = MembershipService(recovery_s=0.05)
-    waiting = [ask(service, A2, world_size), back(service, C, A, B, C, world_size=world_size)]
-    assert await settled(*waiting) == [OK] * 2
-    roster = members_of(waiting[1].result(), C, "here", 1.0)
-    assert [member.identity for member in roster.members] == [A2, B, C] and not roster.departures
-    assert await settled(ask(service, B2, world_size)) == [NAME]
-    announced = back(service, B, A, B, C, world_size=world_size, version=50)
-    assert await settled(announced) == [OK]
-    assert announced.result().version >= 50  # of what it knows, nothing would be believed that is older
-
-
-async def test_who_has_not_answered_yet_is_waited_for() -> None:
-    asked, answers = asyncio.Event(), asyncio.Event()
-
-    async def slow(member: Member) -> bool:
-        asked.set()
-        await answers.wait()
-        return True
-
-    service = MembershipService(slow, recovery_s=20.0)
-    waiting = [ask(service, A2, 3), back(service, C, A, B, C)]
-    await until_waiting(service, 2)
-    recovery = service._recovery
-    assert recovery is not None
-    service._ask_the_missing(recovery)
-    await asked.wait()
-    service._end_of_time(recovery)
-    await until_waiting(service, 2)
-    answers.set()
-    assert await settled(*waiting) == [OK] * 2
-    assert [member.identity for member in service.table.members] == [A2, B, C]
-
-
-async def test_who_never_answers_holds_nobody_up_for_long() -> None:
-    async def silent(member: Member) -> bool:
-        return await asyncio.Event().wait()
-
-    service = MembershipService(silent, recovery_s=0.05)
-    assert await settled(ask(service, A2, 3), back(service, C, A, B, C)) == [OK] * 2
-    assert [member.identity for member in service.table.members] == [A2, C]
-    await asyncio.sleep(0)
-    assert not service._asking
-
-
-async def test_one_that_lies_about_an_address_evicts_nobody() -> None:
-    async def probe(member: Member) -> bool:
-        return member == record(B)
-
-    service = MembershipService(probe, recovery_s=0.05)
-    lie = return_request(record(D), 4, 30.0, Roster(9, [Member(B, "elsewhere:1")]), "")
-    lying = asyncio.create_task(service.join(D, lie))
-    assert await settled(ask(service, A2, 4), lying, back(service, C, A, B, C, D, world_size=4)) == [OK] * 3
-    assert [member.identity for member in service.table.members] == [A2, B, C, D]
-
-
-async def test_as_many_addresses_as_a_worker_may_say_are_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(membership_recovery, "MAX_NAMED", 20)
-    num_asked = 0
-
-    async def count(member: Member) -> bool:
-        nonlocal num_asked
-        num_asked += 1
-        return False
-
-    service = MembershipService(count, recovery_s=0.05)
-    invented = [worker(f"w{number}", number) for number in range(2, 60)]
-    assert await settled(ask(service, A2, 0), back(service, B, *invented, world_size=0)) == [OK] * 2
-    assert num_asked == 20
-
-
-async def test_a_dynamic_world_waits_for_those_that_are_known() -> None:
-    service = MembershipService(recovery_s=20.0)
-    assert await settled(ask(service, A2, 0)) == [OK]
-    first = back(service, B, A, B, C, world_size=0)
-    newcomer = ask(service, D, 0)
-    await until_waiting(service, 2)
-    second = back(service, C, A, B, C, world_size=0)
-    assert await settled(first, newcomer, second) == [OK] * 3
-    assert [len(task.result().members) for task in (first, newcomer, second)] == [4] * 3
-
-
-async def test_newcomers_win_over_workers_that_are_left_from_another_job() -> None:
-    """Also if the one that is left over has made the world complete: newcomers have half of the recovery's time."""
-    service = MembershipService(recovery_s=20.0)
-    coordinator, left_over = ask(service, A2, 2), back(service, B, A, B, world_size=2)
-    await until_waiting(service, 2)
-    newcomer = ask(service, worker("another-name", 1, 300), 2)
-    assert await settled(coordinator, left_over, newcomer) == [OK, GONE, OK]
-    assert "started anew, with another process as 'another-name'" in left_over.result().detail
-    assert [member.identity.name for member in service.table.members] == ["a", "another-name"]
-
-
-@pytest.mark.parametrize(("attempt", "outcome"), [("1", OK), ("2", GONE)])
-async def test_only_the_same_attempt_is_taken_back(attempt: str, outcome: pb.JoinReply.Outcome) -> None:
-    service = MembershipService(attempt="1", recovery_s=0.0)
-    coordinator = ask(service, A2, 2, timeout_s=0.2)
-    assert await settled(back(service, B, A, B, world_size=2, attempt=attempt)) == [outcome]
-    await settled(coordinator)
-
-
-async def test_what_a_worker_that_comes_back_may_claim_is_bounded() -> None:
-    service = MembershipService()
-    with pytest.raises(CallRefused, match="which cannot be"):
-        await back(service, B, A, B, version=1 << 63)
-    with pytest.raises(CallRefused, match="joins as itself"):
-        await service.join(C, return_request(record(B), 3, 1.0, Roster(9, []), ""))
-
-
-async def test_who_has_the_place_of_a_worker_that_comes_back_late_keeps_it() -> None:
-    service = MembershipService(recovery_s=0.0)
-    assert await settled(ask(service, A2, 2), ask(service, B2, 2)) == [OK] * 2
-    assert await settled(back(service, B, A, B, world_size=2)) == [NAME]
-    assert [member.identity for member in service.table.members] == [A2, B2] and service.table.broken is None

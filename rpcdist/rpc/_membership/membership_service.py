@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
@@ -16,20 +16,18 @@ from rpcdist.ids import Identity
 from rpcdist.rpc._membership.membership_messages import departures_to_proto, member_from_proto, member_to_proto
 from rpcdist.rpc._membership.membership_recovery import Recovery
 from rpcdist.rpc._membership.membership_table import MembershipTable, Verdict
+from rpcdist.rpc._membership.survivor_questions import Probe, SurvivorQuestions
 from rpcdist.rpc._peers.directory import COORDINATOR, Member, Roster
 from rpcdist.rpc._peers.peer_events import Event
 from rpcdist.time_limits import ANNOUNCE_LIMIT_S, PARKED_LIMIT_S, PEER_TIMEOUT_S, SURVIVOR_PROBE_SHARE
 from rpcdist.transport.identities import identity_from_proto
 
-__all__ = ["MembershipService", "Probe"]
+__all__ = ["MembershipService"]
 
 logger = logging.getLogger(__name__)
 
 Outcome = pb.JoinReply.Outcome
 MAX_VERSION = 1 << 60  # a peer may claim any; the next ones must fit into 64 bits
-
-Probe = Callable[[Member], Awaitable[bool]]
-"""Asks a worker whether it is alive, in the incarnation that is known."""
 
 
 async def _is_alive(member: Member) -> bool:
@@ -64,7 +62,7 @@ class MembershipService:
         self._has_recovered = False
         self._absent: Mapping[Identity, str] = {}  # who had not come back when the recovery ended
         self._came_back: set[Identity] = set()  # while it lasts
-        self._asking: set[asyncio.Task[None]] = set()  # those that have not come back
+        self._questions: SurvivorQuestions | None = None  # to those that have not come back
         self._waiting: set[asyncio.Future[Verdict]] = set()
         self._latest: dict[Identity, asyncio.Future[Verdict]] = {}
         self._joining: set[Identity] = set()  # they learn who is there from the answer
@@ -219,12 +217,13 @@ class MembershipService:
         recovery = self._recovery or self._begin_recovery()
         recovery.expect(member.identity, map(member_from_proto, request.known))
         self._came_back.add(member.identity)
-        if recovery.asks:
-            self._ask_the_missing(recovery)
+        if self._questions is not None:
+            self._questions.ask_more()
         return verdict
 
     def _begin_recovery(self) -> Recovery:
         recovery = self._recovery = Recovery()
+        self._questions = SurvivorQuestions(recovery, self._probe, self._present, self._on_answer)
         loop = asyncio.get_running_loop()
         loop.call_later(SURVIVOR_PROBE_SHARE * self._recovery_s, self._ask_the_missing, recovery)
         loop.call_later(self._recovery_s, self._end_of_time, recovery)
@@ -232,17 +231,11 @@ class MembershipService:
         return recovery
 
     def _ask_the_missing(self, recovery: Recovery) -> None:
-        if self._recovery is not recovery:
-            return
-        recovery.asks = True
-        for member in recovery.to_ask(self._present()):
-            task = asyncio.get_running_loop().create_task(self._ask(recovery, member), name="rpcdist ask a survivor")
-            self._asking.add(task)
-            task.add_done_callback(self._asking.discard)
+        if self._recovery is recovery and self._questions is not None:
+            self._questions.begin()
 
-    async def _ask(self, recovery: Recovery, member: Member) -> None:
-        recovery.on_answer(member, await self._probe(member))
-        if recovery.is_time_over:
+    def _on_answer(self) -> None:
+        if self._recovery is not None and self._recovery.is_time_over:
             self._review_recovery()
 
     def _end_of_time(self, recovery: Recovery) -> None:
@@ -262,6 +255,7 @@ class MembershipService:
                 self.table.dismiss(old)
                 if self._recovery is not None and self._recovery.forget(old):
                     self._recovery = None  # the job has started anew, and nobody is left to wait for
+                    self._stop_asking()
                 self._has_changed({old: reason})
                 if (waits := self._latest.get(old)) is not None and not waits.done():
                     waits.set_result(Verdict(Outcome.INCARNATION_GONE, reason))
@@ -288,8 +282,7 @@ class MembershipService:
             return
         self._recovery = None
         self._has_recovered = True
-        for task in self._asking:
-            task.cancel()
+        self._stop_asking()
         self._keep(recovery.survivors(self._present()))
         self._absent = recovery.departures(self._present())
         self._came_back.clear()
@@ -297,6 +290,11 @@ class MembershipService:
         for identity, reason in self._absent.items():
             logger.warning("worker %r (rank %d) is lost: %s", identity.name, identity.id, reason)
         self._decide(Verdict(Outcome.OK))
+
+    def _stop_asking(self) -> None:
+        if self._questions is not None:
+            self._questions.stop()
+            self._questions = None
 
     def _keep(self, survivors: Sequence[Member]) -> None:
         """Takes those back that live, and have not announced themselves yet: they will, and hear the news meanwhile."""

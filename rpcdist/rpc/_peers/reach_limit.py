@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 
 from rpcdist.errors import ConnectFailed, TransportError
@@ -10,6 +11,15 @@ from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, REFUSED_GRACE
 __all__ = ["ReachLimit", "was_refused"]
 
 MAX_LATE_ATTEMPTS = 5
+
+
+def _has_free_descriptor() -> bool:
+    """Whether this process could open a connection; libraries report the lack of descriptors in many ways."""
+    try:
+        os.close(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
 
 
 def was_refused(exc: TransportError) -> bool:
@@ -31,6 +41,7 @@ class ReachLimit:
         self._started = time.monotonic()
         # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
         self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
+        self._longest = self._started + 2 * timeout_s
         self._num_failed = 0
 
     def __repr__(self) -> str:
@@ -52,5 +63,8 @@ class ReachLimit:
         if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
             self._limit = now + self._grace_s  # this process was held up: it judges nobody
         self._num_failed += 1
+        if now < self._longest and not _has_free_descriptor():
+            self._limit = max(self._limit, now + self._grace_s)  # the attempt says nothing of the other one
+            return False
         # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
         return now >= self._limit or (was_refused(exc) and now - self._started >= REFUSED_GRACE_S)

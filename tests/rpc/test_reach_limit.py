@@ -1,0 +1,84 @@
+"""How long a worker is tried before it counts as dead."""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from rpcdist.errors import ConnectFailed
+from rpcdist.rpc._peers.reach_limit import ReachLimit, was_refused
+
+REFUSED, SILENT = ConnectFailed("b:1", "Connection refused"), ConnectFailed("b:1", "nobody answered there", 1.0)
+
+
+@contextmanager
+def no_free_descriptor() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    free = os.open(os.devnull, os.O_RDONLY)  # the lowest free number: none below it is left
+    resource.setrlimit(resource.RLIMIT_NOFILE, (free + 1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        os.close(free)
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time; write it to move on."""
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    return now
+
+
+def test_silence_lasts_for_the_peer_timeout_and_a_closed_port_for_half_a_second(clock: list[float]) -> None:
+    assert was_refused(REFUSED) and not was_refused(SILENT)
+    limit = ReachLimit(3.0)
+    assert [limit.is_over(REFUSED), limit.is_over(SILENT)] == [False, False]
+    clock[0] += 0.6
+    assert [limit.is_over(REFUSED), limit.is_over(SILENT)] == [True, False]
+    clock[0] += 2.5
+    assert limit.is_over(SILENT)
+
+
+def test_who_was_silent_before_is_tried_once_more(clock: list[float]) -> None:
+    limit = ReachLimit(3.0, last_seen=clock[0] - 10.0)
+    assert not limit.is_over(SILENT)
+    assert limit.attempt_s == pytest.approx(0.6)
+    clock[0] += 0.6
+    assert limit.is_over(SILENT)
+
+
+def test_a_process_that_was_held_up_judges_nobody(clock: list[float]) -> None:
+    limit = ReachLimit(3.0)
+    clock[0] += 60.0
+    assert not limit.is_over(SILENT)
+    clock[0] += 0.6
+    assert limit.is_over(SILENT)
+
+
+@pytest.mark.parametrize("failed", [REFUSED, SILENT])
+def test_a_process_without_a_free_descriptor_judges_nobody(clock: list[float], failed: ConnectFailed) -> None:
+    """Its attempts fail whatever the other one does; that is no excuse for ever."""
+    limit = ReachLimit(3.0)
+    clock[0] += 3.0
+    with no_free_descriptor():
+        assert not limit.is_over(failed)
+    assert not limit.is_over(SILENT)  # there is time for one attempt more
+    clock[0] += 0.6
+    assert limit.is_over(SILENT)
+
+
+def test_the_lack_of_descriptors_is_no_excuse_for_ever(clock: list[float]) -> None:
+    limit = ReachLimit(3.0)
+    with no_free_descriptor():
+        for _ in range(11):
+            clock[0] += 0.5
+            assert not limit.is_over(SILENT)
+        clock[0] += 0.7
+        assert limit.is_over(SILENT)
