@@ -32,11 +32,16 @@ class KnownNames:
         if known is None:
             return None
         module = sys.modules.get(known[0])
-        return known[2] if module is not None and getattr(module, known[1], None) is func else None
+        if module is not None and getattr(module, known[1], None) is func:
+            return known[2]
+        self._known.pop(func, None)  # deleted or replaced: nothing else would let go of it
+        return None
 
     def note(self, func: object, encoded: str | bytes) -> None:
         """Keeps what `encode_function` has returned, if it is the name of something at the top level of a module."""
         if isinstance(encoded, str) and (type(func) is FunctionType or type(func) is type):
             module, name = func.__module__, func.__qualname__
-            if "." not in name and len(self._known) < MAX_KNOWN:
+            if "." not in name:
+                if len(self._known) >= MAX_KNOWN:
+                    self._known.clear()  # those in use are soon back
                 self._known[func] = module, name, encoded
