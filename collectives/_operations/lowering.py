@@ -241,9 +241,8 @@ def _counts(given: torch.Tensor, dense: torch.Tensor, splits: Sequence[int], siz
     return [split * row for split in splits]
 
 
-_reducible: set[tuple[int, torch.dtype]] = (
-    set()
-)  # checked combinations; by number, since the hash of an enum member is slow
+# Checked combinations; by number, since the hash of an enum member is slow.
+_reducible: set[tuple[int, torch.dtype]] = set()
 
 
 def _check_reduces(op: ReduceOp, tensor: torch.Tensor, what: str) -> None:

@@ -7,7 +7,6 @@ optimizer, in the order in which the user gave them. Checkpoints use the numbers
 from __future__ import annotations
 
 import copy
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +18,6 @@ from rpcdist.rpc import PyRRef, RRef, WorkerInfo
 
 __all__ = ["Group", "Shard", "changed_options", "gather_state", "options_of", "parse_groups", "place", "scatter_state"]
 
-_MISSING = object()
 _IMMUTABLE = frozenset((bool, float, int, str, type(None)))  # a copy of one is the same object
 
 Group = dict[str, Any]
@@ -102,28 +100,22 @@ def options_of(group: Mapping[str, Any]) -> Group:
 
 def changed_options(sent: Sequence[Group], groups: Sequence[Group]) -> list[Group]:
     """For each group, the options that differ from those that were sent before."""
-    if all([_are_same(before, group) for before, group in zip(sent, groups, strict=True)]):  # as at nearly every step
-        return [{} for _ in groups]
     return [
         {
             name: value
             for name, value in group.items()
-            if name != "params" and not (name in before and _is_unchanged(before[name], value))
+            if name != "params"
+            and not (
+                name in before
+                # nearly always; `nan` is unchanged, too
+                and ((before[name] is value and type(value) in _IMMUTABLE) or _equal(before[name], value))
+            )
         }
         for before, group in zip(sent, groups, strict=True)
     ]
 
 
-def _are_same(before: Group, group: Group) -> bool:
-    """Whether all options are the very objects that were sent before, and cannot have changed."""
-    kept = [before.get(name, _MISSING) for name in group if name != "params"]
-    options = [value for name, value in group.items() if name != "params"]
-    return all(map(operator.is_, kept, options)) and _IMMUTABLE.issuperset(map(type, kept))
-
-
-def _is_unchanged(first: Any, second: Any) -> bool:
-    if first is second and type(first) in _IMMUTABLE:
-        return True
+def _equal(first: Any, second: Any) -> bool:
     if isinstance(first, torch.Tensor) or isinstance(second, torch.Tensor):
         return type(first) is type(second) and torch.equal(first, second)
     return type(first) is type(second) and bool(first == second)

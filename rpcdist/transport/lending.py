@@ -112,6 +112,9 @@ class Lender:
     Args:
         max_bytes: limit of the memory in all segments.
 
+    Attributes:
+        withdrawn: numbers of segments of which the peer has not been told yet that they are gone; read it only.
+
     Invariants:
         1. A segment is offered, free or lent; only a free one is written to.
         2. The memory of all segments never exceeds `max_bytes`.
@@ -303,15 +306,17 @@ class Borrower:
 
     Args:
         max_bytes: a peer that offers more than this in total is refused.
+
+    Attributes:
+        ended: leases of which the peer has not been told yet: number, size in bytes, and whether a forked child may
+            read the segment; large ones first. Read it only; `take_ended` empties it.
     """
 
     def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._known: dict[int, MappedSegment] = {}
         self._in_use: set[int] = set()
-        self.ended: deque[tuple[int, int, bool]] = (
-            deque()
-        )  # number, size, whether a forked child may read it; large first
+        self.ended: deque[tuple[int, int, bool]] = deque()
 
     def __repr__(self) -> str:
         return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"

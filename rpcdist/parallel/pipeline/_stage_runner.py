@@ -43,9 +43,8 @@ class StageRunner:
         }
         self.optimizers = StageOptimizers(self.stages)
         self._running = threading.Lock()
-        self._lock = (
-            threading.Lock()
-        )  # guards the attributes below against `arrived`, `run` and `abort`, on several threads
+        # Guards the attributes below against `arrived`, `run` and `abort`, on several threads.
+        self._lock = threading.Lock()
         self._mailboxes: dict[int, Mailbox] = {}
         self._sources: TensorSources = {}
         self._ended_step = 0

@@ -160,9 +160,8 @@ class SerialActor:
                 "run. Return a list, or make the actor without serial=True"
             )
         if self._queue.has_ready:
-            turn.thread = (
-                0  # the next call begins now: its method may hold the interpreter's lock, and with it the answer
-            )
+            # The next call begins now: its method may hold the interpreter's lock, and with it this answer.
+            turn.thread = 0
         turn._complete(result)
         return False
 
