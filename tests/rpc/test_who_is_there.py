@@ -185,8 +185,8 @@ def test_idempotent_functions_reach_the_replacement() -> None:
         held = cluster.run("a", rpc.rpc_async, "b", enter_and_name)
         waiting = cluster.begin("a", rpc.rpc_sync, "b", enter_and_name)
         assert entered.wait(LIMIT_S)
-        released.set()
         cluster.kill("b")
+        released.set()
         later = cluster.run("a", rpc.rpc_async, "b", Table.get)
         assert not held.done() and not waiting.done() and not later.done()
         leaving = cluster.begin("a", rpc.shutdown)  # it waits for them

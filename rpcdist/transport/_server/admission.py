@@ -29,7 +29,8 @@ __all__ = ["MAX_UNPROVEN", "MAX_UNPROVEN_PER_CONNECTION", "Admission", "Origin",
 
 logger = logging.getLogger(__name__)
 
-MAX_UNPROVEN: Final = 512  # connections in the middle of a handshake; more than a large job opens at once
+# Connections in the middle of a handshake. A first message that announces the most that TLS allows costs 180 KiB.
+MAX_UNPROVEN: Final = 256
 MAX_UNPROVEN_PER_CONNECTION: Final = 4  # streams of one gRPC connection; a link opens one
 MAX_REFUSALS_SHOWN: Final = 64  # in that time; a stranger cannot fill the disk with log lines
 
