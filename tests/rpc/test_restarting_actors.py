@@ -24,6 +24,7 @@ from rpcdist.errors import (
 )
 from rpcdist.rpc import RestartingActor
 from rpcdist.rpc._actors.checkpointed import Checkpointed
+from rpcdist.rpc._rref.proxied import CHECKPOINTED_METHOD
 from rpcdist.testing import InProcessCluster, WorkerPool, eventually
 
 NUM_CALLS = 100
@@ -106,7 +107,7 @@ def test_a_worker_that_was_cut_off_goes_on(cluster: InProcessCluster) -> None:
     actor = ledger()
     actor.rpc_sync().add(1)
     cluster.network.cut("a", "b")
-    with pytest.raises(WorkerLost):
+    with pytest.raises(WorkerLost, match=r"of the method add\(\)"):
         actor.rpc_sync().add(1)
     cluster.network.heal("a", "b")
     assert actor.rpc_sync().add(1) in (102, 103), "the lost call may have run"
@@ -120,7 +121,7 @@ def test_an_answer_of_another_form_is_an_error(
     actor = ledger()
     assert actor.rpc_sync().add(1) == 101
     with monkeypatch.context() as patch:
-        patch.setattr(Checkpointed, "invoke", lambda *args: answer)
+        patch.setattr(Checkpointed, CHECKPOINTED_METHOD, lambda *args: answer)
         with pytest.raises(SerializationError, match=r"worker 'b' answered add\(\)"):
             actor.rpc_sync().add(1)
     assert actor.rpc_sync().add(1) == 102

@@ -41,11 +41,8 @@ CALLS = [
     ("as_completed", WorkerLost, "announce_and_wait"),
     ("stream on a loop", WorkerLost, "stream_and_wait"),
 ]
-CHANNELS = (
-    "auto",
-    "tcp",
-    "grpc",
-)  # how an end is noticed is a matter of the channel; what comes of it is not: so by turns
+# How an end is noticed is a matter of the channel; what comes of it is not: so by turns.
+CHANNELS = ("auto", "tcp", "grpc")
 
 
 @pytest.mark.parametrize(
@@ -203,9 +200,8 @@ def test_ctrl_c_ends_every_wait_of_the_main_thread(worker_pool: WorkerPool, tmp_
         name, _, _ = pending.result()
         assert (how, name) == (how, "KeyboardInterrupt")
         assert time.monotonic() - started < PROMPT_S, how
-        assert (
-            world["a"].run(rpc.rpc_sync, "b", functions.add, (number, 1)) == number + 1
-        )  # the worker is none the worse
+        # The worker is none the worse.
+        assert world["a"].run(rpc.rpc_sync, "b", functions.add, (number, 1)) == number + 1
         if how != "rpc_sync":  # a future is still good for another wait, so its call may go on
             world["a"].run(functions.cancel_all)
         assert world["a"].run(functions.wait_until_empty) == "", how

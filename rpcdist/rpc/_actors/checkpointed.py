@@ -46,7 +46,7 @@ class Checkpointed:
     def __repr__(self) -> str:
         return f"<Checkpointed {self._value!r}>"
 
-    def invoke(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], wants_state: bool) -> Any:
+    def invoke_checkpointed(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], wants_state: bool) -> Any:
         """Calls a method of the object, or reads an attribute.
 
         Returns:

@@ -202,7 +202,9 @@ class RestartingActor(Generic[T]):
         wants_state = self._checkpoint_every > 0 and self._number % self._checkpoint_every == 0
         remaining_s = max(call.deadline.remaining_s(), MIN_WAIT_S) if call.deadline.is_finite else 0
         try:
-            sent = self._rref.rpc_async(remaining_s).invoke(call.method, call.args, call.kwargs, wants_state)
+            sent = self._rref.rpc_async(remaining_s).invoke_checkpointed(
+                call.method, call.args, call.kwargs, wants_state
+            )
         except OwnerLost as exc:
             self._is_gone = True
             if self._may_restart():

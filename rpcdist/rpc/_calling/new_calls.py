@@ -25,7 +25,7 @@ from rpcdist.rpc._marshal.marshal import Marshal, Written
 from rpcdist.rpc._peers.directory import Directory
 from rpcdist.rpc._rref.handles import HandleState
 from rpcdist.rpc._rref.identifiers import ReferenceShare
-from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS, called_method
 from rpcdist.rpc._values import LargeBuffer
 from rpcdist.rpc._values.compact import CompactValue
 from rpcdist.rpc._values.function_names import encode_function, unwrap
@@ -119,7 +119,7 @@ class NewCalls:
                 self._names.note(func, name)
         context, context_id = (None, 0) if current_autograd.get() is None else _join_autograd(to)
         if on is not None and func in CALLS_OF_METHODS:
-            what = f"the method {args[-3]}()"
+            what = f"the method {called_method(args)}()"
         else:
             what = name if isinstance(name, str) else getattr(func, "__qualname__", repr(func))
         describe = partial(self._describe, to, what)

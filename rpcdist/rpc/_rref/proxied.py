@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any, Final, Protocol
 
 import torch
 
 from rpcdist.rpc import functions
 
-__all__ = ["CALLS_OF_METHODS", "INVOKERS", "ValueAtOwner", "check_method", "invoker_of"]
+__all__ = [
+    "CALLS_OF_METHODS",
+    "CHECKPOINTED_METHOD",
+    "INVOKERS",
+    "ValueAtOwner",
+    "called_method",
+    "check_method",
+    "invoker_of",
+]
 
 
 class OwnedRRef(Protocol):
@@ -136,3 +144,12 @@ INVOKERS: Final = {
 
 CALLS_OF_METHODS: Final = frozenset((*INVOKERS.values(), _invoke_in_turn))
 """Those whose last arguments are a method's name, its arguments, and those by keyword."""
+
+CHECKPOINTED_METHOD: Final = "invoke_checkpointed"
+"""What calls of an actor with `max_restarts` name; the user's method is its first argument."""
+
+
+def called_method(args: Sequence[Any]) -> str:
+    """The user's method, in the arguments of one of `CALLS_OF_METHODS`."""
+    *_, method, of_method, _ = args
+    return str(of_method[0] if method == CHECKPOINTED_METHOD and of_method else method)
