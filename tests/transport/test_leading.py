@@ -9,6 +9,7 @@ import select
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import FrameType
@@ -17,7 +18,7 @@ import pytest
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.testing import wait_until_asleep
-from rpcdist.transport._channels import leading
+from rpcdist.transport._channels import brief_polling, leading
 from rpcdist.transport._channels.leading import Lead
 from rpcdist.transport._channels.socket_watch import SocketWatch
 
@@ -297,6 +298,15 @@ def test_ctrl_c_while_a_thread_reads_loses_nothing(reader: Reader) -> None:
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
+def test_ctrl_c_before_the_sleep_ends_it(reader: Reader) -> None:
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        reader.lead.lead(lambda: True, LIMIT_S, first=lambda: signal.raise_signal(signal.SIGINT))
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert reader.lead.take()
+    reader.lead.give_back()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM], ids=["Ctrl-C", "SIGTERM"])
 def test_a_signal_ends_the_sleep_at_once(reader: Reader, number: signal.Signals) -> None:
     """The handler runs when the right to read was given back, so it may make calls of its own."""
@@ -340,9 +350,62 @@ def test_a_handler_that_is_replaced_by_a_handler_stays_replaced(reader: Reader, 
     signal.signal(signal.SIGUSR1, first)
     reader.during = lambda: signal.raise_signal(signal.SIGUSR1)
     reader.other.send(b"ab")
-    assert reader.lead.lead(reader.misses(2), LIMIT_S)
+    while not reader.lead.lead(reader.misses(2), LIMIT_S):
+        pass  # a signal ended the wait
     assert handled == ["first", "second"] or handled == ["first"]  # two signals of one kind may become one
     assert signal.getsignal(signal.SIGUSR1) is second
+
+
+# ---------------------------------------------------------------- looking instead of sleeping
+
+
+@pytest.fixture
+def looking(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """The next wait looks, for a minute, and would go on looking."""
+    monkeypatch.setattr(brief_polling, "LIMIT_NS", 60 * 10**9)
+    monkeypatch.setattr(brief_polling, "LONG_TURN_NS", 60 * 10**9)
+    reader.lead._brief.is_worth_it = True
+    return reader
+
+
+def no_sleep() -> None:
+    raise AssertionError("it slept")
+
+
+def test_who_looks_reads_what_comes(looking: Reader) -> None:
+    looking.other.send(b"a")
+    first = looking.lead.lead(looking.misses(1), LIMIT_S, (no_sleep, no_sleep))
+    second = looking.lead.lead(looking.misses(2), LIMIT_S, (no_sleep, no_sleep), lambda: looking.other.send(b"b"))
+    assert first and second and looking.read == b"ab"
+
+
+def test_who_looks_hears_the_bell(looking: Reader) -> None:
+    is_waiting = True
+
+    def end() -> None:
+        nonlocal is_waiting
+        is_waiting = False
+        looking.lead.ring()
+
+    started = threading.Event()
+    leader = in_thread(lambda: looking.lead.lead(lambda: is_waiting, LIMIT_S, None, started.set))
+    assert started.wait(LIMIT_S)
+    end()
+    joined(leader)
+
+
+@pytest.mark.parametrize("what", ["a signal", "the limit"])
+def test_looks_end_before_a_signal_is_handled_and_near_the_limit_of_the_wait(reader: Reader, what: str) -> None:
+    """They last half a millisecond: neither needs to end them."""
+    reader.lead._brief.is_worth_it = True
+    began = time.monotonic()
+    if what == "a signal":
+        with pytest.raises(KeyboardInterrupt):
+            reader.lead.lead(lambda: True, LIMIT_S, None, lambda: signal.raise_signal(signal.SIGINT))
+    else:
+        assert not reader.lead.lead(lambda: True, 0.05)
+    assert time.monotonic() - began < LIMIT_S / 2
+    assert not reader.lead._brief.is_worth_it
 
 
 # ---------------------------------------------------------------- all together

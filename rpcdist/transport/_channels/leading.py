@@ -30,6 +30,7 @@ from typing import Final
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LEADER_SLEEP_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
+from rpcdist.transport._channels.brief_polling import BriefPolling
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
 
@@ -79,6 +80,7 @@ class Lead:
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
         self._poller.register(self._bell, select.POLLIN)
+        self._brief = BriefPolling(self._poller.poll)
         return True
 
     def __repr__(self) -> str:
@@ -164,6 +166,7 @@ class Lead:
         left_s = slice_s if timeout_s is None or timeout_s > slice_s else timeout_s
         ends_at = 0.0  # it is not needed if the first sleep is enough
         started = time.monotonic()
+        brief = self._brief
         while is_waiting() and not self._is_stopped:
             if ends_at:
                 left_s = min(slice_s, ends_at - time.monotonic())
@@ -171,19 +174,23 @@ class Lead:
                     return False
             else:
                 ends_at = started + (LEADER_SLEEP_S if timeout_s is None else timeout_s)
-            if sleep is not None:
-                sleep[0]()
-            try:
-                if shield is not None:
-                    shield.is_asleep = True
-                ready = self._poller.poll(1000.0 * left_s)
-            except SignalNoted:
-                return False
-            finally:
-                if shield is not None:
-                    shield.is_asleep = False
+            ready = brief.look() if brief.is_worth_it else []
+            if not ready:
                 if sleep is not None:
-                    sleep[1]()
+                    sleep[0]()
+                began_ns = time.perf_counter_ns()
+                try:
+                    if shield is not None:
+                        shield.fall_asleep()
+                    ready = self._poller.poll(1000.0 * left_s)
+                except SignalNoted:
+                    return False
+                finally:
+                    if shield is not None:
+                        shield.is_asleep = False
+                    if sleep is not None:
+                        sleep[1]()
+                brief.slept(began_ns)
             for descriptor, _ in ready:
                 if descriptor == self._bell:
                     os.eventfd_read(self._bell)

@@ -33,7 +33,7 @@ class SignalShield:
     """One per connection; for the main thread only, and not to be entered twice.
 
     Attributes:
-        is_asleep: set around a sleep: then a signal raises `SignalNoted` there.
+        is_asleep: set by `fall_asleep`, and unset after the sleep: then a signal raises `SignalNoted` there.
     """
 
     __slots__ = ("_handler", "_known", "_noted", "_replaced", "is_asleep")
@@ -65,6 +65,12 @@ class SignalShield:
         except BaseException:  # the handler of another signal raised it, which was not replaced yet
             self.leave()
             raise
+
+    def fall_asleep(self) -> None:
+        """From now on a signal ends the sleep; so does one that has come since `enter`."""
+        self.is_asleep = True
+        if self._noted:
+            raise SignalNoted
 
     def leave(self) -> None:
         """Lets all handlers run, and has those run now whose signals have come meanwhile."""

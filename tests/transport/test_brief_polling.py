@@ -1,0 +1,123 @@
+"""When a wait looks at its socket instead of sleeping, and when it stops doing so. The clock is the test's."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from rpcdist.transport._channels import brief_polling
+from rpcdist.transport._channels.brief_polling import (
+    LIMIT_NS,
+    LONG_TURN_NS,
+    MAX_PAUSE,
+    MIN_PAUSE,
+    SHORT_NS,
+    BriefPolling,
+)
+
+READY = [(7, 1)]
+LOOK_NS, YIELD_NS = 700, 1100
+
+
+class Machine:
+    """A clock, a socket that nothing comes to until a time, and a core that others may want.
+
+    Attributes:
+        now_ns: what the clock says.
+        comes_ns: when something comes to the socket.
+        turn_ns: how long others keep the core from who yields.
+        num_looks: how often somebody has looked.
+    """
+
+    def __init__(self) -> None:
+        self.now_ns = self.num_looks = 0
+        self.comes_ns = 1 << 60
+        self.turn_ns = YIELD_NS
+
+    def poll(self, limit_ms: float) -> list[tuple[int, int]]:
+        assert limit_ms == 0
+        self.num_looks += 1
+        self.now_ns += LOOK_NS
+        return READY if self.now_ns >= self.comes_ns else []
+
+    def sched_yield(self) -> None:
+        self.now_ns += self.turn_ns
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
+    machine = Machine()
+    monkeypatch.setattr(brief_polling, "perf_counter_ns", lambda: machine.now_ns)
+    monkeypatch.setattr(os, "sched_yield", machine.sched_yield)
+    return machine
+
+
+def sleep(machine: Machine, polling: BriefPolling, sleeps_ns: list[int]) -> list[bool]:
+    """What each sleep brings about."""
+    found = []
+    for slept_ns in sleeps_ns:
+        began_ns = machine.now_ns
+        machine.now_ns += slept_ns
+        polling.slept(began_ns)
+        found.append(polling.is_worth_it)
+    return found
+
+
+def looking(machine: Machine) -> BriefPolling:
+    polling = BriefPolling(machine.poll)
+    assert sleep(machine, polling, [SHORT_NS - 1] * MIN_PAUSE)[-1]
+    return polling
+
+
+def test_short_sleeps_are_replaced_and_long_ones_are_not(machine: Machine) -> None:
+    polling = BriefPolling(machine.poll)
+    assert sleep(machine, polling, [SHORT_NS] * 3 * MIN_PAUSE) == [False] * 3 * MIN_PAUSE
+    assert sleep(machine, polling, [SHORT_NS - 1]) == [True]
+    assert sleep(machine, BriefPolling(machine.poll), [1] * MIN_PAUSE) == [False] * (MIN_PAUSE - 1) + [True]
+
+
+def test_looks_go_on_until_something_comes(machine: Machine) -> None:
+    polling = looking(machine)
+    for _ in range(100):
+        machine.comes_ns = machine.now_ns + LIMIT_NS // 2
+        assert polling.look() == READY and polling.is_worth_it
+    assert machine.num_looks > 100
+
+
+def test_looks_end_at_their_limit(machine: Machine) -> None:
+    polling, began_ns = looking(machine), machine.now_ns
+    assert polling.look() == [] and not polling.is_worth_it
+    assert LIMIT_NS < machine.now_ns - began_ns < LIMIT_NS + 2 * (LOOK_NS + YIELD_NS)
+
+
+def test_looks_end_when_others_keep_the_core(machine: Machine) -> None:
+    polling, num_looks = looking(machine), machine.num_looks
+    machine.turn_ns = LONG_TURN_NS + 1
+    assert polling.look() == [] and not polling.is_worth_it
+    assert machine.num_looks == num_looks + 1
+
+
+def test_a_peer_on_the_same_core_has_its_turn(machine: Machine) -> None:
+    polling = looking(machine)
+    machine.turn_ns, machine.comes_ns = 100_000, machine.now_ns + 100_000
+    assert polling.look() == READY and polling.is_worth_it
+
+
+def test_each_failure_doubles_the_pause_and_each_success_shortens_it(machine: Machine) -> None:
+    polling = BriefPolling(machine.poll)
+    pauses = []
+    for _ in range(12):
+        pauses.append(1)
+        while not sleep(machine, polling, [1])[0]:
+            pauses[-1] += 1
+        assert polling.look() == []
+    assert pauses == [min(MIN_PAUSE << number, MAX_PAUSE) for number in range(12)]
+    sleep(machine, polling, [1] * MAX_PAUSE)
+    machine.comes_ns = 0
+    for _ in range(2 * MAX_PAUSE):
+        assert polling.look() == READY
+    machine.comes_ns = 1 << 60
+    assert polling.look() == []
+    assert sleep(machine, polling, [1] * 2 * MIN_PAUSE)[-1]
+    assert repr(polling) == "<BriefPolling [looks]>"
