@@ -17,6 +17,7 @@ import rpcdist.rpc as rpc
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError
 from rpcdist.off_loop import run_in_thread
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
+from rpcdist.testing import eventually
 
 pytestmark = pytest.mark.multiproc
 
@@ -269,6 +270,14 @@ async def test_closing_rpc_stream_on_a_loop_at_once_cancels_its_call(cluster: Cl
     stream = rpc.rpc_stream("worker1", stream_side.count_up, (3,))
     stream.close()
     with pytest.raises(Cancelled):
+        await anext(stream)
+
+
+async def test_closing_rpc_stream_on_a_loop_discards_what_has_arrived(cluster: Cluster) -> None:
+    stream = rpc.rpc_stream("worker1", stream_side.count_up, (3,))
+    await asyncio.to_thread(eventually, lambda: "3 waiting, ended" in repr(stream), "it has arrived")
+    stream.close()
+    with pytest.raises(Cancelled, match="closed by its consumer"):
         await anext(stream)
 
 

@@ -37,7 +37,8 @@ def test_workers_by_role(worker_pool: WorkerPool) -> None:
         assert worker.run(rpc.workers, "trainer") == [rpc.WorkerInfo("t1", 1), rpc.WorkerInfo("t2", 2)]
         assert worker.run(rpc.workers, "reader") == []
     world.shutdown("t1")
-    assert world["t2"].run(rpc.workers, "trainer") == [rpc.WorkerInfo("t2", 2)]
+    expected = [rpc.WorkerInfo("t2", 2)]
+    eventually(lambda: world["t2"].run(rpc.workers, "trainer") == expected, "t2 has heard that t1 has left")
 
 
 def test_a_role_is_a_short_text() -> None:

@@ -181,10 +181,13 @@ class StreamState:
         """Ends the stream from this side; the producer's generator is closed. Idempotent."""
         if not self._ended:
             self._cancel()
-        self.end(Cancelled(f"the stream of {self.what} was closed by its consumer"))
+        closed = Cancelled(f"the stream of {self.what} was closed by its consumer")
+        self.end(closed)
         with self._condition:
             items = list(self._items)
             self._items.clear()
+            if items:  # its end may have come before, but whoever reads on would miss these
+                self._failure = closed
         for item in items:
             item.discard()
 
