@@ -275,7 +275,7 @@ async def test_closing_rpc_stream_on_a_loop_at_once_cancels_its_call(cluster: Cl
 
 async def test_closing_rpc_stream_on_a_loop_discards_what_has_arrived(cluster: Cluster) -> None:
     stream = rpc.rpc_stream("worker1", stream_side.count_up, (3,))
-    await asyncio.to_thread(eventually, lambda: "3 waiting, ended" in repr(stream), "it has arrived")
+    await run_in_thread(lambda: eventually(lambda: "3 waiting, ended" in repr(stream)), stream.close, "watcher")
     stream.close()
     with pytest.raises(Cancelled, match="closed by its consumer"):
         await anext(stream)
