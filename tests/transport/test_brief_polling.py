@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+from rpcdist.errors import ConfigError
 from rpcdist.transport._channels import brief_polling
 from rpcdist.transport._channels.brief_polling import (
     LIMIT_NS,
     LONG_TURN_NS,
     MAX_PAUSE,
     MIN_PAUSE,
+    POLLING_VARIABLE,
     SHORT_NS,
     BriefPolling,
+    may_look,
 )
+from rpcdist.transport._channels.processor_quota import has_processor_quota
 
 READY = [(7, 1)]
 LOOK_NS, YIELD_NS = 700, 1100
@@ -121,3 +126,50 @@ def test_each_failure_doubles_the_pause_and_each_success_shortens_it(machine: Ma
     assert polling.look() == []
     assert sleep(machine, polling, [1] * 2 * MIN_PAUSE)[-1]
     assert repr(polling) == "<BriefPolling [looks]>"
+
+
+# ---------------------------------------------------------------- who may look at all
+
+
+@pytest.mark.parametrize(
+    ("text", "has_quota", "expected"), [("auto", False, True), ("auto", True, False), ("off", False, False)]
+)
+def test_who_may_look(
+    monkeypatch: pytest.MonkeyPatch, machine: Machine, text: str, has_quota: bool, expected: bool
+) -> None:
+    monkeypatch.setenv(POLLING_VARIABLE, text)
+    monkeypatch.setattr(brief_polling, "_has_quota", lambda: has_quota)
+    assert may_look() is expected
+    assert sleep(machine, BriefPolling(machine.poll, may_look()), [1] * MIN_PAUSE)[-1] is expected
+
+
+def test_a_value_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(POLLING_VARIABLE, "on")
+    with pytest.raises(ConfigError, match="RPCDIST_POLLING is 'auto' or 'off', not 'on'"):
+        may_look()
+
+
+@pytest.mark.parametrize(
+    ("groups", "limits", "expected"),
+    [
+        ("0::/", {"cpu.max": "max 100000"}, False),
+        ("0::/", {"cpu.max": "150000 100000"}, True),
+        ("0::/a/b", {"a/cpu.max": "50000 100000", "a/b/cpu.max": "max 100000"}, True),
+        ("0::/a", {"b/cpu.max": "50000 100000"}, False),
+        ("3:cpuset:/\n1:cpu,cpuacct:/pod", {"cpu/pod/cpu.cfs_quota_us": "-1"}, False),
+        ("1:cpu,cpuacct:/pod/x", {"cpu/pod/cpu.cfs_quota_us": "20000", "cpu/pod/x/cpu.cfs_quota_us": "-1"}, True),
+        ("2:cpuset:/pod", {"cpu/pod/cpu.cfs_quota_us": "20000"}, False),
+        ("0::/", {"cpu.max": ""}, False),
+        ("nonsense", {}, False),
+    ],
+)
+def test_a_limit_of_processor_time(tmp_path: Path, groups: str, limits: dict[str, str], expected: bool) -> None:
+    (tmp_path / "groups").write_text(groups)
+    for name, text in limits.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert has_processor_quota(tmp_path / "groups", tmp_path) is expected
+
+
+def test_a_system_without_control_groups(tmp_path: Path) -> None:
+    assert not has_processor_quota(tmp_path / "missing", tmp_path)

@@ -6,16 +6,25 @@ A thread that sleeps has to be woken, on a core that has often gone idle meanwhi
 Looking must not keep a core from others. Between two looks the thread yields: whoever else can run on this core does
 so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, or nothing
 came, sleeping is better; then the next waits sleep, twice as many each time.
+
+In a container with a limit of processor time nobody looks: looks would use up what the work needs, and the system then
+stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits sleep.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from functools import cache
 from time import perf_counter_ns
 from typing import Final
 
-__all__ = ["BriefPolling"]
+from rpcdist.errors import ConfigError
+from rpcdist.transport._channels.processor_quota import has_processor_quota
+
+__all__ = ["POLLING_VARIABLE", "BriefPolling", "may_look"]
+
+POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 SHORT_NS: Final = 1_000_000
 """A sleep that took less is worth replacing by looks."""
@@ -31,6 +40,21 @@ Ready = list[tuple[int, int]]
 """What `select.poll` returns: descriptors, and what happened there."""
 
 
+def may_look() -> bool:
+    """What `RPCDIST_POLLING` says, "auto" by default: unless the processor time is limited.
+
+    Raises:
+        ConfigError: the variable has another value than there are.
+    """
+    text = os.environ.get(POLLING_VARIABLE, "auto")
+    if text not in ("auto", "off"):
+        raise ConfigError(f"{POLLING_VARIABLE} is 'auto' or 'off', not {text!r}")
+    return text == "auto" and not _has_quota()
+
+
+_has_quota: Final = cache(has_processor_quota)
+
+
 class BriefPolling:
     """Of one socket; used by whoever reads it, and so by one thread at a time.
 
@@ -39,12 +63,14 @@ class BriefPolling:
 
     Args:
         poll: looks at the socket; its argument is a limit in milliseconds.
+        may_look: if not, `is_worth_it` stays False.
     """
 
-    __slots__ = ("_num_slept", "_pause", "_poll", "is_worth_it")
+    __slots__ = ("_may_look", "_num_slept", "_pause", "_poll", "is_worth_it")
 
-    def __init__(self, poll: Callable[[float], Ready]) -> None:
+    def __init__(self, poll: Callable[[float], Ready], may_look: bool = True) -> None:
         self._poll = poll
+        self._may_look = may_look
         self._pause = MIN_PAUSE
         self._num_slept = 0  # that many waits of the pause are over
         self.is_worth_it = False
@@ -77,4 +103,4 @@ class BriefPolling:
         """A wait slept, since then by `time.perf_counter_ns`."""
         self._num_slept += 1
         if self._num_slept >= self._pause and perf_counter_ns() - since_ns < SHORT_NS:
-            self.is_worth_it = True
+            self.is_worth_it = self._may_look
