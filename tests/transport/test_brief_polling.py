@@ -1,4 +1,4 @@
-"""When a wait looks at its socket instead of sleeping, and when it stops doing so. The clock is the test's."""
+"""When a wait polls its socket instead of sleeping, and when it stops doing so. The clock is the test's."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from rpcdist.transport._channels.brief_polling import (
     POLLING_VARIABLE,
     SHORT_NS,
     BriefPolling,
-    may_look,
+    may_poll,
 )
 from rpcdist.transport._channels.processor_quota import has_processor_quota
 
 READY = [(7, 1)]
-LOOK_NS, YIELD_NS = 700, 1100
+POLL_NS, YIELD_NS = 700, 1100
 
 
 class Machine:
@@ -32,18 +32,18 @@ class Machine:
         now_ns: what the clock says.
         comes_ns: when something comes to the socket.
         turn_ns: how long others keep the core from who yields.
-        num_looks: how often somebody has looked.
+        num_polls: how often somebody has polled.
     """
 
     def __init__(self) -> None:
-        self.now_ns = self.num_looks = 0
+        self.now_ns = self.num_polls = 0
         self.comes_ns = 1 << 60
         self.turn_ns = YIELD_NS
 
     def poll(self, limit_ms: float) -> list[tuple[int, int]]:
         assert limit_ms == 0
-        self.num_looks += 1
-        self.now_ns += LOOK_NS
+        self.num_polls += 1
+        self.now_ns += POLL_NS
         return READY if self.now_ns >= self.comes_ns else []
 
     def sched_yield(self) -> None:
@@ -69,7 +69,7 @@ def sleep(machine: Machine, polling: BriefPolling, sleeps_ns: list[int]) -> list
     return found
 
 
-def looking(machine: Machine) -> BriefPolling:
+def polling_now(machine: Machine) -> BriefPolling:
     polling = BriefPolling(machine.poll)
     assert sleep(machine, polling, [SHORT_NS - 1] * MIN_PAUSE)[-1]
     return polling
@@ -82,31 +82,31 @@ def test_short_sleeps_are_replaced_and_long_ones_are_not(machine: Machine) -> No
     assert sleep(machine, BriefPolling(machine.poll), [1] * MIN_PAUSE) == [False] * (MIN_PAUSE - 1) + [True]
 
 
-def test_looks_go_on_until_something_comes(machine: Machine) -> None:
-    polling = looking(machine)
+def test_polling_goes_on_until_something_comes(machine: Machine) -> None:
+    polling = polling_now(machine)
     for _ in range(100):
         machine.comes_ns = machine.now_ns + LIMIT_NS // 2
-        assert polling.look() == READY and polling.is_worth_it
-    assert machine.num_looks > 100
+        assert polling.try_polling() == READY and polling.is_worth_it
+    assert machine.num_polls > 100
 
 
-def test_looks_end_at_their_limit(machine: Machine) -> None:
-    polling, began_ns = looking(machine), machine.now_ns
-    assert polling.look() == [] and not polling.is_worth_it
-    assert LIMIT_NS < machine.now_ns - began_ns < LIMIT_NS + 2 * (LOOK_NS + YIELD_NS)
+def test_polling_ends_at_their_limit(machine: Machine) -> None:
+    polling, began_ns = polling_now(machine), machine.now_ns
+    assert polling.try_polling() == [] and not polling.is_worth_it
+    assert LIMIT_NS < machine.now_ns - began_ns < LIMIT_NS + 2 * (POLL_NS + YIELD_NS)
 
 
-def test_looks_end_when_others_keep_the_core(machine: Machine) -> None:
-    polling, num_looks = looking(machine), machine.num_looks
+def test_polling_ends_when_others_keep_the_core(machine: Machine) -> None:
+    polling, num_polls = polling_now(machine), machine.num_polls
     machine.turn_ns = LONG_TURN_NS + 1
-    assert polling.look() == [] and not polling.is_worth_it
-    assert machine.num_looks == num_looks + 1
+    assert polling.try_polling() == [] and not polling.is_worth_it
+    assert machine.num_polls == num_polls + 1
 
 
 def test_a_peer_on_the_same_core_has_its_turn(machine: Machine) -> None:
-    polling = looking(machine)
+    polling = polling_now(machine)
     machine.turn_ns, machine.comes_ns = 100_000, machine.now_ns + 100_000
-    assert polling.look() == READY and polling.is_worth_it
+    assert polling.try_polling() == READY and polling.is_worth_it
 
 
 def test_each_failure_doubles_the_pause_and_each_success_shortens_it(machine: Machine) -> None:
@@ -116,37 +116,37 @@ def test_each_failure_doubles_the_pause_and_each_success_shortens_it(machine: Ma
         pauses.append(1)
         while not sleep(machine, polling, [1])[0]:
             pauses[-1] += 1
-        assert polling.look() == []
+        assert polling.try_polling() == []
     assert pauses == [min(MIN_PAUSE << number, MAX_PAUSE) for number in range(12)]
     sleep(machine, polling, [1] * MAX_PAUSE)
     machine.comes_ns = 0
     for _ in range(2 * MAX_PAUSE):
-        assert polling.look() == READY
+        assert polling.try_polling() == READY
     machine.comes_ns = 1 << 60
-    assert polling.look() == []
+    assert polling.try_polling() == []
     assert sleep(machine, polling, [1] * 2 * MIN_PAUSE)[-1]
-    assert repr(polling) == "<BriefPolling [looks]>"
+    assert repr(polling) == "<BriefPolling [polls]>"
 
 
-# ---------------------------------------------------------------- who may look at all
+# ---------------------------------------------------------------- who may poll at all
 
 
 @pytest.mark.parametrize(
     ("text", "has_quota", "expected"), [("auto", False, True), ("auto", True, False), ("off", False, False)]
 )
-def test_who_may_look(
+def test_who_may_poll(
     monkeypatch: pytest.MonkeyPatch, machine: Machine, text: str, has_quota: bool, expected: bool
 ) -> None:
     monkeypatch.setenv(POLLING_VARIABLE, text)
     monkeypatch.setattr(brief_polling, "_has_quota", lambda: has_quota)
-    assert may_look() is expected
-    assert sleep(machine, BriefPolling(machine.poll, may_look()), [1] * MIN_PAUSE)[-1] is expected
+    assert may_poll() is expected
+    assert sleep(machine, BriefPolling(machine.poll, may_poll()), [1] * MIN_PAUSE)[-1] is expected
 
 
 def test_a_value_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(POLLING_VARIABLE, "on")
     with pytest.raises(ConfigError, match="RPCDIST_POLLING is 'auto' or 'off', not 'on'"):
-        may_look()
+        may_poll()
 
 
 @pytest.mark.parametrize(

@@ -356,12 +356,12 @@ def test_a_handler_that_is_replaced_by_a_handler_stays_replaced(reader: Reader, 
     assert signal.getsignal(signal.SIGUSR1) is second
 
 
-# ---------------------------------------------------------------- looking instead of sleeping
+# ---------------------------------------------------------------- polling before sleeping
 
 
 @pytest.fixture
-def looking(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> Reader:
-    """The next wait looks, for a minute, and would go on looking."""
+def polling(reader: Reader, monkeypatch: pytest.MonkeyPatch) -> Reader:
+    """The next wait polls, for a minute."""
     monkeypatch.setattr(brief_polling, "LIMIT_NS", 60 * 10**9)
     monkeypatch.setattr(brief_polling, "LONG_TURN_NS", 60 * 10**9)
     reader.lead._brief.is_worth_it = True
@@ -372,31 +372,31 @@ def no_sleep() -> None:
     raise AssertionError("it slept")
 
 
-def test_who_looks_reads_what_comes(looking: Reader) -> None:
-    looking.other.send(b"a")
-    first = looking.lead.lead(looking.misses(1), LIMIT_S, (no_sleep, no_sleep))
-    second = looking.lead.lead(looking.misses(2), LIMIT_S, (no_sleep, no_sleep), lambda: looking.other.send(b"b"))
-    assert first and second and looking.read == b"ab"
+def test_who_polls_reads_what_comes(polling: Reader) -> None:
+    polling.other.send(b"a")
+    first = polling.lead.lead(polling.misses(1), LIMIT_S, (no_sleep, no_sleep))
+    second = polling.lead.lead(polling.misses(2), LIMIT_S, (no_sleep, no_sleep), lambda: polling.other.send(b"b"))
+    assert first and second and polling.read == b"ab"
 
 
-def test_who_looks_hears_the_bell(looking: Reader) -> None:
+def test_who_polls_hears_the_bell(polling: Reader) -> None:
     is_waiting = True
 
     def end() -> None:
         nonlocal is_waiting
         is_waiting = False
-        looking.lead.ring()
+        polling.lead.ring()
 
     started = threading.Event()
-    leader = in_thread(lambda: looking.lead.lead(lambda: is_waiting, LIMIT_S, None, started.set))
+    leader = in_thread(lambda: polling.lead.lead(lambda: is_waiting, LIMIT_S, None, started.set))
     assert started.wait(LIMIT_S)
     end()
     joined(leader)
 
 
 @pytest.mark.parametrize("what", ["a signal", "the limit"])
-def test_looks_end_before_a_signal_is_handled_and_near_the_limit_of_the_wait(reader: Reader, what: str) -> None:
-    """They last half a millisecond: neither needs to end them."""
+def test_polling_ends_before_a_signal_is_handled_and_near_the_limit_of_the_wait(reader: Reader, what: str) -> None:
+    """It lasts half a millisecond: neither needs to end it."""
     reader.lead._brief.is_worth_it = True
     began = time.monotonic()
     if what == "a signal":

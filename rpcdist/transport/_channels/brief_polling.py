@@ -1,13 +1,13 @@
-"""Looking at a socket again and again for a moment, instead of sleeping on it, where the last waits were short.
+"""Polling a socket for a moment before sleeping on it, where the last waits were short.
 
 A thread that sleeps has to be woken, on a core that has often gone idle meanwhile: in a virtual machine that takes some
-70 us, and a call sleeps at both of its ends, while its own work takes 100 us. Who looks is there when the message is.
+70 us, and a call sleeps at both of its ends, while its own work takes 100 us. Who polls is there when the message is.
 
-Looking must not keep a core from others. Between two looks the thread yields: whoever else can run on this core does
+Polling must not keep a core from others. Between two polls the thread yields: whoever else can run on this core does
 so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, or nothing
 came, sleeping is better; then the next waits sleep, twice as many each time.
 
-In a container with a limit of processor time nobody looks: looks would use up what the work needs, and the system then
+In a container with a limit of processor time nobody polls: that would use up what the work needs, and the system then
 stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits sleep.
 """
 
@@ -22,25 +22,25 @@ from typing import Final
 from rpcdist.errors import ConfigError
 from rpcdist.transport._channels.processor_quota import has_processor_quota
 
-__all__ = ["POLLING_VARIABLE", "BriefPolling", "may_look"]
+__all__ = ["POLLING_VARIABLE", "BriefPolling", "may_poll"]
 
 POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 SHORT_NS: Final = 1_000_000
-"""A sleep that took less is worth replacing by looks."""
+"""A sleep that took less is worth replacing by polls."""
 LIMIT_NS: Final = 500_000
-"""So long a wait looks before it sleeps."""
+"""So long a wait polls before it sleeps."""
 LONG_TURN_NS: Final = 500_000
 """Who yields, and is back only after that, is not alone with its peer."""
 MIN_PAUSE: Final = 4
-"""Waits that sleep after looks in vain, at first."""
+"""Waits that sleep after polls in vain, at first."""
 MAX_PAUSE: Final = 1024
 
 Ready = list[tuple[int, int]]
 """What `select.poll` returns: descriptors, and what happened there."""
 
 
-def may_look() -> bool:
+def may_poll() -> bool:
     """What `RPCDIST_POLLING` says, "auto" by default: unless the processor time is limited.
 
     Raises:
@@ -59,27 +59,27 @@ class BriefPolling:
     """Of one socket; used by whoever reads it, and so by one thread at a time.
 
     Attributes:
-        is_worth_it: whether the next wait shall begin with `look`.
+        is_worth_it: whether the next wait shall begin with `try_polling`.
 
     Args:
-        poll: looks at the socket; its argument is a limit in milliseconds.
-        may_look: if not, `is_worth_it` stays False.
+        poll: polls the socket; its argument is a limit in milliseconds.
+        may_poll: if not, `is_worth_it` stays False.
     """
 
-    __slots__ = ("_may_look", "_num_slept", "_pause", "_poll", "is_worth_it")
+    __slots__ = ("_may_poll", "_num_slept", "_pause", "_poll", "is_worth_it")
 
-    def __init__(self, poll: Callable[[float], Ready], may_look: bool = True) -> None:
+    def __init__(self, poll: Callable[[float], Ready], may_poll: bool = True) -> None:
         self._poll = poll
-        self._may_look = may_look
+        self._may_poll = may_poll
         self._pause = MIN_PAUSE
         self._num_slept = 0  # that many waits of the pause are over
         self.is_worth_it = False
 
     def __repr__(self) -> str:
-        return f"<BriefPolling [{'looks' if self.is_worth_it else f'sleeps, {self._num_slept} of {self._pause}'}]>"
+        return f"<BriefPolling [{'polls' if self.is_worth_it else f'sleeps, {self._num_slept} of {self._pause}'}]>"
 
-    def look(self) -> Ready:
-        """Looks for `LIMIT_NS` at most.
+    def try_polling(self) -> Ready:
+        """Polls for `LIMIT_NS` at most.
 
         Returns:
             What has come. If nothing has, sleep.
@@ -103,4 +103,4 @@ class BriefPolling:
         """A wait slept, since then by `time.perf_counter_ns`."""
         self._num_slept += 1
         if self._num_slept >= self._pause and perf_counter_ns() - since_ns < SHORT_NS:
-            self.is_worth_it = self._may_look
+            self.is_worth_it = self._may_poll

@@ -30,7 +30,7 @@ from typing import Final
 
 from rpcdist.errors import BlockingInLoop
 from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S, LEADER_SLEEP_S, LOOP_READ_LIMIT_S, SIGNAL_CHECK_INTERVAL_S
-from rpcdist.transport._channels.brief_polling import BriefPolling, may_look
+from rpcdist.transport._channels.brief_polling import BriefPolling, may_poll
 from rpcdist.transport._channels.signal_shield import SignalNoted, SignalShield
 from rpcdist.transport._channels.socket_watch import CAN_WATCH, SocketWatch
 
@@ -80,7 +80,7 @@ class Lead:
         self._poller = select.poll()
         self._poller.register(descriptor, select.POLLIN)
         self._poller.register(self._bell, select.POLLIN)
-        self._brief = BriefPolling(self._poller.poll, may_look())
+        self._brief = BriefPolling(self._poller.poll, may_poll())
         return True
 
     def __repr__(self) -> str:
@@ -174,7 +174,7 @@ class Lead:
                     return False
             else:
                 ends_at = started + (LEADER_SLEEP_S if timeout_s is None else timeout_s)
-            ready = brief.look() if brief.is_worth_it else []
+            ready = brief.try_polling() if brief.is_worth_it else []
             if not ready:
                 if sleep is not None:
                     sleep[0]()

@@ -16,7 +16,7 @@ from google.protobuf.descriptor import ServiceDescriptor
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.errors import TransportError
-from rpcdist.transport._channels.brief_polling import may_look
+from rpcdist.transport._channels.brief_polling import may_poll
 from rpcdist.transport._channels.channel_choice import allowed_channels
 from rpcdist.transport._channels.grpc_channel import (
     GrpcServerChannel,
@@ -98,7 +98,7 @@ class Server(grpc.GenericRpcHandler):
         await self._credentials.tls_policy.check_plain(host)
         self._note_plain(host)
         channels = allowed_channels()  # raises, if so, before anything is open
-        may_look()  # likewise
+        may_poll()  # likewise
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self,))
         await self.health.open(host)
