@@ -264,6 +264,19 @@ def explore(start: World, limit: int, in_order: bool) -> int:
     return len(seen)
 
 
+def has_points(hops: tuple[Hop, ...]) -> bool:
+    """Whether a worker exchanged messages with worker 0 and nobody else, as at the points of a star."""
+    pairs = [{hop.sender, hop.to} for hop in hops[:-1]]
+    return any({0, worker} in pairs and {1, 2} not in pairs for worker in (1, 2))
+
+
+@pytest.mark.parametrize("name", [name for name, hops in SHAPES.items() if has_points(hops)])
+def test_every_interleaving_event_by_event(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the next test, which finds the same end, where no worker does its part in one step."""
+    monkeypatch.setattr(_verdicts, "find_part", lambda started, early: None)
+    assert explore(build(SHAPES[name], 3), 40_000, in_order=False) >= 1
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_interleaving(name: str) -> None:
     # Of these there are very many; sessions keep the order of messages between two workers.
