@@ -13,12 +13,16 @@ from rpcdist.collectives._group.arrival import wait_for_keys
 from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DistNetworkError, RendezvousError, StoreTimeout
+from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
 __all__ = ["Bootstrap", "connect_watch", "exchange_addresses", "exchange_values"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_OLD_ADDRESS = (
+    "if all ranks were started again with the same store or file, this is an address of the previous start: "
+    "give each start a name (RPCDIST_ATTEMPT, docs/clusters.md), or a new store or file"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +81,19 @@ def exchange_addresses(
 def connect_watch(
     context: GroupContext, hub: SocketHub, bootstrap: Bootstrap, deadline: Deadline
 ) -> dict[int, socket.socket]:
-    """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0."""
+    """The connections of the group's watch: at rank 0 one with every other rank, elsewhere one with rank 0.
+
+    Raises:
+        ConnectFailed: nobody listens at the address of rank 0.
+        DistNetworkError: some ranks did not connect to rank 0 in time; names them.
+    """
     purpose = f"{bootstrap.uid}/watch/"
     if context.rank != 0:
-        return {0: hub.connect(bootstrap.addresses[0], f"{purpose}{context.rank}", deadline.remaining_s())}
+        try:
+            return {0: hub.connect(bootstrap.addresses[0], f"{purpose}{context.rank}", deadline.remaining_s())}
+        except ConnectFailed as exc:
+            reason = f"{exc.reason} (rank 0 of group {context.name!r}). Did it end? Or, {_OLD_ADDRESS}"
+            raise ConnectFailed(exc.address, reason, exc.waited_s) from exc
     sockets: dict[int, socket.socket] = {}
     try:
         for rank in range(1, context.size):
@@ -90,7 +103,10 @@ def connect_watch(
             sock.close()
         if isinstance(exc, TimeoutError):
             missing = [context.ranks[rank] for rank in range(1, context.size) if rank not in sockets]
-            raise DistNetworkError(f"ranks {missing} of group {context.name!r} did not connect to rank 0") from exc
+            raise DistNetworkError(
+                f"ranks {missing} of group {context.name!r} did not connect to rank 0. Did they end? Their own "
+                f"error says why; if it names an address, {_OLD_ADDRESS}"
+            ) from exc
         raise
     return sockets
 
