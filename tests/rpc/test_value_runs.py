@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Callable
 from struct import pack
 from typing import Any
@@ -237,6 +238,17 @@ def test_thresholds_that_others_set_meanwhile_stay() -> None:
         gc.set_threshold(*before)
     with pytest.raises(MemoryError), paused_collections():
         raise MemoryError
+    assert gc.get_threshold() == before
+
+
+def test_a_child_that_is_forked_meanwhile_collects() -> None:
+    before = gc.get_threshold()
+    with paused_collections():
+        child = os.fork()
+        if not child:
+            os._exit(0 if gc.get_threshold() == before else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert gc.get_threshold() != before
     assert gc.get_threshold() == before
 
 
