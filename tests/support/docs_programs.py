@@ -5,11 +5,14 @@ from __future__ import annotations
 import ast
 import os
 import re
+import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from socket import socket
+
+import psutil
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -58,14 +61,17 @@ def environment(**variables: str) -> dict[str, str]:
 
 
 def run(commands: list[tuple[list[str | Path], dict[str, str]]], folder: Path) -> list[str]:
-    """Runs programs at the same time; returns what each printed. None of them outlives this."""
+    """Runs programs at the same time; returns what each printed. None of them outlives this.
+
+    One that takes longer than `LIMIT_S` is an error with the stacks of its threads, and of those of its children.
+    """
     with ExitStack() as stack:
         processes = []
         for command, variables in commands:
             process = subprocess.Popen(
                 list(map(str, command)),
                 cwd=folder,
-                env=variables,
+                env={"PYTHONFAULTHANDLER": "1", **variables},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -76,10 +82,22 @@ def run(commands: list[tuple[list[str | Path], dict[str, str]]], folder: Path) -
             stack.callback(process.kill)
         printed = []
         for process in processes:
-            output, errors = process.communicate(timeout=LIMIT_S)
+            try:
+                output, errors = process.communicate(timeout=LIMIT_S)
+            except subprocess.TimeoutExpired:
+                abort(process.pid)
+                output, errors = process.communicate(timeout=LIMIT_S)
             assert process.returncode == 0, output + errors
             printed.append(output)
         return printed
+
+
+def abort(pid: int) -> None:
+    """Ends a process and its children, which write the stacks of their threads."""
+    found = psutil.Process(pid)
+    for process in (*found.children(recursive=True), found):
+        with suppress(psutil.NoSuchProcess):
+            process.send_signal(signal.SIGABRT)
 
 
 class Checks(ast.NodeTransformer):
