@@ -28,6 +28,7 @@ class StartingStream(Stream[T]):
     def __init__(self, start: Future[Any], function: object) -> None:
         self._start = start
         self._function = function
+        self._is_closed = False
 
     def __repr__(self) -> str:
         return repr(self._stream or self._start)
@@ -48,8 +49,7 @@ class StartingStream(Stream[T]):
     def __next__(self) -> T:
         if asyncio._get_running_loop() is not None:
             raise BlockingInLoop("iterating a stream with `for`", "async for item in rpc.rpc_stream(...)")
-        stream: Stream[T] = check_is_stream(self._start.wait(), self._function)  # in another thread
-        return next(stream)
+        return next(self._started(self._start.wait()))  # in another thread
 
     def __aiter__(self) -> AsyncIterator[T]:
         if (stream := self._stream) is not None:
@@ -57,16 +57,26 @@ class StartingStream(Stream[T]):
         return self
 
     async def __anext__(self) -> T:
-        stream: Stream[T] = check_is_stream(await self._start, self._function)
-        return await stream.__anext__()
+        return await anext(self._started(await self._start))
+
+    def _started(self, result: object) -> Stream[T]:
+        stream: Stream[T] = check_is_stream(result, self._function)
+        if self._is_closed:
+            stream.close()  # whoever reads on may be told of the answer before `_close_result` is
+        return stream
 
     def close(self) -> None:
-        self._start.cancel()
-        if (stream := self._stream) is not None:
-            stream.close()
+        self._is_closed = True
+        if not self._start.cancel():  # answered already, but perhaps not decoded yet
+            self._start.add_done_callback(_close_result)
 
     async def aclose(self) -> None:
         self.close()
+
+
+def _close_result(start: Future[Any]) -> None:
+    if start.exception() is None and isinstance(stream := start.value(), Stream):
+        stream.close()
 
 
 def check_is_stream(result: object, function: object) -> Stream[Any]:
