@@ -146,21 +146,22 @@ class PlanRunner:
 
     def _wait(self, pending: list[Transfer]) -> None:
         """Waits until one of the transfers can go on."""
+        arrivals = self._connections.waker.fileno()
         masks: dict[int, int] = {}
         for transfer in pending:
             if transfer.connection is None:
-                masks[self._connections.waker.fileno()] = select.POLLIN
+                masks[arrivals] = select.POLLIN
             else:
                 descriptor = transfer.connection.fileno()
                 masks[descriptor] = masks.get(descriptor, 0) | (select.POLLOUT if transfer.is_send else select.POLLIN)
         wakeup_fd = self._control.wakeup_fd
         poller = self._pollers.get(masks, wakeup_fd)
         while True:
-            ready = poller.poll(CHECK_INTERVAL_MS)
+            ready = {descriptor for descriptor, _ in poller.poll(CHECK_INTERVAL_MS)}
             self._control.check()
-            if any(descriptor != wakeup_fd for descriptor, _ in ready):
+            if ready - {wakeup_fd}:
                 break
             if self._control.deadline.expired():
                 raise TransportTimeout(frozenset(transfer.peer for transfer in pending))
-        if any(descriptor == self._connections.waker.fileno() for descriptor, _ in ready):
+        if arrivals in ready:
             self._connections.waker.drain()

@@ -23,8 +23,9 @@ _SLICE_BYTES: Final = 128 << 10  # a slice stays in the processor's cache until 
 _SMALL_BYTES: Final = 4 << 10
 """Payloads up to this size are read together with their header: the copy is cheaper than a system call."""
 
-_TURN_BYTES: Final = 512 << 10
-"""How many bytes of a message are moved before the other messages of the round get their turn."""
+_TURN_BYTES: Final = 4 << 20
+"""How many bytes of a message are moved before the other messages of the round get their turn. An all_reduce of 16 MiB
+took 1.1x to 1.4x as long with an eighth of this: each change of turns empties a socket, and puts a rank to sleep."""
 
 
 def slice_bytes(unit: int) -> int:
@@ -113,11 +114,8 @@ class Reduction:
     __slots__ = (
         "_combine",
         "_finish",
-        "_operand",
         "_received_first",
-        "_staging",
-        "_target",
-        "_unit",
+        "_slices",
         "deferred",
         "memory",
         "slice_bytes",
@@ -134,30 +132,27 @@ class Reduction:
         deferred: bool,
         finish: Callable[[torch.Tensor], object] | None,
     ) -> None:
+        unit = target.element_size()
+        self.slice_bytes = slice_bytes(unit)
+        length = self.slice_bytes // unit
+        targets, received = target.split(length), staging.split(length)
+        if len(received) < len(targets):  # all slices arrive in the same place
+            received = (*received * (len(targets) - 1), staging[: targets[-1].numel()])
         self._combine = combine
-        self._target = target
-        self._operand = operand
-        self._staging = staging
+        self._slices = list(zip(targets, operand.split(length), received, strict=True))
         self._received_first = received_first
-        self._unit = target.element_size()
         self.memory = staging_memory
         self.deferred = deferred
         self._finish = finish
-        self.slice_bytes = slice_bytes(self._unit)
 
     def reduce_all(self) -> None:
         """Reduces a message that has arrived as a whole."""
-        size = self._target.nbytes
-        for start in range(0, size, self.slice_bytes):
-            self.reduce(start, min(start + self.slice_bytes, size))
+        for index in range(len(self._slices)):
+            self.reduce(index)
 
-    def reduce(self, start: int, stop: int) -> None:
-        """Reduces bytes `start` to `stop` of the message, which lie in the staging tensor modulo its length."""
-        unit = self._unit
-        first, last = start // unit, stop // unit
-        position = first % len(self._staging)
-        received = self._staging[position : position + last - first]
-        target, operand = self._target[first:last], self._operand[first:last]
+    def reduce(self, index: int) -> None:
+        """Reduces the slice of this index, which has arrived in the staging tensor."""
+        target, operand, received = self._slices[index]
         if self._received_first:
             self._combine(received, operand, target)
         else:
@@ -175,8 +170,8 @@ class Receiving(Transfer):
         "_got",
         "_header",
         "_num_header_bytes",
+        "_num_reduced",
         "_payload",
-        "_reduced",
         "_size",
         "reduction",
     )
@@ -201,7 +196,7 @@ class Receiving(Transfer):
         self._payload = payload  # of `size` bytes; the staging of a reduction may be shorter
         self._size = size
         self._got = 0
-        self._reduced = 0
+        self._num_reduced = 0
 
     def advance(self) -> bool:
         connection = self.connection
@@ -240,8 +235,9 @@ class Receiving(Transfer):
             if not number:
                 raise self.lost()
             self._got += number
-            if number == len(room) or self._got == self._size:
-                self._reduce()
+            if number == len(room) and self.reduction is not None and not self.reduction.deferred:
+                self.reduction.reduce(self._num_reduced)
+                self._num_reduced += 1
         return self._got == self._size
 
     def _room(self) -> memoryview:
@@ -251,11 +247,6 @@ class Receiving(Transfer):
         start = self._got % len(self._payload)
         rest = self.reduction.slice_bytes - self._got % self.reduction.slice_bytes
         return self._payload[start : start + min(rest, self._size - self._got)]
-
-    def _reduce(self) -> None:
-        if self.reduction is not None and not self.reduction.deferred and self._got > self._reduced:
-            self.reduction.reduce(self._reduced, self._got)
-            self._reduced = self._got
 
     def complete(self) -> None:
         """Reduces a message that had to wait for the end of the round."""
