@@ -77,7 +77,7 @@ def test_shutdown_goes_on_without_a_worker_that_died_and_names_it(
         world[victim].stop()
     died = time.monotonic()
     assert [list(pending.result()) for pending in leaving] == [[victim]] * 2
-    assert time.monotonic() - died < 4 * PROMPT_S
+    assert time.monotonic() - died < 8 * PROMPT_S
     for name in others:
         assert world[name].output().count(f"worker '{victim}' (rank") == 1
         world[name].begin(rpc.rpc_sync, "b", functions.pid).error(NotInitialized)

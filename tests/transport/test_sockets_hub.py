@@ -34,7 +34,7 @@ from rpcdist.transport import Node, unix_sockets
 from rpcdist.transport._channels import stream_sockets
 from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._channels.stream_sockets import local_name
-from rpcdist.transport._server import stream_listeners
+from rpcdist.transport._server import admission, stream_listeners
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.sockets import HubAddress, SocketHub
 from rpcdist.transport.token import job_token
@@ -376,20 +376,36 @@ def test_a_unix_peer_of_another_user_is_refused(
         assert stranger.recv(1) == b""
 
 
-def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture) -> None:
-    a, b = pair
-    number = 150
+async def connect_all(a: SocketHub, b: SocketHub, number: int, unix: bool | None) -> list[socket.socket]:
+    return await asyncio.gather(*(a.open_connection(b.address, f"x{i}", LIMIT_S, unix=unix) for i in range(number)))
 
-    async def connect_all() -> list[socket.socket]:
-        return await asyncio.gather(*(a.open_connection(b.address, f"x{i}", LIMIT_S) for i in range(number)))
 
-    with caplog.at_level(logging.WARNING), ExitStack() as stack:
-        ends = [stack.enter_context(end) for end in a._io.run(connect_all(), LIMIT_S)]
-        others = [stack.enter_context(b.expect(f"x{i}", LIMIT_S)) for i in range(number)]
+def number_all(b: SocketHub, ends: list[socket.socket]) -> None:
+    """What goes into the ends comes out at the purposes."""
+    with ExitStack() as stack:
+        ends = [stack.enter_context(end) for end in ends]
+        others = [stack.enter_context(b.expect(f"x{i}", LIMIT_S)) for i in range(len(ends))]
         for i, end in enumerate(ends):
             end.sendall(b"%4d" % i)
-        assert [int(read_exactly(other, 4)) for other in others] == list(range(number))
+        assert [int(read_exactly(other, 4)) for other in others] == list(range(len(ends)))
+
+
+def test_many_connect_at_once(pair: tuple[SocketHub, SocketHub], caplog: pytest.LogCaptureFixture) -> None:
+    a, b = pair
+    with caplog.at_level(logging.WARNING):
+        number_all(b, a._io.run(connect_all(a, b, admission.MAX_UNPROVEN // 2, None), LIMIT_S))
     assert "refused" not in caplog.text
+
+
+@pytest.mark.parametrize("unix", UNIX)
+def test_who_is_displaced_by_others_tries_again(
+    pair: tuple[SocketHub, SocketHub], unix: bool, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b = pair
+    monkeypatch.setattr(admission, "MAX_UNPROVEN", 20)
+    with caplog.at_level(logging.WARNING):
+        number_all(b, a._io.run(connect_all(a, b, 150, unix), LIMIT_S))
+    assert "too many handshakes at once; try again" in caplog.text
 
 
 FORKING = """

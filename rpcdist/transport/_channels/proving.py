@@ -59,7 +59,7 @@ async def prove_client(
                 return found
             other_way = None
         if reply is not None:
-            await write_step(pipe, reply)
+            await _answer(pipe, handshake, reply)
         if handshake.failure is not None and reply is not None:
             await _until_heard(pipe)
         handshake.check()
@@ -73,6 +73,19 @@ async def prove_server(pipe: HandshakePipe, handshake: ServerHandshake) -> None:
         if reply is not None:
             await write_step(pipe, reply)
         handshake.check()
+
+
+async def _answer(pipe: HandshakePipe, handshake: ClientHandshake, reply: pb.Handshake) -> None:
+    """Sends a message to a server that may have closed the connection: what it refused for lies unread then."""
+    try:
+        await write_step(pipe, reply)
+    except TransportError:
+        if handshake.failure is None:
+            with suppress(ProtocolViolation, TransportError, TimeoutError):
+                async with asyncio.timeout(REFUSAL_LIMIT_S):
+                    handshake.receive(await _read(pipe))
+            handshake.check()
+        raise
 
 
 async def write_step(pipe: HandshakePipe, step: pb.Handshake) -> None:
