@@ -227,7 +227,7 @@ def test_a_worker_cannot_be_taken_out_by_another(world: RpcWorld, address: str) 
 
 def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPool) -> None:
     """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
-    world = module_pool.world("a", "b", peer_timeout=5 * UNIT_S)  # as long, the other one has to answer "a"
+    world = module_pool.world("a", "b", peer_timeout=3 * UNIT_S)  # as long, the other one has to answer "a"
     _, port = world["b"].run(functions.address).rsplit(":", 1)
     world["b"].kill()
     other = module_pool.world("c", port=int(port))
