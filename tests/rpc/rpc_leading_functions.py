@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from unittest.mock import patch
 
 from threads_at_once import problems_of_threads
 
@@ -30,6 +32,32 @@ def session_with(name: str) -> int:
     """Identifies the connection that calls to a worker take."""
     agent = current_agent()
     return id(agent.router.session_with(agent.directory.resolve(name)))
+
+
+def calls_left_by_ctrl_c(to: str) -> dict[str, int]:
+    """Ctrl-C comes after each way of calling has entered its call into the table, and before it is sent."""
+
+    def press(*arguments: object) -> None:
+        raise KeyboardInterrupt
+
+    caller, left = current_agent().caller, {}
+    starts: dict[str, Callable[[], object]] = {
+        "rpc_sync": lambda: rpc.rpc_sync(to, double, args=(1,)),
+        "rpc_async": lambda: rpc.rpc_async(to, double, args=(1,)),
+        "remote": lambda: rpc.remote(to, double, args=(1,)),
+        "on a loop": lambda: asyncio.run(awaited(to)),
+    }
+    with patch.object(type(caller), "_dispatch", press):
+        for name, start in starts.items():
+            try:
+                start()
+            except KeyboardInterrupt:
+                left[name] = len(caller.calls)
+    return left
+
+
+async def awaited(to: str) -> int:
+    return await rpc.rpc_async(to, double, args=(1,))
 
 
 def call_until_interrupted(to: str) -> tuple[str, int]:

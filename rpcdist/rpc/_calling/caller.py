@@ -215,15 +215,22 @@ class Caller:
 
     def _send_in_turn(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         """Sends a call when there is room for its bytes; see `in_flight`. Waits for that, except on an event loop."""
-        if asyncio._get_running_loop() is None:
+        is_on_loop = asyncio._get_running_loop() is not None
+        if not is_on_loop:
             self._wait_for_room(call, message, large)
-            self._router.caught_up_session(call.peer)
-            self._send(call, message, large)
-            return
-        self._enter(call, message, large)  # its deadline holds while it waits
-        later = partial(self._send_later, call, message, large)
-        if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
-            self._dispatch(call, message, large)
+        try:
+            if is_on_loop:
+                self._enter(call, message, large)  # its deadline holds while it waits
+                later = partial(self._send_later, call, message, large)
+                if self._admission.defer(call.peer, call.id, num_bytes_of(message, large), later):
+                    self._dispatch(call, message, large)
+            else:
+                self._router.caught_up_session(call.peer)
+                self._enter(call, message, large)
+                self._dispatch(call, message, large)
+        except BaseException:
+            self._withdraw(call)
+            raise
 
     def _wait_for_room(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if not large and isinstance(message, CompactCall) and len(message.body) < COUNTED_FROM_BYTES:
@@ -267,8 +274,17 @@ class Caller:
 
         The table comes first: the reply may be there before the router returns.
         """
-        self._enter(call, message, large)
-        self._dispatch(call, message, large)
+        try:
+            self._enter(call, message, large)
+            self._dispatch(call, message, large)
+        except BaseException:
+            self._withdraw(call)
+            raise
+
+    def _withdraw(self, call: PendingCall) -> None:
+        """Ends a call that failed to be sent, or at which Ctrl-C came: its caller will never see its outcome."""
+        if not self.cancel(call, None):
+            self._marshal.give_back(call.forks, call.peer)
 
     def _enter(self, call: PendingCall, message: CallMessage, large: Sequence[LargeBuffer]) -> None:
         if self._lifetime.is_closed:
@@ -290,10 +306,6 @@ class Caller:
             self._router.send_call(call.peer, message, large, call)
         except TransportError as exc:
             self.on_undelivered(call, self._router.silence_s(call.peer), str(exc))
-        except BaseException:
-            self.calls.take(call.id)
-            self._marshal.give_back(call.forks, call.peer)
-            raise
 
     # ------------------------------------------------------------ how calls end
 
