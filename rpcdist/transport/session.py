@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
+from _thread import get_ident
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
@@ -18,6 +20,7 @@ from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.ids import Identity
 from rpcdist.transport._channels.channel import DirectChannel, ReadChannel
 from rpcdist.transport._channels.leading import Sleep
+from rpcdist.transport._channels.signal_shield import SignalShield, may_raise_here
 from rpcdist.transport._framing.frames import (
     CHUNK_HEAD_BYTES,
     CHUNK_WINDOW_BYTES,
@@ -157,6 +160,8 @@ class Session:
         self._incoming = Incoming(handler.allocate, self._borrow, handler.announced_by(peer))
         self._names: list[str] = []  # of the functions that the peer has numbered
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
+        self._main = threading.main_thread().ident
+        self._shield = SignalShield()
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
@@ -191,11 +196,18 @@ class Session:
 
         Nothing is raised when the session has ended: its owner hears of that through `on_closed`.
         """
-        if self._shared is not None and (buffers or self._shared.is_used):
-            buffers = self._shared.lend(message, buffers)
-        number = self._outgoing.add(message, buffers)
-        self._writer.on_queued(message, number)
-        return number
+        shield = self._shield if get_ident() == self._main and may_raise_here() else None
+        if shield is not None:
+            shield.enter()
+        try:
+            if self._shared is not None and (buffers or self._shared.is_used):
+                buffers = self._shared.lend(message, buffers)
+            number = self._outgoing.add(message, buffers)
+            self._writer.on_queued(message, number)
+            return number
+        finally:
+            if shield is not None:
+                shield.leave()
 
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""

@@ -60,12 +60,18 @@ async def awaited(to: str) -> int:
     return await rpc.rpc_async(to, double, args=(1,))
 
 
-def call_until_interrupted(to: str) -> tuple[str, int]:
+def call_until_interrupted(to: str, how: str = "rpc_sync") -> tuple[str, int]:
     """Calls without pause; what ended it, and after how many calls."""
     number = 0
     try:
         while True:
-            if rpc.rpc_sync(to, double, args=(number,)) != 2 * number:
+            if how == "rpc_sync":
+                results = [rpc.rpc_sync(to, double, args=(number,))]
+            elif how == "remote":
+                results = [rpc.remote(to, double, args=(number,)).to_here()]
+            else:  # all but the first and the last are written while nobody waits
+                results = rpc.wait_all([rpc.rpc_async(to, double, args=(number,)) for _ in range(100)])
+            if set(results) != {2 * number}:
                 return "a wrong result", number
             number += 1
     except KeyboardInterrupt:

@@ -22,17 +22,17 @@ def world(request: pytest.FixtureRequest, worker_pool: WorkerPool) -> RpcWorld:
     return worker_pool.world("a", "b", peer_timeout=CALM_S)
 
 
-def test_ctrl_c_at_any_moment_leaves_the_connection_whole(world: RpcWorld) -> None:
-    """Where bytes had been lost, the next reply could not be found."""
+@pytest.mark.parametrize("how", ["rpc_sync", "rpc_async", "remote"])
+def test_ctrl_c_at_any_moment_leaves_the_connection_whole(world: RpcWorld, how: str) -> None:
+    """Where bytes had been lost, the next reply could not be found, or the next message be read."""
     chance = random.Random(5)
     caller = world["a"]
     session = None
     for _ in range(12):
-        pending = caller.begin(functions.call_until_interrupted, "b")
+        pending = caller.begin(functions.call_until_interrupted, "b", how)
         threading.Event().wait(chance.uniform(0.05, 0.3))  # the moment is the point: anywhere in a call
         os.kill(caller.pid, signal.SIGINT)
-        how, _ = pending.result()
-        assert how == "KeyboardInterrupt"
+        assert pending.result()[0] == "KeyboardInterrupt"
         session = session or caller.run(functions.session_with, "b")
         assert caller.run(functions.session_with, "b") == session
     world.shutdown()
