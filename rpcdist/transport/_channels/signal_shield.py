@@ -101,7 +101,11 @@ class SignalShield:
 
 
 def may_raise_here() -> bool:
-    """Whether a handler may strike in the code that asks, on the main thread: no shield is up, and no event loop runs,
-    which has handlers of its own that do not raise.
+    """Whether Ctrl-C may strike in the code that asks, on the main thread.
+
+    It does not where a shield is up, nor under `asyncio.run`, whose handler cancels a task. In a notebook it does,
+    though an event loop runs there.
     """
-    return not SignalShield.num_entered and asyncio._get_running_loop() is None
+    if SignalShield.num_entered:
+        return False
+    return asyncio._get_running_loop() is None or getsignal(signal.SIGINT) is signal.default_int_handler
