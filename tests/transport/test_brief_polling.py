@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from rpcdist.transport._channels.brief_polling import (
     LIMIT_NS,
     LONG_TURN_NS,
     MAX_PAUSE,
+    MAX_PAUSE_CROWDED,
     MIN_PAUSE,
     POLLING_VARIABLE,
     SHORT_NS,
@@ -32,6 +34,8 @@ class Machine:
         now_ns: what the clock says.
         comes_ns: when something comes to the socket.
         turn_ns: how long others keep the core from who yields.
+        host_ns: how long the host keeps it, once, when somebody yields.
+        num_switches: how often others ran when somebody yielded.
         num_polls: how often somebody has polled.
     """
 
@@ -39,6 +43,7 @@ class Machine:
         self.now_ns = self.num_polls = 0
         self.comes_ns = 1 << 60
         self.turn_ns = YIELD_NS
+        self.host_ns = self.num_switches = 0
 
     def poll(self, limit_ms: float) -> list[tuple[int, int]]:
         assert limit_ms == 0
@@ -47,7 +52,9 @@ class Machine:
         return READY if self.now_ns >= self.comes_ns else []
 
     def sched_yield(self) -> None:
-        self.now_ns += self.turn_ns
+        self.now_ns += self.turn_ns + self.host_ns
+        self.num_switches += self.turn_ns > YIELD_NS
+        self.host_ns = 0
 
 
 @pytest.fixture
@@ -55,6 +62,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(brief_polling, "perf_counter_ns", lambda: machine.now_ns)
     monkeypatch.setattr(os, "sched_yield", machine.sched_yield)
+    monkeypatch.setattr(brief_polling, "_num_switches", lambda: machine.num_switches)
     return machine
 
 
@@ -103,28 +111,81 @@ def test_polling_ends_when_others_keep_the_core(machine: Machine) -> None:
     assert machine.num_polls == num_polls + 1
 
 
+def test_polling_goes_on_when_only_the_host_kept_the_core(machine: Machine) -> None:
+    polling = polling_now(machine)
+    machine.host_ns, machine.comes_ns = 20 * LIMIT_NS, machine.now_ns + 20 * LIMIT_NS + LIMIT_NS // 2
+    assert polling.try_polling() == READY and polling.is_worth_it
+
+
+def test_polling_ends_when_the_host_keeps_the_core_all_the_time(
+    machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    polling, num_polls = polling_now(machine), machine.num_polls
+
+    def late() -> None:
+        machine.now_ns += LONG_TURN_NS + 1
+
+    monkeypatch.setattr(os, "sched_yield", late)
+    assert polling.try_polling() == [] and not polling.is_worth_it
+    assert machine.num_polls == num_polls + 2
+
+
+def test_switches_of_this_thread_are_counted() -> None:
+    before = brief_polling._num_switches()
+    time.sleep(0.001)
+    assert brief_polling._num_switches() > before
+
+
 def test_a_peer_on_the_same_core_has_its_turn(machine: Machine) -> None:
     polling = polling_now(machine)
     machine.turn_ns, machine.comes_ns = 100_000, machine.now_ns + 100_000
     assert polling.try_polling() == READY and polling.is_worth_it
 
 
-def test_each_failure_doubles_the_pause_and_each_success_shortens_it(machine: Machine) -> None:
-    polling = BriefPolling(machine.poll)
+def pauses_of(machine: Machine, polling: BriefPolling, num_failures: int) -> list[int]:
+    """How many waits slept before each of the polls, all of which are in vain."""
     pauses = []
-    for _ in range(12):
+    for _ in range(num_failures):
         pauses.append(1)
         while not sleep(machine, polling, [1])[0]:
             pauses[-1] += 1
         assert polling.try_polling() == []
-    assert pauses == [min(MIN_PAUSE << number, MAX_PAUSE) for number in range(12)]
-    sleep(machine, polling, [1] * MAX_PAUSE)
+    return pauses
+
+
+@pytest.mark.parametrize(("turn_ns", "longest"), [(YIELD_NS, MAX_PAUSE), (LONG_TURN_NS + 1, MAX_PAUSE_CROWDED)])
+def test_each_failure_doubles_the_pause_and_each_success_halves_it(
+    machine: Machine, turn_ns: int, longest: int
+) -> None:
+    polling = BriefPolling(machine.poll)
+    machine.turn_ns = turn_ns
+    assert pauses_of(machine, polling, 12) == [min(MIN_PAUSE << number, longest) for number in range(12)]
+    sleep(machine, polling, [1] * longest)
     machine.comes_ns = 0
-    for _ in range(2 * MAX_PAUSE):
+    for _ in range((longest // MIN_PAUSE).bit_length()):
         assert polling.try_polling() == READY
     machine.comes_ns = 1 << 60
     assert polling.try_polling() == []
-    assert sleep(machine, polling, [1] * 2 * MIN_PAUSE)[-1]
+    assert pauses_of(machine, polling, 1) == [2 * MIN_PAUSE]
+
+
+def test_polls_to_which_nothing_comes_do_not_shorten_the_pause_of_a_core_that_others_want(machine: Machine) -> None:
+    polling = BriefPolling(machine.poll)
+    machine.turn_ns = LONG_TURN_NS + 1
+    pauses_of(machine, polling, 12)
+    machine.turn_ns = YIELD_NS
+    assert pauses_of(machine, polling, 3) == [MAX_PAUSE_CROWDED] * 3
+
+
+def test_two_ends_that_sleep_come_back_to_polling_soon(machine: Machine) -> None:
+    """Each waits for the other's wake-up while both sleep, which is longer than most waits that poll."""
+    polling = polling_now(machine)
+    for _ in range(20):  # the peer's vCPU was not there
+        assert polling.try_polling() == []
+        sleep(machine, polling, [600_000] * MAX_PAUSE)
+        assert polling.is_worth_it
+    machine.comes_ns = machine.now_ns + 600_000
+    assert polling.try_polling() == READY
     assert repr(polling) == "<BriefPolling [polls]>"
 
 

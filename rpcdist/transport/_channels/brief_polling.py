@@ -5,7 +5,12 @@ A thread that sleeps has to be woken, on a core that has often gone idle meanwhi
 
 Polling must not keep a core from others. Between two polls the thread yields: whoever else can run on this core does
 so now, and if the peer is on it, the answer is there after that. Where somebody keeps the core for long, or nothing
-came, sleeping is better; then the next waits sleep, twice as many each time.
+came, sleeping is better; then the next waits sleep, twice as many each time and half as many after each success.
+
+The two failures are not alike. Where others want the core, polls fail again and again, and each costs a time slice:
+the pause grows long. Where nothing came, only an idle core was kept awake; and two ends that both sleep take so long
+to answer that the polls of either fail, so a long pause would keep both of them asleep for thousands of calls.
+A virtual core that its host took away for a moment is neither: the thread is late, and nobody else has run.
 
 In a container with a limit of processor time nobody polls: that would use up what the work needs, and the system then
 stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits sleep.
@@ -14,6 +19,7 @@ stops the process for the rest of a period. `RPCDIST_POLLING=off` has all waits 
 from __future__ import annotations
 
 import os
+import resource
 from collections.abc import Callable
 from functools import cache
 from time import perf_counter_ns
@@ -28,13 +34,16 @@ POLLING_VARIABLE: Final = "RPCDIST_POLLING"
 
 SHORT_NS: Final = 1_000_000
 """A sleep that took less is worth replacing by polls."""
-LIMIT_NS: Final = 500_000
-"""So long a wait polls before it sleeps."""
+LIMIT_NS: Final = 1_000_000
+"""So long a wait polls before it sleeps: as long as the sleeps that it replaces."""
 LONG_TURN_NS: Final = 500_000
-"""Who yields, and is back only after that, is not alone with its peer."""
+"""Who yields to somebody, and is back only after that, is not alone with its peer."""
 MIN_PAUSE: Final = 4
 """Waits that sleep after polls in vain, at first."""
-MAX_PAUSE: Final = 1024
+MAX_PAUSE: Final = 16
+"""Where nothing came."""
+MAX_PAUSE_CROWDED: Final = 1024
+"""Where others kept the core."""
 
 Ready = list[tuple[int, int]]
 """What `select.poll` returns: descriptors, and what happened there."""
@@ -85,22 +94,43 @@ class BriefPolling:
             What has come. If nothing has, sleep.
         """
         began = now = perf_counter_ns()
+        is_robbed = False
+        num_switches = -1
         while True:
             ready = self._poll(0)
             if ready:
                 if self._pause > MIN_PAUSE:
-                    self._pause -= 1
+                    self._pause //= 2
                 return ready
+            if num_switches < 0:
+                num_switches = _num_switches()
             os.sched_yield()
             before, now = now, perf_counter_ns()
-            if now - before > LONG_TURN_NS or now - began > LIMIT_NS:
-                self.is_worth_it = False
-                self._num_slept = 0
-                self._pause = min(2 * self._pause, MAX_PAUSE)
+            if now - before > LONG_TURN_NS:
+                if is_robbed or _num_switches() != num_switches:
+                    self._pause_for(MAX_PAUSE_CROWDED)
+                    return []
+                is_robbed = True
+                began += now - before
+            if now - began > LIMIT_NS:
+                self._pause_for(MAX_PAUSE)
                 return []
+            num_switches = _num_switches()
+
+    def _pause_for(self, limit: int) -> None:
+        """The next waits sleep: twice as many as the last time, up to a limit that lengthens only."""
+        self.is_worth_it = False
+        self._num_slept = 0
+        self._pause = max(self._pause, min(2 * self._pause, limit))
 
     def slept(self, since_ns: int) -> None:
         """A wait slept, since then by `time.perf_counter_ns`."""
         self._num_slept += 1
         if self._num_slept >= self._pause and perf_counter_ns() - since_ns < SHORT_NS:
             self.is_worth_it = self._may_poll
+
+
+def _num_switches() -> int:
+    """How often this thread gave its core, or the interpreter, to another one of this system."""
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    return usage.ru_nvcsw + usage.ru_nivcsw
