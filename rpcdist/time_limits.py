@@ -89,6 +89,7 @@ __all__ = [
     "LOCAL_HANDSHAKE_LIMIT_S",
     "LOCK_FIRST_PAUSE_S",
     "LOCK_LONGEST_PAUSE_S",
+    "LONGEST_LINGER_S",
     "LONGEST_TIMEOUT_S",
     "LOOP_CLOSE_LIMIT_S",
     "LOOP_READ_LIMIT_S",
@@ -415,6 +416,8 @@ BURST_GAP_S: Final = 60e-6
 """Messages closer together than this are a burst, and the I/O loop writes them together."""
 LINGER_S: Final = 0.001
 """The message of a `remote()` waits for so long, in ticks of the I/O loop, for another one that takes it along."""
+LONGEST_LINGER_S: Final = 0.004
+"""It waits for so long where all the ones before it were taken along."""
 SEGMENTS_RETURN_S: Final = 0.02
 """Interval at which a session tells its peer which lent segments are free again, if no message does so earlier."""
 SEGMENTS_TRIM_S: Final = 30.0

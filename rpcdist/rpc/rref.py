@@ -23,7 +23,7 @@ from rpcdist.rpc._current import agent_or_none, current_agent
 from rpcdist.rpc._rref import proxied
 from rpcdist.rpc._rref.handles import Handle, fresh_copy
 from rpcdist.rpc._rref.host import CreationOutcome, RRefHome
-from rpcdist.rpc._rref.proxy import RRefProxy, method_name
+from rpcdist.rpc._rref.proxy import KnownMethod, RRefProxy, method_name
 from rpcdist.rpc.constants import UNSET_RPC_TIMEOUT
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.worker_info import WorkerInfo
@@ -59,7 +59,17 @@ class PyRRef(Generic[T]):
         NotInitialized: before `init_rpc`, or after `shutdown`.
     """
 
-    __slots__ = ("__weakref__", "_creation", "_handle", "_home", "_invoker_names", "_kind", "_order", "_type_future")
+    __slots__ = (
+        "__weakref__",
+        "_creation",
+        "_handle",
+        "_home",
+        "_invoker_names",
+        "_kind",
+        "_known_methods",
+        "_order",
+        "_type_future",
+    )
 
     def __init__(self, value: T, type_hint: object = None) -> None:
         if agent_or_none() is None:
@@ -83,6 +93,7 @@ class PyRRef(Generic[T]):
         self._order: object = None  # of the calls of an actor
         self._type_future: Future[type] | None = None
         self._invoker_names: dict[str, Future[str]] = {}  # by method
+        self._known_methods: dict[str, KnownMethod] = {}
 
     if not TYPE_CHECKING:  # checkers know the attributes that there are
 

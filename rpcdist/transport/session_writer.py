@@ -59,7 +59,7 @@ class SessionWriter:
         self._outgoing = outgoing
         self._close = close
         self._name = name
-        self._lingering = Lingering(io, self.flush)
+        self._lingering = Lingering(io, self.flush, lambda: outgoing.num_frames)
         self._awake = False  # the task runs, or has been told to; spares a call to the loop per message of a burst
         self._wake: asyncio.Future[None] | None = None  # the sleeping task waits for it
         self._turn = threading.Lock()  # whoever has it writes; [Note: turns]

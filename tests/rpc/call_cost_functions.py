@@ -59,6 +59,11 @@ def functions_of_a_call(to: str) -> Counter[str]:
     return functions_of(lambda: rpc.rpc_sync(to, nothing))
 
 
+def functions_of_a_method(to: str) -> Counter[str]:
+    box = rpc.remote(to, Box)
+    return functions_of(box.rpc_sync().add)
+
+
 def functions_of_a_turn(to: str) -> Counter[str]:
     box = rpc.remote(to, Box, serial=True)
     return functions_of(lambda: box.rpc_sync().add())

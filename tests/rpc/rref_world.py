@@ -128,7 +128,11 @@ class World:
         refused = False
         if worker in self.dead:
             return refused
-        for action in self.protocols[worker].handle(event):
+        protocol = self.protocols[worker]
+        is_served = isinstance(event, events.FetchArrived) and protocol.owners.serves_at_once(event.rref)
+        todo = protocol.handle(event)
+        assert not is_served or [type(action) for action in todo] == [actions.Serve], event
+        for action in todo:
             if isinstance(action, actions.SendControl):
                 self.send(("control", action.to.worker, worker, action.message))
             elif isinstance(action, actions.Fail):

@@ -216,7 +216,10 @@ TABLES: dict[str, Table] = {
 def test_table(name: str) -> None:
     protocol = RRefProtocol(ME)
     for event, expected in TABLES[name]:
+        is_served = isinstance(event, FetchArrived) and protocol.owners.serves_at_once(event.rref)
         assert protocol.handle(event) == expected, event
+        if is_served:
+            assert [type(action) for action in expected] == [Serve], event
 
 
 def test_bounded_set_forgets_the_oldest() -> None:

@@ -245,6 +245,28 @@ def test_a_method_names_its_reference_and_shares_nothing(
         assert mine.rpc_sync().add() == (NAMES[0], 1) and mine.local_value().count == 1
 
 
+class Changing:
+    def answer(self) -> str:
+        return "at first"
+
+
+async def answer_later(self: Changing) -> str:
+    await asyncio.sleep(0)
+    return "later"
+
+
+def test_a_method_that_was_replaced_is_found_again(agents: tuple[Agent, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was found out about it is not used any more: a coroutine function must run on an event loop."""
+    with use_agent(agents[0]):
+        changing = rpc.remote(NAMES[1], Changing)
+        assert [changing.rpc_sync().answer() for _ in range(3)] == ["at first"] * 3
+        monkeypatch.setattr(Changing, "answer", answer_later)
+        assert [changing.rpc_sync().answer() for _ in range(3)] == ["later"] * 3
+        monkeypatch.delattr(Changing, "answer")
+        with pytest.raises(AttributeError, match="answer"):
+            changing.remote().answer()
+
+
 def test_a_method_waits_for_the_value_and_no_thread_waits_with_it(agents: tuple[Agent, ...]) -> None:
     with use_agent(agents[0]):
         counter = rpc.remote(NAMES[1], slow_counter, ("late",))

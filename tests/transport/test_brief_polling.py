@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import time
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from rpcdist.transport._channels.brief_polling import (
     MIN_PAUSE,
     POLLING_VARIABLE,
     SHORT_NS,
+    SWITCHES,
     BriefPolling,
     may_poll,
 )
@@ -62,7 +64,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     machine = Machine()
     monkeypatch.setattr(brief_polling, "perf_counter_ns", lambda: machine.now_ns)
     monkeypatch.setattr(os, "sched_yield", machine.sched_yield)
-    monkeypatch.setattr(brief_polling, "_num_switches", lambda: machine.num_switches)
+    monkeypatch.setattr(brief_polling, "_usage", lambda: (*range(14), 0, machine.num_switches))
     return machine
 
 
@@ -131,9 +133,10 @@ def test_polling_ends_when_the_host_keeps_the_core_all_the_time(
 
 
 def test_switches_of_this_thread_are_counted() -> None:
-    before = brief_polling._num_switches()
+    usage = resource.getrusage(resource.RUSAGE_THREAD)
+    assert tuple(usage)[SWITCHES] == (usage.ru_nvcsw, usage.ru_nivcsw)
     time.sleep(0.001)
-    assert brief_polling._num_switches() > before
+    assert brief_polling._usage()[SWITCHES] > (usage.ru_nvcsw, usage.ru_nivcsw)
 
 
 def test_a_peer_on_the_same_core_has_its_turn(machine: Machine) -> None:

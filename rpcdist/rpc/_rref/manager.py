@@ -23,6 +23,7 @@ from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
 from rpcdist.rpc.future import Future
+from rpcdist.transport.fork import check_not_forked
 
 __all__ = ["RRefManager"]
 
@@ -121,6 +122,16 @@ class RRefManager:
     def set_error(self, entry: OwnerValue, exc: BaseException) -> None:
         entry.fail(exc)
         self._tables.feed(events.CreationFinished(entry.rref))
+
+    def value_there(self, rref: RRefId) -> Future[Any] | None:
+        """What `when_there` would call `then` with at once, found with less; None if it might be anything else."""
+        check_not_forked()
+        tables = self._tables
+        with tables.lock:
+            if tables.closed or not tables.protocol.owners.serves_at_once(rref):
+                return None
+            future = tables.values[rref].future
+        return future if future.done() else None
 
     def when_there(
         self, share: ReferenceShare, then: WhenThere, requester: int, incarnation: int | None = None

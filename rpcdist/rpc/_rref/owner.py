@@ -217,6 +217,11 @@ class OwnerTable:
         else:
             self._emit(Serve(event.rref, event.fork))
 
+    def serves_at_once(self, rref: RRefId) -> bool:
+        """Whether `fetch` would do nothing but serve, whoever asks: the value is not awaited, and nobody is refused."""
+        entry = self.entries.get(rref)
+        return entry is not None and entry.state is not State.EXPECTED and not self.ended and not self.expired
+
     # The death of others.
 
     def lease_ended(self, node: Incarnation) -> None:

@@ -18,6 +18,7 @@ __all__ = [
     "called_method",
     "check_method",
     "invoker_of",
+    "is_scripted",
 ]
 
 
@@ -90,7 +91,7 @@ def _invoker_name(rref: OwnedRRef, method: str) -> str:
 
 def invoker_of(kind: type, method: str) -> Any:
     """The one of the functions below that runs a method of a class. Objects may have others than their class."""
-    if issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule):  # their methods cannot be asked
+    if is_scripted(kind):
         return _local_invoke
     function = getattr(kind, method, None)
     if function is None:
@@ -102,11 +103,16 @@ def invoker_of(kind: type, method: str) -> Any:
     return _local_invoke
 
 
+def is_scripted(kind: type) -> bool:
+    """Whether it is TorchScript's: then nothing is found out about its methods by asking for them."""
+    return issubclass(kind, torch.jit.ScriptModule | torch._C.ScriptModule)
+
+
 def check_method(known: type | str, method: str) -> None:
     """Raises `AttributeError` where the class is known and has no such attribute: what `remote()` of it would create is
     never there, and nobody would hear why before the reference is used.
     """
-    if isinstance(known, type) and not issubclass(known, torch.jit.ScriptModule | torch._C.ScriptModule):
+    if isinstance(known, type) and not is_scripted(known):
         getattr(known, method)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Generic, Literal, Protocol, TypeVar, cast
+from types import FunctionType
+from typing import Any, Generic, Literal, NamedTuple, Protocol, TypeVar, cast
 
 from rpcdist.errors import RRefError
 from rpcdist.rpc._rref import proxied
@@ -12,14 +13,30 @@ from rpcdist.rpc._rref.handles import Handle, copy_outcome, fresh_copy
 from rpcdist.rpc._rref.host import RRefHome
 from rpcdist.rpc.future import Future
 
-__all__ = ["Mode", "RRefProxy", "RemoteMethod", "method_name"]
+__all__ = ["KnownMethod", "Mode", "RRefProxy", "RemoteMethod", "method_name"]
 
 R = TypeVar("R")
 Mode = Literal["rpc_sync", "rpc_async", "remote"]
 
 
+class KnownMethod(NamedTuple):
+    """What was found out about a method: good as long as the class has the same function under the name.
+
+    Attributes:
+        kind: the class of the value.
+        function: the method, as an attribute of the class.
+        invoker: the one of `proxied.INVOKERS` that runs it.
+    """
+
+    kind: type
+    function: FunctionType
+    invoker: Any
+
+
 class ProxiedRRef(Protocol):
     """What a proxy needs of its reference."""
+
+    _known_methods: dict[str, KnownMethod]
 
     @property
     def _home(self) -> RRefHome: ...
@@ -89,6 +106,9 @@ def _call(rref: ProxiedRRef, mode: Mode, method: str, timeout: float, /, *args: 
     known: Future[type] | Future[str]
     if rref._handle.state.is_serial:
         return rref._home.in_turn(rref, mode, method, args, kwargs, timeout)
+    way = rref._known_methods.get(method)
+    if way is not None and getattr(way.kind, method, None) is way.function:
+        return _start(rref, mode, way.invoker, method, timeout, args, kwargs)
     if rref._home.allow_pickle:
         known = rref._get_type(timeout=timeout, blocking=False)
     else:
@@ -114,11 +134,28 @@ def _call_now(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Any:
-    home = rref._home
     if mode == "remote":
         proxied.check_method(known, method)
+    invoker = _invoker(known, method)
+    if isinstance(known, type) and not proxied.is_scripted(known):
+        function = getattr(known, method, None)
+        if type(function) is FunctionType:
+            rref._known_methods[method] = KnownMethod(known, function, invoker)
+    return _start(rref, mode, invoker, method, timeout, args, kwargs)
+
+
+def _start(
+    rref: ProxiedRRef,
+    mode: Mode,
+    invoker: Any,
+    method: str,
+    timeout: float,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    home = rref._home
     call = home.rpc_sync if mode == "rpc_sync" else home.rpc_async if mode == "rpc_async" else home.remote_on
-    return call(rref, _invoker(known, method), (method, args, kwargs), timeout)
+    return call(rref, invoker, (method, args, kwargs), timeout)
 
 
 def _call_when_known(

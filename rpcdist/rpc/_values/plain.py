@@ -149,7 +149,12 @@ class PlainWriter:
                 if count:
                     self._items(item, depth + 1)
             elif kind is str:
-                self._string(item)
+                if len(item) < 128 and item.isascii():
+                    body.append(_STR8)
+                    body.append(len(item))
+                    body += item.encode()
+                else:
+                    self._string(item)
             elif item is None:
                 body.append(_NONE)
             elif item is True:

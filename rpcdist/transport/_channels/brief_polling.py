@@ -21,9 +21,9 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from time import perf_counter_ns
-from typing import Final
+from typing import Any, Final
 
 from rpcdist.errors import ConfigError
 from rpcdist.transport._channels.processor_quota import has_processor_quota
@@ -61,6 +61,10 @@ def may_poll() -> bool:
     return text == "auto" and not _has_quota()
 
 
+_usage: Final[Callable[[], tuple[Any, ...]]] = partial(resource.getrusage, resource.RUSAGE_THREAD)
+SWITCHES: Final = slice(14, 16)
+"""Of the usage: how often this thread gave its core, or the interpreter, to another one of this system."""
+
 _has_quota: Final = cache(has_processor_quota)
 
 
@@ -95,19 +99,19 @@ class BriefPolling:
         """
         began = now = perf_counter_ns()
         is_robbed = False
-        num_switches = -1
+        switches: tuple[Any, ...] = ()
         while True:
             ready = self._poll(0)
             if ready:
                 if self._pause > MIN_PAUSE:
                     self._pause //= 2
                 return ready
-            if num_switches < 0:
-                num_switches = _num_switches()
+            if not switches:
+                switches = _usage()[SWITCHES]
             os.sched_yield()
             before, now = now, perf_counter_ns()
             if now - before > LONG_TURN_NS:
-                if is_robbed or _num_switches() != num_switches:
+                if is_robbed or _usage()[SWITCHES] != switches:
                     self._pause_for(MAX_PAUSE_CROWDED)
                     return []
                 is_robbed = True
@@ -115,7 +119,7 @@ class BriefPolling:
             if now - began > LIMIT_NS:
                 self._pause_for(MAX_PAUSE)
                 return []
-            num_switches = _num_switches()
+            switches = _usage()[SWITCHES]
 
     def _pause_for(self, limit: int) -> None:
         """The next waits sleep: twice as many as the last time, up to a limit that lengthens only."""
@@ -128,9 +132,3 @@ class BriefPolling:
         self._num_slept += 1
         if self._num_slept >= self._pause and perf_counter_ns() - since_ns < SHORT_NS:
             self.is_worth_it = self._may_poll
-
-
-def _num_switches() -> int:
-    """How often this thread gave its core, or the interpreter, to another one of this system."""
-    usage = resource.getrusage(resource.RUSAGE_THREAD)
-    return usage.ru_nvcsw + usage.ru_nivcsw
