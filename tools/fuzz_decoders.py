@@ -89,7 +89,7 @@ def examples_of_envelopes() -> list[bytes]:
     return [
         frame(rpc_pb2.Message(call=call)),
         frame(rpc_pb2.Message(call=call, transfer=1, large=[5])) + chunk_head(1, 0, 0, 5) + b"12345",
-        call_frame(CompactCall(1, "builtins:len", 9, b"\1", 0), 2, b"builtins:len"),
+        bytes(call_frame(CompactCall(1, "builtins:len", 9, b"\1", 0), 2, b"builtins:len")),
     ]
 
 

@@ -145,7 +145,7 @@ class PyRRef(Generic[T]):
         state = self._handle.state
         state.check(USE_AFTER_DELETION)
         try:
-            return cast(T, self._home.fetch(state, timeout))
+            return cast(T, self._home.fetch(state, timeout, self._creation))
         except WorkerLost as exc:
             raise self._home.fetch_error(state, exc) from exc
 

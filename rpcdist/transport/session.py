@@ -209,6 +209,10 @@ class Session:
             if shield is not None:
                 shield.leave()
 
+    def want_value(self, call: int) -> bool:
+        """See `MessageSink`; any thread."""
+        return self._outgoing.want_value(call)
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
         self._io.call_soon(self._abort_transfer, number, reason)

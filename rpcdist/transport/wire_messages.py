@@ -64,6 +64,7 @@ class CompactCall:
         body: the arguments, see `rpcdist/rpc/_values/compact.py`; empty for a call without any.
         num_tensors: how many tensors are in `body`.
         result: of `remote()`: the ids under which the callee keeps the result.
+        wants_value: of `remote()`: the result is wanted here, too, with the reply.
         target: the reference whose value comes first among the arguments, or is wanted itself.
         context: the autograd context in which the function runs; 0 for none.
         history: of the arguments.
@@ -83,6 +84,7 @@ class CompactCall:
         "target",
         "timeout_us",
         "transfer",
+        "wants_value",
     )
 
     wrapped: Final = False
@@ -104,6 +106,7 @@ class CompactCall:
         self.num_tensors = num_tensors
         self.result = result
         self.target = target
+        self.wants_value = False
         self.context = 0
         self.history: History | None = None
         self.transfer = 0
@@ -122,11 +125,12 @@ class CompactReply:
         body: the result, like `CompactCall.body`; empty for None.
         num_tensors: how many tensors are in `body`.
         created: the answer to `remote()`: the callee holds the result.
+        has_value: `body` is the result of that `remote()`, as its caller wished.
         history: of the result.
         transfer, large, loans: as in `CompactCall`.
     """
 
-    __slots__ = ("body", "created", "history", "id", "large", "loans", "num_tensors", "transfer")
+    __slots__ = ("body", "created", "has_value", "history", "id", "large", "loans", "num_tensors", "transfer")
 
     wrapped: Final = False
 
@@ -135,6 +139,7 @@ class CompactReply:
         self.body = body
         self.num_tensors = num_tensors
         self.created = created
+        self.has_value = False
         self.history: History | None = None
         self.transfer = 0
         self.large: Sequence[int] = ()

@@ -64,6 +64,11 @@ def functions_of_a_method(to: str) -> Counter[str]:
     return functions_of(box.rpc_sync().add)
 
 
+def functions_of_a_creation(to: str) -> Counter[str]:
+    """And of the value, which its reply brings along."""
+    return functions_of(lambda: rpc.remote(to, nothing).to_here())
+
+
 def functions_of_a_turn(to: str) -> Counter[str]:
     box = rpc.remote(to, Box, serial=True)
     return functions_of(lambda: box.rpc_sync().add())

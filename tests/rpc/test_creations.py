@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from rpcdist._proto import rpc_pb2
-from rpcdist.errors import RemoteError
-from rpcdist.rpc._calling.creations import Creation
+from rpcdist.deadline import Deadline
+from rpcdist.errors import Cancelled, DeadlineExceeded, RemoteError
+from rpcdist.rpc._calling.call_table import PendingCall
+from rpcdist.rpc._calling.creations import WITHHELD, Creation, ValueSink
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._rref.identifiers import ReferenceShare, UniqueId
 
 SHARE = ReferenceShare(UniqueId(1, 2, 3), UniqueId(1, 4, 3))
@@ -83,3 +86,115 @@ def test_a_call_that_ends_otherwise_fails_in_the_pool(told: Told) -> None:
     assert told.heard == [(SHARE, error)]
     with pytest.raises(ValueError, match="lost"):
         told.creation.future().wait()
+
+
+class Conversation:
+    """A session whose queue still has the message of a call, or not."""
+
+    def __init__(self, has_message: bool) -> None:
+        self.has_message = has_message
+        self.asked: list[int] = []
+
+    def want_value(self, call: int) -> bool:
+        self.asked.append(call)
+        return self.has_message
+
+
+class Calls:
+    def is_pending(self, call: PendingCall) -> bool:
+        return True
+
+
+def begun(told: Told, has_message: bool = True, timeout_s: float = 5.0) -> tuple[PendingCall, ValueSink]:
+    """The call of a creation, and what would wait for its value."""
+    calls: Any = Calls()
+    call = PendingCall(calls, 7, 1, lambda: "a call", Deadline.after(timeout_s), timeout_s, told.creation)
+    session: Any = Conversation(has_message)
+    call.session = session
+    told.creation.began(call, lambda: True)
+    return call, ValueSink(told.creation, may_unpickle=True)
+
+
+def outcome(value_sink: ValueSink, call: PendingCall) -> object:
+    """What it got already; a wait ends at once."""
+    call.deadline = Deadline(0.0)
+    call.session = None
+    return value_sink.wait(call, value_sink)
+
+
+class Value(Arrived):
+    def __init__(self) -> None:
+        self.was_discarded = False
+
+    def decode(self) -> object:
+        return "value"
+
+    def discard(self) -> None:
+        self.was_discarded = True
+
+
+def test_the_reply_brings_the_value_to_who_waits_for_it(told: Told) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    told.creation.replied(None, Value(), told.jobs)
+    assert outcome(value_sink, call) == "value" and told.heard == [SHARE] and not told.jobs
+
+
+@pytest.mark.parametrize(("payload", "value"), [(ArrivedNone(), None), (None, WITHHELD)])
+def test_a_value_of_none_is_not_a_value_that_was_withheld(told: Told, payload: object, value: object) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    told.creation.replied(None, payload, told.jobs)
+    assert outcome(value_sink, call) is value and told.heard == [SHARE]
+
+
+def test_a_failure_reaches_who_waits_for_the_value_and_the_reference(told: Told) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    told.creation.replied(rpc_pb2.Failure(type_name="ValueError", text="bad", worker="w1"), None, told.jobs)
+    with pytest.raises(RemoteError, match="bad"):
+        outcome(value_sink, call)
+    told.run()
+    assert isinstance(told.heard[0][1], RemoteError)
+
+
+@pytest.mark.parametrize("how", ["failed", "cancelled"])
+def test_who_waits_for_the_value_hears_of_every_end(told: Told, how: str) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    if how == "failed":
+        told.creation.failed(ValueError("lost"))
+    else:
+        assert told.creation.cancel()
+    with pytest.raises(ValueError if how == "failed" else Cancelled, match=r"lost|was cancelled"):
+        outcome(value_sink, call)
+    told.run()
+    assert len(told.heard) == 1
+
+
+def test_who_gives_up_leaves_the_call_alone(told: Told) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    with pytest.raises(DeadlineExceeded, match="a call"):
+        outcome(value_sink, call)
+    late = Value()
+    told.creation.replied(None, late, told.jobs)
+    assert late.was_discarded and told.heard == [SHARE]
+
+
+def test_one_waits_for_the_value_that_comes_with_the_reply_and_others_fetch_it(told: Told) -> None:
+    call, value_sink = begun(told)
+    assert told.creation.want_value(value_sink, 5.0) is call
+    assert told.creation.want_value(ValueSink(told.creation, may_unpickle=True), 5.0) is None
+
+
+@pytest.mark.parametrize("why", ["it has left", "it may take longer", "it has ended", "it is in a context"])
+def test_the_value_is_fetched_where_the_call_cannot_bring_it(told: Told, why: str) -> None:
+    call, value_sink = begun(told, has_message=why != "it has left")
+    if why == "it has ended":
+        told.creation.replied(None, None, told.jobs)
+    elif why == "it is in a context":
+        context: Any = object()
+        call.autograd = context
+    assert told.creation.want_value(value_sink, 1.0 if why == "it may take longer" else 5.0) is None
+    assert not told.creation.forget(value_sink)

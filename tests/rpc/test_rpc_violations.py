@@ -59,8 +59,14 @@ VIOLATIONS: dict[str, tuple[list[bytes], str]] = {
         [handshake_pb2.Handshake(hello=handshake_pb2.Hello()).SerializeToString()],
         "that are no envelope",
     ),
-    "a function that has no name": ([call_frame(CompactCall(1, ""), 3)], "function 3 arrived; the peer has named 0"),
-    "functions out of order": ([call_frame(CompactCall(1, "m:f"), 2, b"m:f")], "number 2 was given a name after 0"),
+    "a function that has no name": (
+        [bytes(call_frame(CompactCall(1, ""), 3))],
+        "function 3 arrived; the peer has named 0",
+    ),
+    "functions out of order": (
+        [bytes(call_frame(CompactCall(1, "m:f"), 2, b"m:f"))],
+        "number 2 was given a name after 0",
+    ),
     "a reply that lends memory": ([reply_frame(LENT)], "refers to lent memory on a channel that cannot lend"),
     "a call with more than there is memory": ([reply_frame(HUGE)], "4611686018427387904 bytes were announced"),
     "control messages out of order": (

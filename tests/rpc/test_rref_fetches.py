@@ -32,7 +32,7 @@ def test_the_owner_dies_between_the_creation_and_the_fetch(world: RpcWorld) -> N
 
 def test_the_owner_dies_while_the_user_reads(world: RpcWorld) -> None:
     pending = world["user"].begin(functions.create_and_wait, "owner")
-    eventually(lambda: calls_in_flight(world) == 2, "creation and fetch are at the owner")
+    eventually(lambda: calls_in_flight(world) > 0, "the creation is at the owner")
     world["owner"].kill()
     assert pending.result() == "OwnerLost: owner"
 
@@ -47,7 +47,7 @@ def test_the_deadline_passes_while_the_owner_is_stopped(world: RpcWorld) -> None
 def test_ctrl_c_in_a_fetch_cancels_the_fetch_and_leaves_the_value(world: RpcWorld) -> None:
     user = world["user"]
     pending = user.begin(functions.fetch_until_interrupted, "owner")
-    eventually(lambda: calls_in_flight(world) == 2, "creation and fetch are at the owner")
+    eventually(lambda: calls_in_flight(world) > 0, "the creation is at the owner")
     os.kill(user.pid, signal.SIGINT)
     assert pending.result() == "KeyboardInterrupt"
     world["owner"].run(functions.open_gate)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import creation_functions as functions
 import pytest
+import torch
 import write_counts
 from rpc_cluster import Cluster
 
@@ -55,3 +57,50 @@ def test_a_creation_is_there_before_a_reference_to_it(cluster: Cluster) -> None:
     for number in range(20):
         rref = rpc.remote("worker1", int, args=(number,))
         assert rpc_sync("worker2", rpc.RRef.to_here, args=(rref,)) == number
+
+
+RESULTS: dict[str, tuple[Any, Any]] = {  # functions of `remote()`, and what becomes of their results here
+    "none": (functions.none, None),
+    "plain": (functions.plain, {"a": [1, 2.5, "b"]}),
+    "tensor": (functions.tensor, torch.arange(4)),
+    "large tensor": (functions.large_tensor, torch.ones(1 << 18)),
+    "of a coroutine": (functions.of_a_coroutine, 3),
+    "pickled": (functions.pickled, functions.Point(1, 2)),
+    "with a reference": (functions.with_a_reference, 5),
+    "a stream": (functions.stream, [0, 1, 2]),
+}
+
+
+@pytest.mark.parametrize("name", ["worker1", "worker2", "worker3"])  # local channel, gRPC, TCP
+@pytest.mark.parametrize("result", RESULTS)
+def test_every_result_comes_with_its_creation_or_after_it(cluster: Cluster, name: str, result: str) -> None:
+    function, expected = RESULTS[result]
+    rref = rpc.remote(name, function)
+    for _ in range(2):  # the second time it is fetched
+        value = rref.to_here()
+        if isinstance(value, rpc.RRef):
+            value = value.to_here()
+        if result == "a stream":
+            assert list(value) == expected
+            break  # it was consumed
+        assert torch.equal(value, expected) if isinstance(expected, torch.Tensor) else value == expected
+    assert rref.confirmed_by_owner()
+    del rref, value
+    eventually(lambda: is_held_by_nobody_else(name), "the references are gone")
+
+
+@pytest.mark.parametrize("name", ["worker1", "worker2", "worker3"])
+def test_a_creation_that_fails_fails_the_wait_for_its_value(cluster: Cluster, name: str) -> None:
+    rref = rpc.remote(name, functions.failing)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="no value"):
+            rref.to_here()
+
+
+@pytest.mark.parametrize("name", ["worker1", "worker2", "worker3"])
+def test_a_result_that_cannot_be_sent_stays_where_it_is(cluster: Cluster, name: str) -> None:
+    rref = rpc.remote(name, functions.not_sendable)
+    for _ in range(2):
+        with pytest.raises(Exception, match=r"cannot be sent|pickle"):
+            rref.to_here()
+    assert rref.rpc_sync().is_set() is False

@@ -21,6 +21,7 @@ from rpcdist.transport._framing.frames import (
     parse,
     reply_frame,
     returned_frame,
+    want_value,
 )
 from rpcdist.transport._framing.outgoing import Outgoing
 from rpcdist.transport.wire_messages import (
@@ -79,8 +80,35 @@ def test_a_call_comes_back(call: CompactCall, number: int) -> None:
     assert fields(found) == fields(call)
 
 
-@given(REPLIES)
-def test_a_reply_comes_back(reply: CompactReply) -> None:
+@given(CALLS.filter(lambda call: call.result is not None))
+def test_a_creation_may_be_changed_to_want_the_value(call: CompactCall) -> None:
+    data = call_frame(call, 1, b"m:f")
+    assert isinstance(data, bytearray)
+    assert not want_value(data, call.id ^ 1) and want_value(data, call.id)
+    call.wants_value = True
+    [found] = parse(data, [])
+    assert fields(found) == fields(call)
+
+
+def test_the_value_of_a_creation_is_wanted_while_its_message_is_the_last_that_waits() -> None:
+    creation, other = CompactCall(7, "m:f", result=(1, 2, 3, 4, 5, 6)), CompactCall(8, "m:f")
+    outgoing = Outgoing()
+    assert not outgoing.want_value(7)  # nothing waits
+    outgoing.add(other)
+    assert not outgoing.want_value(8)  # what it returns is its value
+    outgoing.add(creation)
+    assert outgoing.want_value(7)
+    written = outgoing.next_envelope() or b""
+    assert [call.wants_value for call in parse(written, []) if isinstance(call, CompactCall)] == [False, True]
+    assert not outgoing.want_value(7)  # it has left
+    outgoing.add(creation)
+    outgoing.add(other)
+    assert not outgoing.want_value(7)
+
+
+@given(REPLIES, st.booleans())
+def test_a_reply_comes_back(reply: CompactReply, has_value: bool) -> None:
+    reply.has_value = reply.created and has_value
     [found] = parse(reply_frame(reply), [])
     assert fields(found) == fields(reply)
 
@@ -117,7 +145,7 @@ def test_a_fetch_names_no_function() -> None:
     assert isinstance(call, CompactCall) and (call.function, call.target) == ("", (1, 2, 3, 4, 5, 6))
 
 
-NAMED = call_frame(CompactCall(1, "m:f"), 1, b"m:f")
+NAMED = bytes(call_frame(CompactCall(1, "m:f"), 1, b"m:f"))
 LARGE = CompactReply(1)
 LARGE.large = [5]
 
@@ -144,6 +172,9 @@ LARGE.large = [5]
         (reply_frame(CompactReply(1))[:5] + b"\x20" + bytes(22), "history is cut off"),
         (reply_frame(CompactReply(1))[:5] + b"\x02" + bytes(22), ""),
         (reply_frame(CompactReply(1))[:5] + b"\x04" + bytes(22), "unknown flags (0x4)"),
+        (reply_frame(CompactReply(1))[:5] + b"\x42" + bytes(22), ""),
+        (reply_frame(CompactReply(1))[:5] + b"\x40" + bytes(22), "brings the value of no remote() along"),
+        (NAMED[:5] + b"\x42" + NAMED[6:], "a call arrived whose value is wanted, and that creates none"),
         (reply_frame(LARGE)[:36] + b"\xff\xff" + reply_frame(LARGE)[38:], "65535 large buffers were announced"),
         (reply_frame(LARGE)[:36] + b"\0\0" + reply_frame(LARGE)[38:], "0 large buffers were announced"),
         (b"\0" * 28, "unknown kind (0)"),

@@ -12,16 +12,17 @@ from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, RpcdistError, TransportError, WorkerLost
 from rpcdist.profile_ranges import is_profiling, record_function, record_until_done
+from rpcdist.rpc._autograd_hooks import current_autograd
 from rpcdist.rpc._calling.arguments import num_bytes_of
 from rpcdist.rpc._calling.call_table import INFINITE, CallTable, PendingCall
 from rpcdist.rpc._calling.call_timer import CallTimer
-from rpcdist.rpc._calling.creations import Creation, CreationListener
+from rpcdist.rpc._calling.creations import WITHHELD, Creation, CreationListener, ValueSink
 from rpcdist.rpc._calling.in_flight import COUNTED_FROM_BYTES, CallAdmission, InFlightBytes
 from rpcdist.rpc._calling.new_calls import CallMessage, NewCalls
 from rpcdist.rpc._calling.reply_sinks import FutureReplySink, Submit, SyncReplySink
 from rpcdist.rpc._calling.result_streams import StreamTable
 from rpcdist.rpc._executors.io_thread import IoThread
-from rpcdist.rpc._marshal.arrived_value import Arrived
+from rpcdist.rpc._marshal.arrived_value import Arrived, ArrivedNone
 from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.directory import COORDINATOR, Directory
@@ -179,8 +180,20 @@ class Caller:
         creation = Creation(share, listener, self._submit, self.allow_pickle)
         call, message, large = self._new_calls.of_function(to, func, args, kwargs, timeout_s, creation, share, on)
         self._send_in_turn(call, message, large)
-        creation.began(partial(self.cancel, call, None))
+        creation.began(call, partial(self.cancel, call, None))
         return creation
+
+    def fetch_created(self, creation: Creation) -> Any:
+        """The value of a `remote()`, if its message can be made to ask for that, too; else `WITHHELD`. Waits for it."""
+        if asyncio._get_running_loop() is not None or current_autograd.get() is not None:
+            return WITHHELD
+        value_sink = ValueSink(creation, self._marshal.allow_pickle)
+        try:
+            call = creation.want_value(value_sink, self.rpc_timeout_s or INFINITE)
+        except BaseException:  # Ctrl-C
+            creation.forget(value_sink)
+            raise
+        return WITHHELD if call is None else value_sink.wait(call, value_sink, None, call.session)
 
     def fetch(self, owner: int, share: ReferenceShare, timeout_s: float) -> Any:
         """The value of a remote reference, from its owner; waits for it."""
@@ -323,6 +336,8 @@ class Caller:
             id = message.id
             if message.body:
                 payload = self._marshal.arrived_compact(message, buffers, session.peer)
+            elif message.has_value:
+                payload = ArrivedNone()
         else:
             reply = message.reply
             id, is_stream = reply.id, reply.stream

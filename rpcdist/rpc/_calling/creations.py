@@ -5,17 +5,22 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import Cancelled
-from rpcdist.rpc._calling.reply_sinks import Submit
+from rpcdist.rpc._calling.call_table import PendingCall
+from rpcdist.rpc._calling.reply_sinks import Submit, SyncReplySink
+from rpcdist.rpc._marshal.arrived_value import Arrived
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc.future import Future
 
-__all__ = ["Creation", "CreationListener"]
+__all__ = ["WITHHELD", "Creation", "CreationListener", "ValueSink"]
+
+WITHHELD: Final = object()
+"""Stands for the value where the reply to a `remote()` did not bring it along."""
 
 
 class CreationListener(Protocol):
@@ -40,30 +45,59 @@ class Creation:
         may_unpickle: whether an exception may be unpickled.
     """
 
-    __slots__ = ("_call", "_error", "_future", "_has_ended", "_listener", "_lock", "_may_unpickle", "_share", "_submit")
+    __slots__ = (
+        "_call",
+        "_cancel",
+        "_error",
+        "_future",
+        "_has_ended",
+        "_listener",
+        "_lock",
+        "_may_unpickle",
+        "_share",
+        "_submit",
+        "_value_sink",
+    )
 
     def __init__(self, share: ReferenceShare, listener: CreationListener, submit: Submit, may_unpickle: bool) -> None:
         self._share = share
         self._listener = listener
         self._submit = submit
         self._may_unpickle = may_unpickle
-        self._lock = threading.Lock()  # around the four below
-        self._call: Callable[[], bool] | None = None  # ends it; None when it has ended
+        self._lock = threading.Lock()  # around all below
+        self._call: PendingCall | None = None  # this and the next: None when it has ended
+        self._cancel: Callable[[], bool] | None = None  # ends it
+        self._value_sink: ValueSink | None = None  # waits for the value, which comes with the reply
         self._future: Future[Any] | None = None
         self._has_ended = False
         self._error: BaseException | None = None
 
     def replied(self, failure: rpc_pb2.Failure | None, payload: object, jobs: list[PoolJob]) -> None:
+        value_sink = self._take_value_sink()
         if failure is not None:
             jobs.append((self._fail_with, (failure,)))
+            if value_sink is not None:
+                value_sink.replied(failure, None, jobs)
             return
         self._listener.on_created(self._share)
         future = self._end(None)
         if future is not None:  # its callbacks are code of users
             jobs.append((partial(future._complete, None), ()))
+        if value_sink is not None:
+            value_sink.replied(None, WITHHELD if payload is None else payload, jobs)
+        elif isinstance(payload, Arrived):  # who wanted it has given up
+            payload.discard()
 
     def failed(self, exc: BaseException) -> None:
+        value_sink = self._take_value_sink()
         self._submit(self.fail, exc)
+        if value_sink is not None:
+            value_sink.failed(exc)
+
+    def _take_value_sink(self) -> ValueSink | None:
+        with self._lock:
+            value_sink, self._value_sink = self._value_sink, None
+            return value_sink
 
     def _fail_with(self, failure: rpc_pb2.Failure) -> None:
         self.fail(exception_of(failure, may_unpickle=self._may_unpickle))
@@ -78,24 +112,57 @@ class Creation:
     def _end(self, error: BaseException | None) -> Future[Any] | None:
         with self._lock:
             self._has_ended = True
-            self._call = None
+            self._call = self._cancel = None
             self._error = error
             return self._future
 
-    def began(self, cancel: Callable[[], bool]) -> None:
+    def began(self, call: PendingCall, cancel: Callable[[], bool]) -> None:
         """The call was made; `cancel` ends it, and says whether that was before its outcome came."""
         with self._lock:
             if not self._has_ended:
-                self._call = cancel
+                self._call, self._cancel = call, cancel
 
     def cancel(self) -> bool:
         """Ends the call, so that the reference fails; False if it has ended. Runs callbacks on this thread."""
         with self._lock:
-            call = self._call
-        if call is None or not call():
+            cancel = self._cancel
+        if cancel is None or not cancel():
             return False
-        self.fail(Cancelled("it was cancelled before its value existed"))
+        value_sink, error = self._take_value_sink(), Cancelled("it was cancelled before its value existed")
+        self.fail(error)
+        if value_sink is not None:
+            value_sink.failed(error)
         return True
+
+    def want_value(self, value_sink: ValueSink, limit_s: float) -> PendingCall | None:
+        """Has the reply bring the value along, if the call's message has not left.
+
+        Args:
+            value_sink: gets the value, or `WITHHELD`; nobody else may wait for it.
+            limit_s: of the caller's wait. A call that may take longer is left alone.
+
+        Returns:
+            The call, for which the caller waits now; None where the value must be fetched.
+        """
+        call = self._call
+        if call is None or call.session is None or call.autograd is not None or call.timeout_s > limit_s:
+            return None
+        with self._lock:
+            if self._has_ended or self._value_sink is not None:
+                return None
+            self._value_sink = value_sink  # before the message asks: its reply may come at once
+        if call.session.want_value(call.id):
+            return call
+        self.forget(value_sink)
+        return None
+
+    def forget(self, value_sink: ValueSink) -> bool:
+        """Nobody waits for the value any more; False if it has come."""
+        with self._lock:
+            if self._value_sink is not value_sink:
+                return False
+            self._value_sink = None
+            return True
 
     def future(self) -> Future[Any]:
         """The same one each time; done when the owner holds the result."""
@@ -110,3 +177,16 @@ class Creation:
         elif error is not None:
             future._fail(error)
         return future
+
+
+class ValueSink(SyncReplySink):
+    """One blocked thread that wants what a `remote()` makes. The call goes on when that thread waits no longer."""
+
+    __slots__ = ("_creation",)
+
+    def __init__(self, creation: Creation, may_unpickle: bool) -> None:
+        super().__init__(may_unpickle)
+        self._creation = creation
+
+    def cancel(self, call: PendingCall, exc: BaseException | None) -> bool:
+        return self._creation.forget(self)

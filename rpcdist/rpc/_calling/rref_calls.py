@@ -14,6 +14,7 @@ from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.serial_calls import SerialCalls
 from rpcdist.rpc._autograd_hooks import AutogradHooks
 from rpcdist.rpc._calling.caller import Caller, Destination
+from rpcdist.rpc._calling.creations import WITHHELD, Creation
 from rpcdist.rpc._futures.collected import note_started
 from rpcdist.rpc._peers.calling_worker import calling_worker
 from rpcdist.rpc._peers.directory import Directory
@@ -81,9 +82,19 @@ class RRefCalls:
     def __repr__(self) -> str:
         return f"<RRefCalls of {self.my_name}>"
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Any:
-        """The value of a reference that another worker owns. A lost worker goes through `fetch_error`."""
+    def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
+        """The value of a reference that another worker owns. A lost worker goes through `fetch_error`.
+
+        Args:
+            state: of the reference.
+            timeout_s: as users write it.
+            creation: of the reference, if it was made here.
+        """
         check_not_forked()
+        if timeout_s == UNSET_RPC_TIMEOUT and isinstance(creation, Creation):
+            value = self._caller.fetch_created(creation)
+            if value is not WITHHELD:
+                return value
         return self._caller.fetch(self._rrefs.owner_of(state), ReferenceShare(state.rref, state.id), timeout_s)
 
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:

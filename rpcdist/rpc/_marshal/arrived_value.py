@@ -19,7 +19,7 @@ from rpcdist.rpc._values.compact import read_compact
 from rpcdist.rpc.future import Future
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, History
 
-__all__ = ["Arrived", "ArrivedCompact", "ArrivedValue", "OutgoingRRefs"]
+__all__ = ["Arrived", "ArrivedCompact", "ArrivedNone", "ArrivedValue", "OutgoingRRefs"]
 
 MAX_SHORT_BYTES: Final = 64 * 1024  # of a body; what is decoded on the I/O loop must not hold it up
 
@@ -55,6 +55,15 @@ class Arrived:
 
     def discard(self) -> None:
         """Gives back the remote references that nobody claimed; idempotent."""
+
+
+class ArrivedNone(Arrived):
+    """None, where something else says that a value has come."""
+
+    __slots__ = ()
+
+    def decode(self) -> object:
+        return None
 
 
 class ArrivedValue(Arrived):

@@ -48,6 +48,9 @@ class Loopback:
     def hold_back(self, send: Callable[[], object]) -> None:
         send()
 
+    def want_value(self, call: int) -> bool:
+        return False
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Nothing is under way: `send` copies at once."""
 

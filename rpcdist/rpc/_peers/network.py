@@ -51,6 +51,16 @@ class MessageSink(Protocol):
     def hold_back(self, send: Callable[[], object]) -> None:
         """Calls `send`; what it sends on this thread is queued until somebody calls `flush`, or `lead`; any thread."""
 
+    def want_value(self, call: int) -> bool:
+        """Has the reply to a `remote()` bring the result along, unless its message has left.
+
+        Args:
+            call: its number; it was the last message that this thread sent here.
+
+        Returns:
+            Whether it will; any thread.
+        """
+
     def abort_transfer(self, number: int, reason: str) -> None:
         """Stops sending the buffers of a message; any thread."""
 

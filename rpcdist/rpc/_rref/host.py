@@ -66,8 +66,8 @@ class RRefHome(Protocol):
     def check_sharable(self, rref: Any) -> object:
         """Raises `RRefError` if the reference cannot be shared."""
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Any:
-        """The value, from its owner; blocks."""
+    def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
+        """The value, from its owner; blocks. `creation`: the `CreationOutcome`, if the reference was made here."""
 
     def flush(self, to: int) -> None:
         """Has the creations that linger on their way to a worker sent now."""

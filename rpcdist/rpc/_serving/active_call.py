@@ -45,6 +45,7 @@ class ActiveCall:
         entry: for `remote()`: where the result is kept.
         autograd: the caller's context, in which the function runs.
         value: the share of the reference whose method is called, or whose value is fetched.
+        wants_value: for `remote()`: its caller waits for the result, too.
         target: the value that is fetched, or that a method is called on, which may not be there yet.
         counts_as_idle: it waits for other workers; a shutdown of this one does not wait for it.
         is_chained: the function has returned a future, and that is waited for.
@@ -67,6 +68,7 @@ class ActiveCall:
         "session",
         "target",
         "value",
+        "wants_value",
     )
 
     def __init__(
@@ -88,6 +90,7 @@ class ActiveCall:
         self.autograd: CallContext | None = None
         self.target: Future[Any] | None = None
         self.is_chained = False
+        self.wants_value = False
 
     def __repr__(self) -> str:
         return f"<call {self.id} from {self.session.peer.name}: {self.what}, {self.deadline!r}>"
@@ -101,6 +104,7 @@ class ActiveCall:
         active = cls(session, call.id, call.function, arguments, deadline)
         if call.result is not None:
             active.result = _share_of(call.result)
+            active.wants_value = call.wants_value
         if call.target is not None:
             active.value = _share_of(call.target)
         return active

@@ -410,17 +410,33 @@ class Dispatcher:
 
     def _finish_creation(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> None:
         """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
-        answer = partial(self._answer, active, CompactReply(active.id, created=True), (), ())
-        if not is_last:
-            self._rrefs.set_value(entry, result)
+        if is_last:
+            hooks.last_act = LastAct([], active.session)
+        self._rrefs.set_value(entry, result)
+        message, large, forks = self._created(active, result)
+        answer = partial(self._answer, active, message, large, forks)
+        last_act = hooks.last_act if is_last else None
+        if last_act is None:
             answer()
             return
-        hooks.last_act = last_act = LastAct([answer], active.session)
-        try:
-            self._rrefs.set_value(entry, result)
-        except BaseException:
-            last_act.answers.remove(answer)  # the caller fails the call
-            raise
+        last_act.answers.insert(0, answer)
+        if large and takes_long(large):
+            hooks.last_act = last_act._replace(is_long=True)
+
+    def _created(
+        self, active: ActiveCall, result: object
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+        """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
+        if active.wants_value and not is_generator(result):
+            try:
+                if result is not None:
+                    return self._encode(active, result)
+                reply = CompactReply(active.id, created=True)
+                reply.has_value = True
+                return reply, (), ()
+            except Exception as exc:  # the value exists all the same; the error is that of the fetch
+                logger.debug("the result of %s stays where it is: %r", active.what, exc)
+        return CompactReply(active.id, created=True), (), ()
 
     def _answer(
         self,
@@ -443,7 +459,8 @@ class Dispatcher:
         compact = self._marshal.compact(written, active.autograd)
         if compact is not None:
             value, history = compact
-            reply = CompactReply(active.id, value.body, value.num_tensors)
+            reply = CompactReply(active.id, value.body, value.num_tensors, active.entry is not None)
+            reply.has_value = reply.created
             reply.history = history
             return reply, value.large, ()
         message = rpc_pb2.Message()

@@ -21,6 +21,8 @@ Every frame begins with the same 28 bytes, little endian, and `size` bytes follo
     TARGET    CALL      two ids: a method of that reference; or its value, if no function is named
     CONTEXT   CALL      an autograd context (i64)
     CREATED   REPLY     nothing: the callee keeps the result
+    VALUE     CALL      nothing: the result is wanted, too; only with RESULT
+    VALUE     REPLY     nothing: the result is here, too; only with CREATED
     HISTORY   both      message (i64) and stamp (u64) of the value in the graph of the context
 
 Functions are numbered per session and direction, 1, 2, 3 and so on, at most `MAX_FUNCTIONS`.
@@ -67,6 +69,7 @@ __all__ = [
     "parse_chunk_head",
     "reply_frame",
     "returned_frame",
+    "want_value",
 ]
 
 CHUNK_BYTES = 1 << 19
@@ -90,8 +93,12 @@ CHUNK_HEAD_BYTES: Final = _HEAD_BYTES
 _MESSAGE, _CALL, _REPLY, _CHUNK, _RETURNED = range(1, 6)
 _LARGE, _NAMED, _RESULT, _TARGET, _CONTEXT, _HISTORY = 1, 2, 4, 8, 16, 32
 _CREATED: Final = 2
-_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY
-_REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY
+_VALUE: Final = 64
+_CALL_FLAGS: Final = _LARGE | _NAMED | _RESULT | _TARGET | _CONTEXT | _HISTORY | _VALUE
+_REPLY_FLAGS: Final = _LARGE | _CREATED | _HISTORY | _VALUE
+_FLAGS_AT: Final = 5
+_ID: Final = Struct("<Q")
+_ID_AT: Final = 12
 
 _TRANSFER: Final = Struct("<QH")
 _BUFFER: Final = Struct("<QQ")
@@ -135,8 +142,8 @@ def frame(message: rpc_pb2.Message) -> bytes:
     return _pack(len(body), _MESSAGE, 0, 0, 0, 0, 0) + body
 
 
-def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes:
-    """A call.
+def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes | bytearray:
+    """A call; that of a `remote()` may be changed by `want_value` while it waits.
 
     Args:
         number: of its function; 0 if it has none.
@@ -165,13 +172,16 @@ def call_frame(call: CompactCall, number: int, name: bytes = b"") -> bytes:
                 flags |= _HISTORY
                 parts.append(_HISTORY_FORM.pack(*call.history))
         body = b"".join((*parts, body))
-    return _pack(len(body), _CALL, flags, call.num_tensors, number, call.id, call.timeout_us) + body
+    head = _pack(len(body), _CALL, flags, call.num_tensors, number, call.id, call.timeout_us)
+    return head + body if call.result is None else bytearray(head) + body
 
 
 def reply_frame(reply: CompactReply) -> bytes:
     """A reply."""
     body = reply.body
-    flags = _CREATED if reply.created else 0
+    flags = 0
+    if reply.created:
+        flags = _CREATED | _VALUE if reply.has_value else _CREATED
     if reply.history is not None:
         flags |= _HISTORY
         body = _HISTORY_FORM.pack(*reply.history) + body
@@ -179,6 +189,14 @@ def reply_frame(reply: CompactReply) -> bytes:
         flags |= _LARGE
         body = _transfer_of(reply) + body
     return _pack(len(body), _REPLY, flags, reply.num_tensors, 0, reply.id, 0) + body
+
+
+def want_value(frame: bytearray, call: int) -> bool:
+    """Changes the frame of a `remote()` so that its reply brings the result along; False if it is another frame."""
+    if frame[4] != _CALL or not frame[_FLAGS_AT] & _RESULT or _ID.unpack_from(frame, _ID_AT)[0] != call:
+        return False
+    frame[_FLAGS_AT] |= _VALUE
+    return True
 
 
 def _transfer_of(message: CompactCall | CompactReply) -> bytes:
@@ -271,6 +289,10 @@ def _read_reply_flags(reply: CompactReply, flags: int, data: bytes | bytearray, 
     if flags & ~_REPLY_FLAGS:
         raise ProtocolViolation(f"a reply arrived with unknown flags ({flags:#x})")
     reply.created = bool(flags & _CREATED)
+    if flags & _VALUE:
+        if not reply.created:
+            raise ProtocolViolation("a reply arrived that brings the value of no remote() along")
+        reply.has_value = True
     if flags & _LARGE:
         at = _read_large(reply, data, at, end)
     return _read_history(reply, data, at, end) if flags & _HISTORY else at
@@ -295,6 +317,10 @@ def _read_call_flags(
             _define(names, number, call.function)
     if flags & _RESULT:
         call.result, at = _read_ids(data, at, end)
+    if flags & _VALUE:
+        if call.result is None:
+            raise ProtocolViolation("a call arrived whose value is wanted, and that creates none")
+        call.wants_value = True
     if flags & _TARGET:
         call.target, at = _read_ids(data, at, end)
     if flags & _CONTEXT:

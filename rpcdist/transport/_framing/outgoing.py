@@ -26,6 +26,7 @@ from rpcdist.transport._framing.frames import (
     frame,
     reply_frame,
     returned_frame,
+    want_value,
 )
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
@@ -84,7 +85,7 @@ class _OutgoingTransfer:
         return self.index == len(self.sizes)
 
 
-_Entry = tuple[bytes, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
+_Entry = tuple[bytes | bytearray, _OutgoingTransfer | None, int]  # a frame, its buffers, and its stream or 0
 
 
 def _stream_of(message: WireMessage) -> int:
@@ -197,6 +198,15 @@ class Outgoing:
                 self._frames.append((call_frame(call, number, name), transfer, 0))
                 self._functions[function] = number  # last: whoever finds it there queues behind the frame that names it
 
+    def want_value(self, call: int) -> bool:
+        """Changes the message of a `remote()` so that its reply brings the result along, if it waits, as the last."""
+        with self._lock:  # nobody takes it meanwhile
+            try:
+                data = self._frames[-1][0]
+            except IndexError:
+                return False
+            return isinstance(data, bytearray) and want_value(data, call)
+
     def add_returned(self, segments: Sequence[int]) -> None:
         """Queues the numbers of segments that the peer has lent, and may use again."""
         self._frames.append((returned_frame(segments), None, 0))
@@ -285,7 +295,7 @@ class Outgoing:
             size += len(data)
             if transfer is not None:
                 self._schedule(transfer)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return b"".join(parts)
 
     def _schedule(self, transfer: _OutgoingTransfer) -> None:
         """Gives a transfer its next turn, or lets go what it holds back."""
