@@ -59,7 +59,7 @@ class Home:
         self.fetch_error = host.manager.fetch_error
         self.host = host
 
-    def fetch(self, state: HandleState, timeout_s: float) -> Any:
+    def fetch(self, state: HandleState, timeout_s: float, creation: object = None) -> Any:
         return self.start_fetch(state, timeout_s).wait()
 
     def start_fetch(self, state: HandleState, timeout_s: float) -> Future[Any]:
