@@ -20,7 +20,7 @@ with atheris.instrument_imports(include=["rpcdist"]):
 
     from rpcdist._proto import handshake_pb2, rpc_pb2, rref_pb2, value_pb2
     from rpcdist.errors import RpcdistError
-    from rpcdist.rpc._rref.protobuf import decode_message
+    from rpcdist.rpc._rref.protobuf import decode_messages
     from rpcdist.rpc._values import decode, encode_into
     from rpcdist.rpc._values.compact import read_compact
     from rpcdist.rpc._values.plain import PlainWriter
@@ -62,7 +62,7 @@ def compact_values(data: bytes) -> None:
 
 def messages(data: bytes) -> None:
     """What references and handshakes say."""
-    decode_message(rref_pb2.RRefMessage.FromString(data))
+    decode_messages(rref_pb2.RRefMessage.FromString(data))
     identity_from_proto(handshake_pb2.Handshake.FromString(data).hello.identity)
 
 

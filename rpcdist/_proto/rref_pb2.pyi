@@ -12,7 +12,7 @@ class RRefDelivered(_message.Message):
     def __init__(self) -> None: ...
 
 class RRefMessage(_message.Message):
-    __slots__ = ("fork_request", "fork_confirmed", "fork_refused", "child_confirmed", "user_deleted", "share_query", "share_lost", "creation_query", "creation_probe", "creation_over")
+    __slots__ = ("fork_request", "fork_confirmed", "fork_refused", "child_confirmed", "user_deleted", "share_query", "share_lost", "creation_query", "creation_probe", "creation_over", "users_deleted")
     FORK_REQUEST_FIELD_NUMBER: _ClassVar[int]
     FORK_CONFIRMED_FIELD_NUMBER: _ClassVar[int]
     FORK_REFUSED_FIELD_NUMBER: _ClassVar[int]
@@ -23,6 +23,7 @@ class RRefMessage(_message.Message):
     CREATION_QUERY_FIELD_NUMBER: _ClassVar[int]
     CREATION_PROBE_FIELD_NUMBER: _ClassVar[int]
     CREATION_OVER_FIELD_NUMBER: _ClassVar[int]
+    USERS_DELETED_FIELD_NUMBER: _ClassVar[int]
     fork_request: ForkRequest
     fork_confirmed: ForkConfirmed
     fork_refused: ForkRefused
@@ -33,7 +34,8 @@ class RRefMessage(_message.Message):
     creation_query: CreationQuery
     creation_probe: CreationProbe
     creation_over: CreationOver
-    def __init__(self, fork_request: _Optional[_Union[ForkRequest, _Mapping]] = ..., fork_confirmed: _Optional[_Union[ForkConfirmed, _Mapping]] = ..., fork_refused: _Optional[_Union[ForkRefused, _Mapping]] = ..., child_confirmed: _Optional[_Union[ChildConfirmed, _Mapping]] = ..., user_deleted: _Optional[_Union[UserDeleted, _Mapping]] = ..., share_query: _Optional[_Union[ShareQuery, _Mapping]] = ..., share_lost: _Optional[_Union[ShareLost, _Mapping]] = ..., creation_query: _Optional[_Union[CreationQuery, _Mapping]] = ..., creation_probe: _Optional[_Union[CreationProbe, _Mapping]] = ..., creation_over: _Optional[_Union[CreationOver, _Mapping]] = ...) -> None: ...
+    users_deleted: UsersDeleted
+    def __init__(self, fork_request: _Optional[_Union[ForkRequest, _Mapping]] = ..., fork_confirmed: _Optional[_Union[ForkConfirmed, _Mapping]] = ..., fork_refused: _Optional[_Union[ForkRefused, _Mapping]] = ..., child_confirmed: _Optional[_Union[ChildConfirmed, _Mapping]] = ..., user_deleted: _Optional[_Union[UserDeleted, _Mapping]] = ..., share_query: _Optional[_Union[ShareQuery, _Mapping]] = ..., share_lost: _Optional[_Union[ShareLost, _Mapping]] = ..., creation_query: _Optional[_Union[CreationQuery, _Mapping]] = ..., creation_probe: _Optional[_Union[CreationProbe, _Mapping]] = ..., creation_over: _Optional[_Union[CreationOver, _Mapping]] = ..., users_deleted: _Optional[_Union[UsersDeleted, _Mapping]] = ...) -> None: ...
 
 class ForkRequest(_message.Message):
     __slots__ = ("rref", "fork")
@@ -88,6 +90,12 @@ class UserDeleted(_message.Message):
     rref: _value_pb2.UniqueId
     fork: _value_pb2.UniqueId
     def __init__(self, rref: _Optional[_Union[_value_pb2.UniqueId, _Mapping]] = ..., fork: _Optional[_Union[_value_pb2.UniqueId, _Mapping]] = ...) -> None: ...
+
+class UsersDeleted(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    def __init__(self, ids: _Optional[bytes] = ...) -> None: ...
 
 class ShareQuery(_message.Message):
     __slots__ = ("rref", "fork")

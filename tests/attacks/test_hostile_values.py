@@ -13,7 +13,7 @@ from rpcdist._proto import rpc_pb2, rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation, SerializationError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.announcements import Announcements
-from rpcdist.rpc._rref.protobuf import decode_message
+from rpcdist.rpc._rref.protobuf import decode_messages
 from rpcdist.rpc._values import decode
 from rpcdist.rpc._values.rebuild import MAX_UNTRUSTED_TENSORS
 from rpcdist.transport._framing.frames import Chunk
@@ -109,7 +109,12 @@ def test_an_announcement_takes_no_memory() -> None:
 def test_a_reason_that_is_none_ends_the_session_by_name() -> None:
     """It was a `ValueError`, with a traceback in the log; found by `make fuzz`."""
     with pytest.raises(ProtocolViolation, match="24 is not a valid Reason"):
-        decode_message(rref_pb2.RRefMessage(fork_refused=rref_pb2.ForkRefused(reason=24)))  # type: ignore[arg-type]
+        decode_messages(rref_pb2.RRefMessage(fork_refused=rref_pb2.ForkRefused(reason=24)))  # type: ignore[arg-type]
+
+
+def test_deletions_that_are_cut_off_end_the_session_by_name() -> None:
+    with pytest.raises(ProtocolViolation, match="arrived in 47 bytes"):
+        decode_messages(rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=bytes(47))))
 
 
 def test_announcements_of_one_session_share_one_limit() -> None:

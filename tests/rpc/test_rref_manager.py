@@ -17,7 +17,9 @@ from rpcdist.errors import DeadlineExceeded, LeaseExpired, OwnerLost, RRefError,
 from rpcdist.ids import Identity
 from rpcdist.rpc._rref.handles import HandleState, copy_outcome
 from rpcdist.rpc._rref.identifiers import ReferenceShare
-from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.manager import MOST_AT_ONCE, RRefManager
+from rpcdist.rpc._rref.messages import UserDeleted
+from rpcdist.rpc._rref.protobuf import encode_deletions
 from rpcdist.rpc.future import Future
 from rpcdist.rpc.rref import RRef
 
@@ -401,3 +403,34 @@ def test_a_drop_that_another_thread_notices_meanwhile_is_no_error(cluster: Clust
     manager._tables.dropped = TakenMeanwhile()
     manager.drain()
     assert manager.debug_info()["num_pending_users"] == "0"
+
+
+def test_references_that_end_together_are_told_in_one_message(cluster: Cluster) -> None:
+    number = 2 * MOST_AT_ONCE + 1
+    made = [cluster.remote(0, to, value=to) for to in (1, 2) for _ in range(number)]
+    for _, deliver in made:
+        deliver()
+    cluster.run()
+    assert cluster.info(1)[0] == cluster.info(2)[0] == number
+    del made, deliver, _
+    gc.collect()
+    cluster.hosts[0].manager.drain()
+    told = [(to, len(message.users_deleted.ids) // 48 or 1) for _, to, message in cluster.queue]
+    assert len(told) <= 6 and sum(count for to, count in told if to == 1) == number
+    cluster.assert_empty()
+
+
+def test_a_deletion_ends_no_reference_of_another_worker(cluster: Cluster) -> None:
+    """Whoever names forks of others in one of many deletions ends its own only."""
+    first, deliver_first = cluster.remote(0, 1, value="of 0")
+    second, deliver_second = cluster.remote(2, 1, value="of 2")
+    deliver_first()
+    deliver_second()
+    cluster.run()
+    shares = [(rref._handle.state.rref, rref._handle.state.id) for rref in (first, second)]
+    deletions = encode_deletions([UserDeleted(rref, fork) for rref, fork in shares])
+    assert deletions.WhichOneof("body") == "users_deleted"
+    cluster.hosts[1].manager.on_message(2, 102, deletions)
+    assert cluster.info(1)[0] == 1 and first.to_here() == "of 0"
+    del first, second
+    cluster.assert_empty()

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable
-from typing import Any
+from contextlib import suppress
+from typing import Any, Final
 
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.deadline import Deadline
@@ -18,14 +19,17 @@ from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_fu
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
-from rpcdist.rpc._rref.protobuf import decode_message, id_from_pb, id_to_pb
+from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
 from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
 
-__all__ = ["RRefManager"]
+__all__ = ["MOST_AT_ONCE", "RRefManager"]
+
+MOST_AT_ONCE: Final = 64
+"""So many references end in one step, and in one message: the lock is not held longer by a hundred thousand of them."""
 
 
 class RRefManager:
@@ -229,7 +233,13 @@ class RRefManager:
 
     def on_message(self, sender: int, incarnation: int, message: rref_pb2.RRefMessage) -> None:
         """A control message arrived."""
-        self._tables.feed(events.MessageArrived(Incarnation(sender, incarnation), decode_message(message)))
+        node = Incarnation(sender, incarnation)
+        arrived = [events.MessageArrived(node, decoded) for decoded in decode_messages(message)]
+        if len(arrived) == 1:
+            self._tables.feed(arrived[0])
+        else:
+            for at in range(0, len(arrived), MOST_AT_ONCE):
+                self._tables.feed_deletions(arrived[at : at + MOST_AT_ONCE])
 
     # ------------------------------------------------------------ death of others
 
@@ -270,15 +280,18 @@ class RRefManager:
 
     def drain(self) -> None:
         """Notices the handles that were collected. Called often, on any thread: by a timer, before messages go out."""
-        while self._tables.dropped:
-            try:
-                rref, id = self._tables.dropped.popleft()
-            except IndexError:  # another thread has taken the last one
-                return
+        while ended := self._take_dropped():
             with self._tables.lock:
-                state = self._tables.states.pop(id, None)
-            self._tables.feed(events.HandleDropped(rref, id))
-            del state  # it may be the last to hold the value, whose end runs user code: not under the lock
+                states = [self._tables.states.pop(event.handle, None) for event in ended]
+            self._tables.feed_deletions(ended)
+            del states  # they may be the last to hold the values, whose end runs user code: not under the lock
+
+    def _take_dropped(self) -> list[events.HandleDropped]:
+        dropped, ended = self._tables.dropped, list[events.HandleDropped]()
+        with suppress(IndexError):  # another thread has taken the last one
+            while dropped and len(ended) < MOST_AT_ONCE:
+                ended.append(events.HandleDropped(*dropped.popleft()))
+        return ended
 
     def delete_all_user_and_unforked_owner_rrefs(self, timeout_s: float, others: bool = True) -> bool:
         """Drops every reference that this worker holds, and waits until the owners were told; blocks.

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from struct import Struct
+from typing import Final
+
 from rpcdist._proto import rref_pb2, value_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.rpc._rref import messages
 from rpcdist.rpc._rref.identifiers import UniqueId
 
-__all__ = ["decode_message", "encode_message", "id_from_pb", "id_to_pb"]
+__all__ = ["decode_messages", "encode_deletions", "encode_message", "id_from_pb", "id_to_pb"]
+
+_IDS: Final = Struct("<qqQqqQ")
 
 _WITH_FORK: dict[str, type[messages.ForkMessage]] = {
     "fork_request": messages.ForkRequest,
@@ -47,8 +53,29 @@ def encode_message(message: messages.Message) -> rref_pb2.RRefMessage:
     return encoded
 
 
-def decode_message(encoded: rref_pb2.RRefMessage) -> messages.Message:
-    """Raises `ProtocolViolation` for a message of a kind, or with a reason, that this version does not know."""
+def encode_deletions(deleted: Sequence[messages.UserDeleted]) -> rref_pb2.RRefMessage:
+    """One message for all of them, which go to one owner."""
+    if len(deleted) == 1:
+        return encode_message(deleted[0])
+    ids = b"".join([_IDS.pack(*message.rref, *message.fork) for message in deleted])
+    return rref_pb2.RRefMessage(users_deleted=rref_pb2.UsersDeleted(ids=ids))
+
+
+def decode_messages(encoded: rref_pb2.RRefMessage) -> Sequence[messages.Message]:
+    """One message, or several deletions.
+
+    Raises:
+        ProtocolViolation: it is of a kind, or has a reason, that this version does not know, or is cut off.
+    """
+    if encoded.WhichOneof("body") != "users_deleted":
+        return (_decode(encoded),)
+    ids = encoded.users_deleted.ids
+    if len(ids) % _IDS.size:
+        raise ProtocolViolation(f"the deletion of references arrived in {len(ids)} bytes, which is no number of them")
+    return [messages.UserDeleted(UniqueId(*pair[:3]), UniqueId(*pair[3:])) for pair in _IDS.iter_unpack(ids)]
+
+
+def _decode(encoded: rref_pb2.RRefMessage) -> messages.Message:
     name = encoded.WhichOneof("body")
     if name == "fork_refused":
         refused = encoded.fork_refused

@@ -12,14 +12,15 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+from rpcdist._proto import rref_pb2
 from rpcdist.errors import WorkerLost
 from rpcdist.rpc._rref import actions, events
 from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare, RRefId, UniqueId
-from rpcdist.rpc._rref.messages import Reason
+from rpcdist.rpc._rref.messages import Reason, UserDeleted
 from rpcdist.rpc._rref.problems import Losses, replaced
-from rpcdist.rpc._rref.protobuf import encode_message
+from rpcdist.rpc._rref.protobuf import encode_deletions, encode_message
 from rpcdist.rpc._rref.protocol import RRefProtocol
 from rpcdist.rpc.future import Future
 from rpcdist.transport.fork import check_not_forked
@@ -141,14 +142,38 @@ class RRefTables:
             effect()
         return todo
 
-    def _send(self, action: actions.SendControl, effects: list[Callable[[], object]]) -> None:
-        effects.append(lambda: self._send_now(action))
+    def feed_deletions(self, events: Sequence[events.HandleDropped | events.MessageArrived]) -> None:
+        """`feed` for several events that end references: as a user, or, by what users tell, as the owner.
 
-    def _send_now(self, action: actions.SendControl) -> None:
-        if not self.is_replaced(action.to):
-            self._host.send_control(action.to.worker, encode_message(action.message))
-        elif action.to not in self.losses:
-            self.lose(action.to, replaced(self.name(action.to)))
+        The protocol answers those with nothing but deletions, of which an owner gets one message, and values that go.
+        """
+        check_not_forked()
+        effects: list[Callable[[], object]] = []
+        deleted: dict[Incarnation, list[UserDeleted]] = {}
+        with self.lock:
+            if self.closed:
+                return
+            for event in events:
+                for action in self.protocol.handle(event):
+                    if isinstance(action, actions.SendControl) and isinstance(action.message, UserDeleted):
+                        deleted.setdefault(action.to, []).append(action.message)
+                    else:
+                        _ACTIONS[type(action)](self, action, effects)
+            if self.num_waiting:
+                self.changed.notify_all()
+        for effect in effects:
+            effect()
+        for owner, messages in deleted.items():
+            self._send_now(owner, encode_deletions(messages))
+
+    def _send(self, action: actions.SendControl, effects: list[Callable[[], object]]) -> None:
+        effects.append(lambda: self._send_now(action.to, encode_message(action.message)))
+
+    def _send_now(self, to: Incarnation, message: rref_pb2.RRefMessage) -> None:
+        if not self.is_replaced(to):
+            self._host.send_control(to.worker, message)
+        elif to not in self.losses:
+            self.lose(to, replaced(self.name(to)))
 
     def _confirm(self, action: actions.Confirm, effects: list[Callable[[], object]]) -> None:
         state = self.states.get(action.handle)
