@@ -2,7 +2,7 @@
 BIN := .venv/bin
 READY := .venv/.ready
 # Processes that share the tests, whose time is mostly waiting.
-TEST_WORKERS ?= 2
+TEST_WORKERS ?= 3
 # For each decoder of `make fuzz`.
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
