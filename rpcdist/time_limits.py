@@ -107,6 +107,7 @@ __all__ = [
     "NCCL_WORK_POLL_S",
     "NODE_STOP_LIMIT_S",
     "PARKED_LIMIT_S",
+    "PAYLOADS_END_LIMIT_S",
     "PEER_TIMEOUT_S",
     "PIPELINE_ABORT_LIMIT_S",
     "PIPELINE_GRACE_S",
@@ -212,6 +213,9 @@ GRPC_GREETING_LIMIT_S: Final = 5.0
 """TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; then it is closed."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
 """Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
+PAYLOADS_END_LIMIT_S: Final = 1.0
+"""From the end of one of a session's connections to the end of the session: what was written on the others before, or
+why the peer ends it, has so long to come."""
 HEALTH_ANSWER_LIMIT_S: Final = 5.0
 """One health probe from its connection to its answer, measured by the process that is asked; then it is closed."""
 REFUSAL_LIMIT_S: Final = 1.0

@@ -12,6 +12,7 @@ import asyncio
 import logging
 import socket
 from collections.abc import Coroutine
+from functools import partial
 from typing import Any, NamedTuple
 
 import grpc.aio
@@ -34,12 +35,17 @@ from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, local_name
 from rpcdist.transport._channels.tls_pipe import connected_pipe
+from rpcdist.transport._striping.stripe_connection import Place
+from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
+from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import split_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ClientHandshake
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.link import Link
+from rpcdist.transport.roles import SOCKET_ROLE, socket_purpose
 from rpcdist.transport.session import NullHandler, Session, SessionHandler
 from rpcdist.transport.unary_proof import SESSION_PATH, RequestProver
 
@@ -145,24 +151,50 @@ class Connector:
         wanted: _Wanted,
         limit: Deadline,
         connection: grpc.aio.Channel | None = None,
+        tcp: tuple[str, int] | None = None,
     ) -> Link:
-        """The link over a raw socket, with gRPC's `connection` beside it for unary calls.
+        """The link over a raw socket, with gRPC's `connection` beside it for unary calls; `tcp`: where it leads.
 
         Raises:
             OSError: nobody was there. (`TransportError` is one, too.)
             TransportError, TimeoutError: the handshake failed; whatever is wrong, gRPC has the last word.
         """
         async with asyncio.timeout(limit.wait_s()):
-            raw = await connecting
-            try:
-                used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
-                handshake = self._credentials.client_handshake(wanted.role, wanted.expected, channel=ends)
-                await prove_client(pipe, handshake)
-            except BaseException:
-                raw.close()
-                raise
+            used, handshake = await self._proven(connecting, wanted)
         channel = SocketChannel(used, wanted.address)
-        return self._link(wanted, channel, handshake, connection or self._grpc_connection(wanted.address)[0])
+        return self._link(wanted, channel, handshake, connection or self._grpc_connection(wanted.address)[0], tcp)
+
+    async def _proven(
+        self, connecting: Coroutine[Any, Any, socket.socket], wanted: _Wanted, purpose: str = ""
+    ) -> tuple[socket.socket | TlsSocket, ClientHandshake]:
+        """A raw connection whose two ends have proven themselves."""
+        raw = await connecting
+        try:
+            used, pipe, ends = await connected_pipe(raw, wanted.address, self._credentials)
+            handshake = self._credentials.client_handshake(wanted.role, wanted.expected, purpose=purpose, channel=ends)
+            await prove_client(pipe, handshake)
+        except BaseException:
+            raw.close()
+            raise
+        return used, handshake
+
+    async def _open_payload_connections(
+        self, place: tuple[str, int], wanted: _Wanted, session_id: bytes
+    ) -> list[socket.socket | TlsSocket]:
+        """Those that carry a session's large messages; see `OpenConnections`."""
+        count = num_connections()
+        opened: list[socket.socket | TlsSocket] = []
+        wanted = wanted._replace(role=SOCKET_ROLE)
+        try:
+            async with asyncio.timeout(TCP_CHANNEL_LIMIT_S):
+                for index in range(count):
+                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, Place(index, count)))
+                    opened.append((await self._proven(connect_tcp(*place), wanted, purpose))[0])
+        except BaseException:
+            for connection in opened:
+                connection.close()
+            raise
+        return opened
 
     async def _connect_by_grpc(self, wanted: _Wanted, may_be_tcp: bool, deadline: Deadline) -> Link:
         """The link over gRPC, or over TCP where the server is reached in that way, too."""
@@ -200,7 +232,8 @@ class Connector:
         host, _ = split_address(wanted.address)
         limit = Deadline.after(TCP_CHANNEL_LIMIT_S)
         try:
-            return await self._connect_raw(connect_tcp(host, port), wanted._replace(expected=server), limit, connection)
+            wanted = wanted._replace(expected=server)
+            return await self._connect_raw(connect_tcp(host, port), wanted, limit, connection, (host, port))
         except OSError as exc:
             logger.info("no TCP channel to %s, so gRPC is used: %s", wanted.address, _reason(exc))
             return None
@@ -216,8 +249,10 @@ class Connector:
         channel: ReadChannel | DirectChannel,
         handshake: ClientHandshake,
         connection: grpc.aio.Channel,
+        tcp: tuple[str, int] | None = None,
     ) -> Link:
         keys = handshake.session
+        opener = partial(self._open_payload_connections, tcp, wanted, keys.session_id) if tcp else None
         session = Session(
             self._io,
             channel,
@@ -227,6 +262,8 @@ class Connector:
             handler=wanted.handler or NullHandler(),
             silence_limit_s=self._silence_limit_s,
             by_me=True,
+            has_payload_connections=tcp is not None,
+            open_connections=opener,
         )
         host, port = split_address(wanted.address)
         fork.note_peer_port(port, host)

@@ -2,11 +2,15 @@
 
 [Note: order] One thread at a time reads: the loop, or one that leads. A leader hands messages on itself if the handler
 takes them anywhere, and leaves the others to the loop. Until the loop has handled those, all that comes after them goes
-the same way, whoever reads it. So the handler gets everything in order, and one message at a time.
+the same way, whoever reads it. So the handler gets everything in order.
+
+Payload connections have readers of their own, whose messages have no place in that order. The lock sees to it that the
+handler gets one message at a time nevertheless.
 """
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from contextvars import Context
@@ -53,6 +57,7 @@ class HandingOn:
         self._session = session
         self._handler = handler
         self._failed = failed
+        self._one_at_a_time = threading.Lock()
         self._left_to_loop: deque[list[Delivery]] = deque()
         self._has_failed = False
 
@@ -70,7 +75,8 @@ class HandingOn:
             else:
                 may_be_here = True
             if may_be_here:
-                self._handler.on_messages(self._session, messages)
+                with self._one_at_a_time:
+                    self._handler.on_messages(self._session, messages)
                 return
         self._left_to_loop.append(messages)
         # In a context of its own: that of this thread may be one of the user's, with a deadline.
@@ -80,7 +86,8 @@ class HandingOn:
         """On the loop; one entry for each time it is called."""
         try:
             if not (self._has_failed or self._session.has_ended):
-                self._handler.on_messages(self._session, self._left_to_loop[0])
+                with self._one_at_a_time:
+                    self._handler.on_messages(self._session, self._left_to_loop[0])
         except Exception as exc:
             self._has_failed = True  # what comes after it would be handled out of order: none of it is
             self._failed(exc)

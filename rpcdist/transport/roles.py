@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Any, Final, Protocol
 
 from rpcdist._proto import handshake_pb2
 from rpcdist.ids import Identity
@@ -34,11 +33,18 @@ Refuse = Callable[[Identity], str | None]
 class SocketTaker(Protocol):
     """Takes raw sockets. Called on the I/O loop."""
 
-    def refusal(self, purpose: str) -> str:
-        """Why no connection for `purpose` can be taken now, or nothing."""
+    @property
+    def speaks_tls(self) -> bool:
+        """Whether it takes connections with TLS as they are; else it gets plain sockets that lead to them."""
 
-    def put(self, purpose: str, connection: socket.socket) -> bool:
-        """Takes a connection, which is not blocking; False if it came too late, and then it is closed."""
+    def refusal(self, purpose: str, peer: Identity) -> str:
+        """Why no connection of `peer`, which is proven, for `purpose` can be taken now, or nothing."""
+
+    def put(self, purpose: str, connection: Any) -> bool:
+        """Takes a connection, which is not blocking; False if it came too late, and then it is closed.
+
+        It is a socket, or a `TlsSocket` where the taker `speaks_tls`.
+        """
 
 
 def socket_purpose(taker: str, purpose: str) -> str:
@@ -120,11 +126,18 @@ class Roles:
         if hello.role == SOCKET_ROLE:
             name, _, purpose = hello.purpose.partition("/")
             taker = self._socket_takers.get(name)
-            return (taker.refusal(purpose) or None) if taker else "nobody takes such sockets here; has it been closed?"
+            if taker is None:
+                return "nobody takes such sockets here; has it been closed?"
+            return taker.refusal(purpose, identity_from_proto(hello.identity)) or None
         refuse = self._refusals.get(hello.role)
         return refuse(identity_from_proto(hello.identity)) if refuse is not None else None
 
-    def hand_over(self, purpose: str, connection: socket.socket) -> bool:
+    def speaks_tls(self, purpose: str) -> bool:
+        """See `SocketTaker`; of the taker that is meant."""
+        taker = self._socket_takers.get(purpose.partition("/")[0])
+        return taker is not None and taker.speaks_tls
+
+    def hand_over(self, purpose: str, connection: Any) -> bool:
         """Gives a raw socket to its taker; False if that is gone, and then the caller closes it."""
         name, _, rest = purpose.partition("/")
         taker = self._socket_takers.get(name)

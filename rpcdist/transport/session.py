@@ -31,6 +31,7 @@ from rpcdist.transport._framing.frames import (
 )
 from rpcdist.transport._framing.incoming import Delivery, Incoming, IncomingBuffer, heap_buffer
 from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport._striping.striping import OpenConnections, Striping
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.heartbeats import Heartbeats
@@ -118,6 +119,7 @@ class Session:
 
     Attributes:
         peer: who is at the other end; proven by the handshake.
+        striping: its further connections, for payloads; None where it has none.
         role: what the connection is for.
         id: the session's number on both sides.
         opened_by_me: whether this process opened the connection.
@@ -130,6 +132,8 @@ class Session:
         handler: gets what arrives.
         silence_limit_s: the peer counts as lost after so many seconds without a sign of life.
         by_me: whether this process opened the connection.
+        has_payload_connections: whether further connections may carry its large messages.
+        open_connections: opens those; None where the peer opens them.
     """
 
     def __init__(
@@ -143,6 +147,8 @@ class Session:
         handler: SessionHandler,
         silence_limit_s: float,
         by_me: bool,
+        has_payload_connections: bool = False,
+        open_connections: OpenConnections | None = None,
     ) -> None:
         self.peer = peer
         self.role = role
@@ -162,6 +168,9 @@ class Session:
         self._handing_on = HandingOn(io, self, handler, self._left_to_loop_failed)
         self._main = threading.main_thread().ident
         self._shield = SignalShield()
+        self.striping: Striping | None = None
+        if has_payload_connections:
+            self.striping = self._outgoing.striper = Striping(io, self, self._incoming, peer.name, open_connections)
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
@@ -255,6 +264,8 @@ class Session:
                 await self._read_loop()
         except TransportError as exc:
             reason = str(exc)
+            if self.striping is not None and self.closed_reason is None:
+                await self.striping.read_out()
         except asyncio.CancelledError:
             reason = "connection closed at this end"
             raise
@@ -272,6 +283,8 @@ class Session:
         self._writer.end()
         self._ended.set()
         self._incoming.close()
+        if self.striping is not None:
+            self.striping.close()
         if self._shared is not None:
             self._shared.close()
         self._handler.on_closed(self, reason)
@@ -330,11 +343,25 @@ class Session:
                 if self._shared is not None:
                     self._shared.lent.returned(message.numbers)
                 continue
-            delivery = self._incoming.announce(message) if message.large else (message, [])
+            delivery = self._announce(message) if message.large else (message, [])
             if delivery is not None:
                 messages.append(delivery)
         if messages:  # all of an envelope at once: calls go to the pool with one wake-up
             self._handing_on.hand_on(messages)
+
+    def _announce(self, message: WireMessage) -> Delivery | None:
+        if self.striping is not None:
+            self.striping.note(sum(message.large))
+        return self._incoming.announce(message)
+
+    def on_striped(self, delivery: Delivery | None) -> None:
+        """See `StripedSession`."""
+        self.last_received = time.monotonic()
+        self._deliver(delivery)
+
+    def on_all_written(self) -> None:
+        """See `StripedSession`."""
+        self._io.call_soon(self._writer.wake)
 
     @property
     def has_ended(self) -> bool:

@@ -35,6 +35,7 @@ from rpcdist.errors import (
     RpcdistError,
     TransportError,
 )
+from rpcdist.ids import Identity
 from rpcdist.time_limits import (
     CHECK_INTERVAL_S,
     HUB_OPEN_LIMIT_S,
@@ -235,10 +236,12 @@ class SocketHub:
 class _Taker:
     """Files the connections that come in the waiting room."""
 
+    speaks_tls = False
+
     def __init__(self, room: WaitingRoom) -> None:
         self._room = room
 
-    def refusal(self, purpose: str) -> str:
+    def refusal(self, purpose: str, peer: Identity) -> str:
         return self._room.refusal(purpose)
 
     def put(self, purpose: str, connection: socket.socket) -> bool:

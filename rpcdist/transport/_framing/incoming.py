@@ -1,8 +1,13 @@
-"""Reassembly of large buffers from chunks: pure bookkeeping, no I/O.
+"""Reassembly of large buffers from chunks, or from stripes: bookkeeping, no I/O.
+
+Chunks come on the connection that brought the announcement. Stripes come on others, each read by a thread of its own,
+and perhaps before the announcement: they name it by its place in the order of all announcements.
 
 Invariants:
     1. A message is delivered once, when every byte of every buffer that it announced has arrived, or was lent.
-    2. The chunks of one buffer arrive in order, and none exceeds the announced size; anything else is a violation.
+    2. The chunks of one buffer arrive in order, the bytes of a stripe, too, and none exceeds the announced size;
+       anything else is a violation. A transfer comes in chunks or in stripes, not in both: no byte is counted twice,
+       so none is missing when all have been counted.
     3. Memory for a buffer is taken when its first bytes arrive, so that an announcement alone costs nothing, and given
        back when its transfer is aborted or the session ends.
     4. What a peer has announced and not sent is bounded, in bytes and in buffers of one message.
@@ -10,12 +15,14 @@ Invariants:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Mapping
 from typing import Final, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.frames import Chunk
+from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport.announced_bytes import AnnouncedBytes
 from rpcdist.transport.wire_messages import WireMessage
 
@@ -55,17 +62,24 @@ def _nothing_is_lent(message: WireMessage) -> Mapping[int, IncomingBuffer]:
 
 
 class _IncomingTransfer:
-    """A message whose buffers are arriving; None stands for one of which nothing has come."""
+    """A message whose buffers are arriving; None stands for one of which nothing has come.
 
-    __slots__ = ("allocate", "buffers", "filled", "message", "missing")
+    `stripes` are the cursors by the number of the stripe, once one has begun, and `is_chunked` says that a chunk has.
+    """
+
+    __slots__ = ("allocate", "buffers", "filled", "is_chunked", "message", "missing", "ordinal", "stripes")
 
     def __init__(
         self,
         message: WireMessage,
         lent: Mapping[int, IncomingBuffer],
         allocate: Callable[[int], IncomingBuffer],
+        ordinal: int,
     ) -> None:
         sizes = message.large
+        self.ordinal = ordinal
+        self.is_chunked = False
+        self.stripes: dict[int, StripeCursor] = {}
         self.message = message
         self.allocate = allocate
         self.buffers: list[IncomingBuffer | None] = [lent.get(index) for index in range(len(sizes))]
@@ -83,9 +97,18 @@ class _IncomingTransfer:
                 raise ProtocolViolation(f"no memory for {size} announced bytes: {exc}") from exc
         return buffer
 
+    def of_stripe(self, index: int, count: int, size: int) -> list[memoryview]:
+        """Where the next bytes of a stripe belong."""
+        if self.is_chunked or self.message.loans:
+            raise ProtocolViolation("a message came in chunks or lent memory, and in stripes")
+        cursor = self.stripes.get(index)
+        if cursor is None:
+            cursor = self.stripes[index] = StripeCursor(self.message.large, index, count)
+        return [self.buffer(number).view[start:end] for number, start, end in cursor.take_all(size)]
+
 
 class Incoming:
-    """The transfers of one session that are under way.
+    """The transfers of one session that are under way. Threads that read stripes may use it beside the one that reads.
 
     Args:
         allocate: takes memory for a buffer.
@@ -103,11 +126,19 @@ class Incoming:
         self._borrow = borrow
         self._announced = AnnouncedBytes() if announced is None else announced
         self._transfers: dict[int, _IncomingTransfer] = {}
+        self._num_announced = 0  # messages with large buffers, as the peer counts them, too
+        self._by_ordinal: dict[int, _IncomingTransfer] = {}
+        self._has_ended = False  # no announcement follows
+        self._changed = threading.Condition()  # around all of it
 
     def __repr__(self) -> str:
-        return (
-            f"<Incoming {len(self._transfers)} transfers, {sum(t.missing for t in self._transfers.values())} B missing>"
-        )
+        return f"<Incoming {len(self._transfers)} transfers, {self.missing} B missing>"
+
+    @property
+    def missing(self) -> int:
+        """Bytes that were announced and have not come."""
+        with self._changed:
+            return sum(transfer.missing for transfer in self._transfers.values())
 
     def announce(self, message: WireMessage) -> Delivery | None:
         """Takes a message; returns it with its buffers when nothing is missing.
@@ -116,6 +147,16 @@ class Incoming:
             ProtocolViolation: the transfer number is in use, more is announced than is taken from this peer, or what is
                 said to be lent is not.
         """
+        if not message.large:
+            return message, []
+        with self._changed:
+            self._num_announced += 1
+            try:
+                return self._announce(message, self._num_announced)
+            finally:
+                self._changed.notify_all()
+
+    def _announce(self, message: WireMessage, ordinal: int) -> Delivery | None:
         sizes = message.large
         if not sizes:
             return message, []
@@ -128,11 +169,13 @@ class Incoming:
         if len(lent) == len(sizes) and not message.wrapped:  # nothing follows
             return message, [lent[index] for index in range(len(sizes))]
         # A message that does not fit into an envelope is parsed from plain bytes; only payloads become tensors.
-        transfer = _IncomingTransfer(message, lent, heap_buffer if message.wrapped else self._allocate)
+        allocate = heap_buffer if message.wrapped else self._allocate
+        transfer = _IncomingTransfer(message, lent, allocate, ordinal)
         if not transfer.missing:
             return self._deliver(transfer)
         self._announced.add(transfer.missing)
         self._transfers[number] = transfer
+        self._by_ordinal[transfer.ordinal] = transfer
         return None
 
     def chunk(self, chunk: Chunk) -> Delivery | None:
@@ -149,9 +192,13 @@ class Incoming:
 
     def place(self, number: int, buffer: int, offset: int, size: int) -> memoryview | None:
         """Where the bytes of a chunk belong, for who can receive them there; `placed` follows. None: drop them."""
-        transfer = self._transfers.get(number)
-        if transfer is None:
-            return None
+        with self._changed:
+            transfer = self._transfers.get(number)
+            if transfer is None:
+                return None
+            if transfer.stripes:
+                raise ProtocolViolation("a message came in stripes, and in chunks")
+            transfer.is_chunked = True
         if buffer >= len(transfer.buffers):
             raise ProtocolViolation(f"a chunk for buffer {buffer} of {len(transfer.buffers)}")
         view = transfer.buffer(buffer).view
@@ -164,30 +211,75 @@ class Incoming:
 
     def placed(self, number: int, buffer: int, size: int) -> Delivery | None:
         """The bytes of a chunk are where `place` said; returns the message when they were the last ones."""
-        transfer = self._transfers.get(number)
-        if transfer is None:  # aborted meanwhile
-            return None
-        transfer.filled[buffer] += size
+        with self._changed:
+            transfer = self._transfers.get(number)
+            if transfer is None:  # aborted meanwhile
+                return None
+            transfer.filled[buffer] += size
+            return self._count(transfer, size)
+
+    def stripe(self, ordinal: int, index: int, count: int, size: int) -> list[memoryview] | None:
+        """Where bytes that came on another connection belong; `stripe_placed` follows. None: drop them.
+
+        Args:
+            ordinal: the announcement that they belong to, the how-manieth it was. It is waited for, if it has not come,
+                until `end_announcements`.
+            index: which stripe.
+            count: how many there are; always the same.
+            size: number of bytes.
+
+        Raises:
+            ProtocolViolation: they do not belong to that stripe.
+        """
+        with self._changed:
+            while self._num_announced < ordinal and not self._has_ended:
+                self._changed.wait()
+            transfer = self._by_ordinal.get(ordinal)
+            return None if transfer is None else transfer.of_stripe(index, count, size)
+
+    def stripe_placed(self, ordinal: int, size: int) -> Delivery | None:
+        """The bytes are where `stripe` said; returns the message when they were the last ones."""
+        with self._changed:
+            transfer = self._by_ordinal.get(ordinal)
+            return None if transfer is None else self._count(transfer, size)
+
+    def _count(self, transfer: _IncomingTransfer, size: int) -> Delivery | None:
+        """So many bytes of it have come."""
         transfer.missing -= size
         self._announced.subtract(size)
         if transfer.missing:
             return None
-        del self._transfers[number]
+        self._forget(transfer)
         return self._deliver(transfer)
+
+    def _forget(self, transfer: _IncomingTransfer) -> None:
+        del self._transfers[transfer.message.transfer]
+        del self._by_ordinal[transfer.ordinal]
 
     def abort(self, number: int) -> WireMessage | None:
         """Forgets a transfer; returns its message, which will not be delivered."""
-        transfer = self._transfers.pop(number, None)
-        if transfer is None:
-            return None
-        self._announced.subtract(transfer.missing)
-        return transfer.message
+        with self._changed:
+            transfer = self._transfers.get(number)
+            if transfer is None:
+                return None
+            self._forget(transfer)
+            self._announced.subtract(transfer.missing)
+            return transfer.message
+
+    def end_announcements(self) -> None:
+        """None will come any more: threads need not wait for one."""
+        with self._changed:
+            self._has_ended = True
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Gives back the memory of all transfers: a session that has ended may be held for a while by who used it."""
-        announced, self._announced = self._announced, AnnouncedBytes()  # what is still read counts for nobody
-        announced.subtract(sum(transfer.missing for transfer in self._transfers.values()))
-        self._transfers.clear()
+        with self._changed:
+            announced, self._announced = self._announced, AnnouncedBytes()  # what is still read counts for nobody
+            announced.subtract(sum(transfer.missing for transfer in self._transfers.values()))
+            self._transfers.clear()
+            self._by_ordinal.clear()
+        self.end_announcements()
 
     def _deliver(self, transfer: _IncomingTransfer) -> Delivery | None:
         buffers = [transfer.buffer(index) for index in range(len(transfer.buffers))]  # also those of no bytes
@@ -197,4 +289,4 @@ class Incoming:
             inner = rpc_pb2.Message.FromString(bytes(buffers[0].view))
         except Exception as exc:
             raise ProtocolViolation("a wrapped message cannot be parsed") from exc
-        return self.announce(inner)
+        return self._announce(inner, transfer.ordinal)

@@ -13,6 +13,7 @@ import itertools
 import threading
 from collections import deque
 from collections.abc import Sequence
+from typing import Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.transport._framing.frames import (
@@ -32,7 +33,7 @@ from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 from rpcdist.transport.shared_memory import Segment
 from rpcdist.transport.wire_messages import CompactCall, CompactReply, WireMessage
 
-__all__ = ["Outgoing"]
+__all__ = ["Outgoing", "Striper"]
 
 
 Parts = tuple[bytes, memoryview | None]
@@ -106,8 +107,26 @@ def _set_sizes(message: WireMessage, sizes: list[int]) -> None:
         message.large = sizes
 
 
+class Striper(Protocol):
+    """Carries the large buffers of messages in stripes, on connections beside the one that announces them."""
+
+    def take(self, number: int, ordinal: int, buffers: Sequence[OutgoingBuffer], sizes: Sequence[int]) -> bool:
+        """Sends the buffers of the message that is the `ordinal`th to be announced; False if it does not."""
+
+    def abort(self, number: int) -> bool:
+        """Stops a transfer; False if there is none of that number."""
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has not written all that it took."""
+
+
 class Outgoing:
-    """The queue of one session. Any thread may call any of it; envelopes leave in the order of `next_parts`."""
+    """The queue of one session. Any thread may call any of it; envelopes leave in the order of `next_parts`.
+
+    Attributes:
+        striper: takes the buffers of messages that it wants; None where there is one connection.
+    """
 
     def __init__(self) -> None:
         self._frames: deque[_Entry] = deque()
@@ -120,6 +139,8 @@ class Outgoing:
         self._functions: dict[str, int] = {}  # by name: the numbers that the peer knows, or will before it needs them
         self._naming = threading.Lock()
         self._aborted: set[int] = set()
+        self.striper: Striper | None = None
+        self._num_announced = 0  # messages with large buffers, as the peer counts them, too
         self._lock = threading.Lock()  # around all but appending to `_frames`, which is atomic
 
     def __repr__(self) -> str:
@@ -137,7 +158,7 @@ class Outgoing:
 
     @property
     def is_empty(self) -> bool:
-        return not (self._frames or self._transfers)
+        return not (self._frames or self._transfers or (self.striper is not None and self.striper.is_busy))
 
     def grant(self, num_bytes: int) -> bool:
         """The peer has taken so many bytes of envelopes with chunks; whether a transfer waited for that."""
@@ -239,7 +260,7 @@ class Outgoing:
         with self._lock:
             transfer = self._abort(number)
             if transfer is None:
-                return None
+                return () if self.striper is not None and self.striper.abort(number) else None
             loans, transfer.loans = transfer.loans, ()
             return loans
 
@@ -294,8 +315,19 @@ class Outgoing:
             parts.append(data)
             size += len(data)
             if transfer is not None:
-                self._schedule(transfer)
+                self._num_announced += 1
+                if not self._stripe(transfer):
+                    self._schedule(transfer)
         return b"".join(parts)
+
+    def _stripe(self, transfer: _OutgoingTransfer) -> bool:
+        """Whether the connections for payloads take it. Parts of a stream keep their order on one connection."""
+        striper = self.striper
+        return (
+            striper is not None
+            and not (transfer.stream or transfer.then or transfer.loans or transfer.number in self._aborted)
+            and striper.take(transfer.number, self._num_announced, transfer.buffers, transfer.sizes)
+        )
 
     def _schedule(self, transfer: _OutgoingTransfer) -> None:
         """Gives a transfer its next turn, or lets go what it holds back."""

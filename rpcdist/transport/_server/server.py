@@ -31,6 +31,8 @@ from rpcdist.transport._server.introspection import Introspection
 from rpcdist.transport._server.port_range import PortRange
 from rpcdist.transport._server.stream_listeners import StreamListeners
 from rpcdist.transport._server.unary_services import Method, UnaryServices
+from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, StripeTaker
+from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.credentials import Credentials
 from rpcdist.transport.handshake import ServerHandshake
@@ -72,6 +74,8 @@ class Server(grpc.GenericRpcHandler):
         self._plain_hosts: set[str] = set()  # that the log has named
         self._admission = Admission()
         self._streams = StreamListeners(io, credentials, roles, self._admission, self._serve, ports)
+        self._stripes = StripeTaker()
+        roles.take_sockets(PAYLOAD_TAKER, self._stripes)
         self._proven = ProvenSessions()
         self._unary = UnaryServices(self._proven)
         self._introspection = Introspection()
@@ -92,13 +96,14 @@ class Server(grpc.GenericRpcHandler):
 
         Raises:
             TransportError: the port is taken.
-            ConfigError: `RPCDIST_CHANNELS` or `RPCDIST_POLLING` has a value that there is not, or TLS is off where it
-                is needed.
+            ConfigError: `RPCDIST_CHANNELS`, `RPCDIST_POLLING` or `RPCDIST_PAYLOAD_CONNECTIONS` has a value that there
+                is not, or TLS is off where it is needed.
         """
         await self._credentials.tls_policy.check_plain(host)
         self._note_plain(host)
         channels = allowed_channels()  # raises, if so, before anything is open
         may_poll()  # likewise
+        num_connections()  # likewise
         server = grpc.aio.server(options=server_options())
         server.add_generic_rpc_handlers((self,))
         await self.health.open(host)
@@ -202,6 +207,7 @@ class Server(grpc.GenericRpcHandler):
 
     async def _serve(self, channel: GrpcServerChannel | SocketChannel, handshake: ServerHandshake) -> None:
         peer, keys, role = handshake.peer, handshake.session, handshake.role
+        is_tcp = isinstance(channel, SocketChannel) and not channel.passes_descriptors
         session = Session(
             self._io,
             channel,
@@ -211,7 +217,10 @@ class Server(grpc.GenericRpcHandler):
             handler=await self._roles.handler(role) or NullHandler(),
             silence_limit_s=self._silence_limit_s,
             by_me=False,
+            has_payload_connections=is_tcp,
         )
+        if session.striping is not None:
+            self._stripes.expect(session.id, peer, session.striping)
         self._proven.add(keys, peer)
         self.sessions.add(session)
         started = time.monotonic()
@@ -219,6 +228,7 @@ class Server(grpc.GenericRpcHandler):
             await session.run()
         finally:
             self._proven.remove(keys)
+            self._stripes.forget(session.id)
             self.sessions.discard(session)
             logger.debug("session from %s ended after %.1f s", peer.name, time.monotonic() - started)
         await channel.end()

@@ -199,10 +199,10 @@ class StreamListeners:
             channel.abort("the connection was closed")
 
     def _hand_over(self, purpose: str, connection: socket.socket, tls: TlsSocket | None) -> None:
-        """Gives a raw socket to its taker, who speaks no TLS."""
-        given = connection
+        """Gives a raw socket to its taker, in plain form if that speaks no TLS."""
+        given: socket.socket | TlsSocket = connection
         if tls is not None:
-            given = bridged(tls, self._io)
+            given = tls if self._roles.speaks_tls(purpose) else bridged(tls, self._io)
             self._ours.remove(connection)
         if self._roles.hand_over(purpose, given):
             self._ours.discard(connection)

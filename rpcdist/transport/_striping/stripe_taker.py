@@ -1,0 +1,94 @@
+"""Payload connections that peers open, given to the sessions that they belong to."""
+
+from __future__ import annotations
+
+import logging
+import socket
+from typing import Final, NamedTuple
+
+from rpcdist.ids import Identity
+from rpcdist.transport._framing.stripes import MAX_STRIPES
+from rpcdist.transport._striping.stripe_connection import Place
+from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, Striping, num_connections
+from rpcdist.transport._tls.tls_socket import TlsSocket
+
+__all__ = ["PAYLOAD_TAKER", "StripeTaker", "payload_purpose"]
+
+logger = logging.getLogger(__name__)
+
+PAYLOAD_TAKER: Final = "payloads"
+"""The name among the takers of raw sockets."""
+
+
+def payload_purpose(session_id: bytes, place: Place) -> str:
+    """What the hello of a payload connection says, after the name of the taker."""
+    return f"{session_id.hex()}/{place.number}/{place.total}"
+
+
+def _parse(purpose: str) -> tuple[str, Place] | None:
+    session, *numbers = purpose.split("/")
+    if len(numbers) != 2 or not all(number.isdecimal() and len(number) < 3 for number in numbers):
+        return None
+    place = Place(*map(int, numbers))
+    return (session, place) if place.number < place.total <= MAX_STRIPES else None
+
+
+class _Expected(NamedTuple):
+    """A session that peers may open payload connections for, and those that have come."""
+
+    peer: Identity
+    striping: Striping
+    arrived: dict[Place, socket.socket | TlsSocket]
+
+
+class StripeTaker:
+    """A `SocketTaker`; lives on the I/O loop."""
+
+    speaks_tls = True
+
+    def __init__(self) -> None:
+        self._sessions: dict[str, _Expected] = {}
+
+    def __repr__(self) -> str:
+        return f"<StripeTaker [{len(self._sessions)} sessions]>"
+
+    def expect(self, session_id: bytes, peer: Identity, striping: Striping) -> None:
+        """From now on, `peer` may open connections for this session."""
+        self._sessions[session_id.hex()] = _Expected(peer, striping, {})
+
+    def forget(self, session_id: bytes) -> None:
+        """The session has ended."""
+        expected = self._sessions.pop(session_id.hex(), None)
+        if expected is not None:
+            for connection in expected.arrived.values():
+                connection.close()
+
+    def refusal(self, purpose: str, peer: Identity) -> str:
+        """See `SocketTaker`."""
+        parsed = _parse(purpose)
+        if parsed is None:
+            return "that names no payload connection"
+        session, place = parsed
+        expected = self._sessions.get(session)
+        if expected is None or expected.peer != peer:
+            return f"{peer.name} has no such session here"
+        if not num_connections():
+            return f"{PAYLOAD_CONNECTIONS_VARIABLE} is 0 there"
+        if place in expected.arrived or any(place.total != other.total for other in expected.arrived):
+            return "that payload connection is there already"
+        return ""
+
+    def put(self, purpose: str, connection: socket.socket | TlsSocket) -> bool:
+        """See `SocketTaker`."""
+        parsed = _parse(purpose)
+        expected = None if parsed is None else self._sessions.get(parsed[0])
+        if parsed is None or expected is None:
+            return False
+        place, arrived = parsed[1], expected.arrived
+        if place in arrived or any(place.total != other.total for other in arrived):  # two came at the same time
+            return False
+        arrived[place] = connection
+        if len(arrived) == place.total:
+            expected.striping.begin([arrived[Place(index, place.total)] for index in range(place.total)])
+            arrived.clear()
+        return True
