@@ -138,16 +138,22 @@ class StripeConnection:
     # ------------------------------------------------------------ writing
 
     def _write(self) -> None:
-        while (stripe := self._queue.get()) is not None and not self._is_closed:
-            if not stripe.transfer.is_aborted:
-                self._send(stripe)
-                if stripe.cursor.left:
-                    self._queue.put(stripe)
-                    continue
+        while self._write_piece(self._queue.get()):
+            pass
+
+    def _write_piece(self, stripe: Stripe | None) -> bool:
+        """One piece of a stripe; False if the connection is closed. Nothing keeps the buffers after their last piece."""
+        if stripe is None or self._is_closed:
+            return False
+        if stripe.cursor.left and not stripe.transfer.is_aborted:
+            self._send(stripe)
+        if stripe.cursor.left and not stripe.transfer.is_aborted:
+            self._queue.put(stripe)
+        else:
             self._owner.stripe_ended(stripe.transfer)
+        return True
 
     def _send(self, stripe: Stripe) -> None:
-        """The next piece of it."""
         buffers = stripe.transfer.buffers
         ranges = stripe.cursor.take(PIECE_BYTES)
         size = sum(end - start for _, start, end in ranges)
@@ -172,10 +178,14 @@ class StripeConnection:
             ordinal, size = _HEAD.unpack(head)
             if not 0 < size <= PIECE_BYTES:
                 raise ProtocolViolation(f"a piece of {size} bytes was announced; {PIECE_BYTES} are allowed")
-            places = self._incoming.stripe(ordinal, *self._place, size)
-            for place in [memoryview(bytearray(size))] if places is None else places:
-                self._receive(place)
-            self._owner.on_piece(None if places is None else self._incoming.stripe_placed(ordinal, size))
+            self._read_piece(ordinal, size)
+
+    def _read_piece(self, ordinal: int, size: int) -> None:
+        """Nothing keeps the buffers when they have been delivered."""
+        places = self._incoming.stripe(ordinal, *self._place, size)
+        for place in [memoryview(bytearray(size))] if places is None else places:
+            self._receive(place)
+        self._owner.on_piece(None if places is None else self._incoming.stripe_placed(ordinal, size))
 
     def _receive(self, place: memoryview, may_end: bool = False) -> bool:
         """Fills the place; False if the connection ended before its first byte, where it `may_end`."""
