@@ -1,0 +1,350 @@
+"""Sessions over TCP whose large messages travel on connections of their own."""
+
+from __future__ import annotations
+
+import logging
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transport_nodes import LIMIT_S, Memory, Nodes, Recorder, open_link
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
+from rpcdist.testing import eventually
+from rpcdist.transport import Link, Node, Session
+from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
+from rpcdist.transport._framing.frames import frame
+from rpcdist.transport._socket_hub.hub_address import HubAddress
+from rpcdist.transport._socket_hub.hub_connector import HubConnector
+from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, Place
+from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
+from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
+from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+
+LARGE = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"and a little more"
+
+
+@pytest.fixture(autouse=True)
+def channels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHANNELS_VARIABLE, "tcp")
+
+
+@pytest.fixture
+def nodes() -> Iterator[Nodes]:
+    nodes = Nodes()
+    yield nodes
+    nodes.close()
+
+
+def serve(nodes: Nodes, echo: bool = True) -> tuple[Node, Recorder]:
+    server, taker = nodes.make("server", serve=True), Recorder(echo=echo)
+    server.handle_role("echo", taker)
+    return server, taker
+
+
+def send(session: Session, id: int, *buffers: bytes) -> int:
+    return session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=id)), [Memory(data) for data in buffers])
+
+
+def echo(link: Link, answers: Recorder, *buffers: bytes) -> None:
+    already = len(answers.messages)
+    send(link.session, 1, *buffers)
+    answers.wait(already + 1)
+    assert answers.buffers[-1] == list(buffers)
+
+
+def num_open(session: Session) -> int:
+    return 0 if session.striping is None else len(session.striping._connections)
+
+
+def opened(link: Link, answers: Recorder, taker: Recorder) -> list[Session]:
+    """Both ends of the session, once they have their payload connections."""
+    for _ in range(2):
+        echo(link, answers, LARGE)
+    sessions = [link.session, taker.sessions[0]]
+    eventually(lambda: all(num_open(session) for session in sessions))
+    return sessions
+
+
+def payload_threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist payload ")]
+
+
+# ---------------------------------------------------------------- in use
+
+
+@pytest.mark.parametrize("tls", ["off", "always"])
+@pytest.mark.parametrize("count", ["1", "2", "5"])
+def test_large_messages_travel_in_stripes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tls: str, count: str) -> None:
+    monkeypatch.setenv(TLS_VARIABLE, tls)
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, count)
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    sessions = opened(link, answers, taker)
+    assert [num_open(session) for session in sessions] == [int(count)] * 2
+    chunks_before = [session._ungranted_bytes for session in sessions]
+    many = [bytes([number]) * 40_000 for number in range(100)]
+    echo(link, answers, LARGE, b"", b"x", LARGE[1:])
+    echo(link, answers, *many)
+    assert [session._ungranted_bytes for session in sessions] == chunks_before  # no byte came on the session's own
+    echo(link, answers, b"small")
+    assert len(payload_threads()) == 4 * int(count)
+    link.session.close("that was all")
+    eventually(lambda: not payload_threads())
+    answers.wait_closed()
+    assert "that was all" in taker.wait_closed()
+
+
+def test_many_messages_from_many_threads_arrive_whole(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    already = len(answers.messages)
+
+    def work(number: int) -> None:
+        for turn in range(5):
+            id = 10 * number + turn + 100
+            send(link.session, id, bytes([id % 251]) * (MIN_STRIPED_BYTES + 1000 * id))
+            send(link.session, id + 1000, bytes([id % 251]) * 70_000)
+
+    threads = [threading.Thread(target=work, args=(number,)) for number in range(4)]
+    for thread in threads:
+        thread.start()
+    answers.wait(already + 40)
+    for thread in threads:
+        thread.join(LIMIT_S)
+    got = {message.reply.id: data for message, [data] in zip(answers.messages, answers.buffers, strict=True)}
+    for id in range(100, 140):
+        if id % 10 < 5:
+            assert got[id] == bytes([id % 251]) * (MIN_STRIPED_BYTES + 1000 * id)
+            assert got[id + 1000] == bytes([id % 251]) * 70_000
+
+
+def test_nothing_keeps_a_payload_after_it_was_delivered_or_sent(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    counted = [0]
+
+    class Counted(Memory):
+        def __del__(self) -> None:
+            counted[0] += 1
+
+    link.session.send(rpc_pb2.Message(call=rpc_pb2.Call(id=9)), [Counted(LARGE)])
+    answers.wait(3)
+    eventually(lambda: counted == [1])
+
+
+def test_an_aborted_message_does_not_arrive_and_the_next_one_does(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    for id in range(20, 30):
+        link.session.abort_transfer(send(link.session, id, LARGE * 8), "not wanted")
+    echo(link, answers, LARGE)
+    assert not any(session._incoming.missing for session in (link.session, taker.sessions[0]))
+    assert len(answers.messages) < 13  # the first pieces of some were perhaps faster
+
+
+# ---------------------------------------------------------------- where there are none
+
+
+def test_the_variable_is_checked(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    for text in ("9", "-1", "two", ""):
+        monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, text)
+        with pytest.raises(ConfigError, match="a number from 0 to 8"):
+            num_connections()
+        with pytest.raises(ConfigError, match=PAYLOAD_CONNECTIONS_VARIABLE):
+            nodes.make("server", serve=True)
+
+
+def test_without_them_one_connection_carries_everything(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, "0")
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    for _ in range(4):
+        echo(link, answers, LARGE)
+    assert num_open(link.session) == num_open(taker.sessions[0]) == 0
+
+
+def test_a_peer_that_takes_none_is_asked_once(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    (server, taker), answers = serve(nodes), Recorder()
+    server.end_sockets(PAYLOAD_TAKER)
+    link = open_link(nodes.make("client"), server, handler=answers)
+    for _ in range(4):
+        echo(link, answers, LARGE)
+    eventually(lambda: "no payload connections to server" in caplog.text)
+    echo(link, answers, LARGE)
+    assert caplog.text.count("no payload connections to server") == 1
+    assert num_open(link.session) == num_open(taker.sessions[0]) == 0
+
+
+# ---------------------------------------------------------------- the end
+
+
+def test_what_was_sent_before_the_end_arrives(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    _, there = opened(link, answers, taker)
+    for id in range(5):
+        send(there, id, LARGE * 4)
+    assert server.run(there.drain(LIMIT_S), LIMIT_S)
+    there.close("all is sent")
+    assert "all is sent" in answers.wait_closed()
+    assert [data for [data] in answers.buffers[2:]] == [LARGE * 4] * 5
+
+
+def test_a_payload_connection_that_breaks_ends_the_session_by_name(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    opened(link, answers, taker)
+    assert link.session.striping is not None
+    link.session.striping._connections[0]._socket.shutdown(socket.SHUT_RDWR)
+    reasons = answers.wait_closed() + taker.wait_closed()
+    assert "a payload connection with" in reasons and "broke" in reasons
+    eventually(lambda: not payload_threads())
+
+
+def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    _, there = opened(link, answers, taker)
+    reading = threading.Event()
+
+    def allocate(size_bytes: int) -> Any:
+        reading.wait(LIMIT_S)
+        raise MemoryError("the test is over")
+
+    there._incoming._allocate = allocate
+    for id in range(4):
+        send(link.session, id, LARGE * 16)
+    eventually(lambda: link.session._outgoing.striper is not None and link.session._outgoing.striper.is_busy)
+    link.session.close("enough")
+    answers.wait_closed()
+    eventually(lambda: not [name for name in payload_threads() if name.endswith("of server")])
+    reading.set()
+    taker.wait_closed()
+    eventually(lambda: not payload_threads())
+
+
+# ---------------------------------------------------------------- who may open one, and what it may send
+
+
+def payload_socket(client: Node, server: Node, purpose: str) -> socket.socket:
+    """A proven connection that says it is one for payloads."""
+    host, port = "127.0.0.1", server._server._streams.tcp_port
+    connector = HubConnector(client.credentials, client.io)
+    opening = connector.connect(HubAddress(host, port, "", PAYLOAD_TAKER), purpose, unix=False)
+    return client.run(opening, LIMIT_S)
+
+
+@pytest.mark.parametrize(
+    "purpose", ["", "0/2", "ab/0/2", "{id}/2/2", "{id}/0/9", "{id}/-1/2", "{id}/0/2/3", "{id}/0/0", "{id}/x/2", "é"]
+)
+def test_what_names_no_payload_connection_is_refused(nodes: Nodes, purpose: str) -> None:
+    (server, _), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    echo(link, answers, b"x")
+    with pytest.raises(ProtocolViolation, match=r"names no payload connection|has no such session here"):
+        payload_socket(client, server, purpose.format(id=link.session.id.hex())).close()
+    echo(link, answers, b"x")
+
+
+def test_nobody_joins_the_session_of_another(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    echo(link, answers, b"x")
+    purpose = payload_purpose(link.session.id, Place(0, 1))
+    with pytest.raises(ProtocolViolation, match="mallory has no such session here"):
+        payload_socket(nodes.make("mallory"), server, purpose).close()
+    opened(link, answers, taker)
+
+
+def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(nodes: Nodes) -> None:
+    (server, _), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    echo(link, answers, b"x")
+    first = payload_socket(client, server, payload_purpose(link.session.id, Place(0, 3)))
+    for place in (Place(0, 3), Place(1, 2)):
+        with pytest.raises(ProtocolViolation, match="is there already"):
+            payload_socket(client, server, payload_purpose(link.session.id, place)).close()
+    link.session.close("enough")
+    first.settimeout(LIMIT_S)
+    assert first.recv(1) == b""
+    first.close()
+
+
+def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
+    """A session, and the one payload connection that its peer has: a bare socket."""
+    (server, taker), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    echo(link, answers, b"x")
+    bare = payload_socket(client, server, payload_purpose(link.session.id, Place(0, 1)))
+    bare.setblocking(True)
+    eventually(lambda: num_open(taker.sessions[0]) == 1)
+    return link, answers, taker, bare
+
+
+def announce(link: Link, size: int) -> None:
+    """Announces a large buffer, and sends nothing of it."""
+    message = rpc_pb2.Message(call=rpc_pb2.Call(id=1), transfer=77, large=[size])
+    link.session._outgoing._frames.append((frame(message), None, 0))
+    link.session.flush()
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"),
+    [
+        (struct.pack("<QI", 2, 0), "a piece of 0 bytes was announced"),
+        (struct.pack("<QI", 2, PIECE_BYTES + 1), f"a piece of {PIECE_BYTES + 1} bytes was announced"),
+        (struct.pack("<QI", 2, 2**32 - 1), "bytes was announced"),
+        (struct.pack("<QI", 2, 1001), "1001 bytes came for a stripe with 1000 bytes left"),
+        (struct.pack("<QI", 2, 1000) + b"x" * 1000 + struct.pack("<QI", 3, 1), None),
+        (b"GET / HTTP/1.1\r\n\r\n", "bytes was announced"),
+    ],
+)
+def test_pieces_that_cannot_be_end_the_session(nodes: Nodes, piece: bytes, text: str | None) -> None:
+    link, _, taker, bare = hostile(nodes)
+    announce(link, 1000)  # the second: the first was an echo
+    bare.sendall(piece)
+    if text is None:  # the whole message, and a piece of one that is never announced: nobody waits for it for ever
+        taker.wait(2)
+        assert taker.buffers[1] == [b"x" * 1000]
+        link.session.close("enough")
+        taker.wait_closed()
+    else:
+        assert text in taker.wait_closed()
+    bare.close()
+    eventually(lambda: not payload_threads())
+
+
+def test_a_piece_that_stops_in_its_middle_hides_nothing(nodes: Nodes) -> None:
+    link, answers, taker, bare = hostile(nodes)
+    announce(link, 1000)
+    bare.sendall(struct.pack("<QI", 2, 1000) + b"x" * 500)
+    send(link.session, 2)
+    taker.wait(2)  # other messages pass
+    bare.close()
+    assert "broke: it ended within a piece" in taker.wait_closed()
+    assert "payload connection" in answers.wait_closed()
+
+
+def test_strangers_learn_nothing(nodes: Nodes) -> None:
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    echo(link, answers, b"x")
+    stranger = nodes.make("client", token="another token, which is not that of the job")
+    with pytest.raises(TransportError):
+        payload_socket(stranger, server, payload_purpose(link.session.id, Place(0, 1))).close()
+    assert num_open(taker.sessions[0]) == 0

@@ -1,0 +1,231 @@
+"""How messages are cut into stripes and put together again: pure bookkeeping."""
+
+from __future__ import annotations
+
+import random
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from session_pairs import Bytes, announced, call
+
+from rpcdist._proto import rpc_pb2
+from rpcdist.errors import ProtocolViolation
+from rpcdist.transport._framing.frames import Chunk, parse
+from rpcdist.transport._framing.incoming import Delivery, Incoming
+from rpcdist.transport._framing.outgoing import Outgoing
+from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
+from rpcdist.transport.announced_bytes import AnnouncedBytes
+from rpcdist.transport.outgoing_buffer import OutgoingBuffer
+
+LIMIT_S = 20.0
+
+sizes_of_buffers = st.lists(st.integers(0, 300), min_size=1, max_size=8)
+
+
+@given(sizes_of_buffers, st.integers(1, MAX_STRIPES), st.integers(1, 200), st.integers(1, 4))
+def test_every_byte_is_in_one_stripe(sizes: list[int], count: int, step: int, max_ranges: int) -> None:
+    covered = [bytearray(size) for size in sizes]
+    for index in range(count):
+        cursor = StripeCursor(sizes, index, count)
+        before = (-1, -1)
+        while cursor.left:
+            left = cursor.left
+            ranges = cursor.take(step, max_ranges)
+            assert 0 < len(ranges) <= max_ranges
+            assert left - cursor.left == sum(end - start for _, start, end in ranges) <= step
+            for buffer, start, end in ranges:
+                assert (buffer, start) > before and start < end
+                before = (buffer, start)
+                for at in range(start, end):
+                    covered[buffer][at] += 1
+        assert cursor.take(step) == []
+    assert covered == [bytearray(b"\1" * size) for size in sizes]
+
+
+def test_both_halves_of_a_tensor_begin_at_a_line_of_the_cache() -> None:
+    (_, start, end), *_ = StripeCursor([1000], 1, 2).take(1000)
+    assert start % 64 == 0 and end == 1000
+
+
+def pieces_of(sizes: list[int], data: list[bytes], count: int, step: int) -> list[list[tuple[int, bytes]]]:
+    """For each stripe, its index and the bytes of its pieces."""
+    stripes = []
+    for index in range(count):
+        cursor, pieces = StripeCursor(sizes, index, count), []
+        while cursor.left:
+            pieces.append((index, b"".join(data[buffer][start:end] for buffer, start, end in cursor.take(step))))
+        stripes.append(pieces)
+    return stripes
+
+
+def place(incoming: Incoming, ordinal: int, index: int, count: int, piece: bytes) -> Delivery | None:
+    places = incoming.stripe(ordinal, index, count, len(piece))
+    assert places is not None and sum(map(len, places)) == len(piece)
+    for view in places:
+        view[:], piece = piece[: len(view)], piece[len(view) :]
+    return incoming.stripe_placed(ordinal, sum(map(len, places)))
+
+
+@given(sizes_of_buffers.filter(any), st.integers(1, MAX_STRIPES), st.integers(1, 200), st.randoms())
+def test_stripes_in_any_order_are_the_message(sizes: list[int], count: int, step: int, rng: random.Random) -> None:
+    data = [rng.randbytes(size) for size in sizes]
+    counted = AnnouncedBytes()
+    incoming = Incoming(announced=counted)
+    assert incoming.announce(announced(5, *sizes)) is None
+    stripes = [stripe for stripe in pieces_of(sizes, data, count, step) if stripe]
+    deliveries = []
+    while stripes:
+        stripe = rng.choice(stripes)
+        deliveries.append(place(incoming, 1, stripe[0][0], count, stripe.pop(0)[1]))
+        stripes = [stripe for stripe in stripes if stripe]
+    assert deliveries[:-1] == [None] * (len(deliveries) - 1)
+    assert deliveries[-1] is not None
+    message, buffers = deliveries[-1]
+    assert message.transfer == 5 and [bytes(buffer.view) for buffer in buffers] == data
+    assert incoming.missing == 0 and "0 of" in repr(counted)
+
+
+# ---------------------------------------------------------------- what arrives
+
+
+def test_bytes_that_come_before_their_announcement_wait_for_it() -> None:
+    incoming, got = Incoming(), []
+
+    def read() -> None:
+        got.append(incoming.stripe(2, 0, 1, 4))
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    incoming.announce(announced(7, 10))
+    assert got == []  # it was the first, and the second is waited for
+    incoming.announce(announced(8, 4))
+    reader.join(LIMIT_S)
+    assert [len(places[0]) for places in got if places] == [4]
+
+
+def test_no_one_waits_when_nothing_is_announced_any_more() -> None:
+    incoming = Incoming()
+    reader = threading.Thread(target=lambda: incoming.stripe(2, 0, 1, 4))
+    reader.start()
+    incoming.end_announcements()
+    reader.join(LIMIT_S)
+    assert not reader.is_alive() and incoming.stripe(3, 0, 1, 4) is None
+
+
+def test_bytes_of_an_aborted_message_are_dropped() -> None:
+    counted = AnnouncedBytes()
+    incoming = Incoming(announced=counted)
+    incoming.announce(announced(7, 100))
+    places = incoming.stripe(1, 0, 2, 10)
+    assert places is not None
+    incoming.abort(7)
+    places[0][:] = b"x" * 10  # whoever received them meanwhile
+    assert incoming.stripe_placed(1, 10) is None and incoming.stripe(1, 1, 2, 36) is None
+    assert "0 of" in repr(counted)
+    incoming.announce(announced(7, 100))  # the number is free again, and the ordinal another one
+    assert incoming.stripe(1, 0, 2, 10) is None and incoming.stripe(2, 0, 2, 10) is not None
+
+
+@pytest.mark.parametrize(
+    ("steps", "text"),
+    [
+        ([("stripe", 65)], "for a stripe with 64 bytes left"),
+        ([("stripe", 0)], "0 bytes came"),
+        ([("stripe", 64), ("stripe", 1)], "for a stripe with 0 bytes left"),
+        ([("stripe", 10), ("chunk", 10)], "in stripes, and in chunks"),
+        ([("chunk", 10), ("stripe", 10)], "in chunks or lent memory, and in stripes"),
+    ],
+)
+def test_what_a_peer_must_not_send(steps: list[tuple[str, int]], text: str) -> None:
+    """Each would have a byte counted twice, and another one never written."""
+    incoming = Incoming()
+    incoming.announce(announced(7, 100))
+    with pytest.raises(ProtocolViolation, match=text):
+        for kind, size in steps:
+            if kind == "chunk":
+                incoming.chunk(Chunk(7, 0, 0, memoryview(b"x" * size)))
+            else:
+                place(incoming, 1, 0, 2, b"x" * size)
+
+
+def test_a_wrapped_message_may_come_in_stripes() -> None:
+    inner = call(3, b"y" * 5000)
+    body = inner.SerializeToString()
+    incoming = Incoming()
+    assert incoming.announce(announced(7, len(body), wrapped=True)) is None
+    half = StripeCursor([len(body)], 0, 2).left
+    assert place(incoming, 1, 0, 2, body[:half]) is None
+    assert place(incoming, 1, 1, 2, body[half:]) == (inner, [])
+
+
+# ---------------------------------------------------------------- what leaves
+
+
+class Taken:
+    """A `Striper` that takes everything from a size on."""
+
+    def __init__(self, least: int) -> None:
+        self.least = least
+        self.taken: dict[int, int] = {}  # number to ordinal
+        self.aborted: list[int] = []
+
+    @property
+    def is_busy(self) -> bool:
+        return bool(self.taken)
+
+    def take(self, number: int, ordinal: int, buffers: Any, sizes: Any) -> bool:
+        if sum(sizes) < self.least:
+            return False
+        self.taken[number] = ordinal
+        return True
+
+    def abort(self, number: int) -> bool:
+        self.aborted.append(number)
+        return number in self.taken
+
+
+def queue(outgoing: Outgoing, id: int, size: int) -> int:
+    buffers: list[OutgoingBuffer] = [Bytes(b"x" * size)] if size else []
+    return outgoing.add(call(id), buffers)
+
+
+def test_both_sides_count_the_same_announcements() -> None:
+    outgoing, incoming, striper = Outgoing(), Incoming(), Taken(1000)
+    outgoing.striper = striper
+    large = [queue(outgoing, id, size) for id, size in enumerate([0, 1000, 10, 0, 2000, 0, 999, 1001])]
+    names: list[str] = []
+    ordinals = {}
+    while (envelope := outgoing.next_envelope()) is not None:
+        for message in parse(envelope, names):
+            if isinstance(message, rpc_pb2.Message) and message.large:
+                incoming.announce(message)
+                ordinals[message.transfer] = incoming._num_announced
+    assert striper.taken == {number: ordinals[number] for number in (large[1], large[4], large[7])}
+    assert list(striper.taken.values()) == [1, 3, 5]
+    assert not outgoing.is_empty and not outgoing  # not all is written, but nothing of that on this connection
+    striper.taken.clear()
+    assert outgoing.is_empty
+
+
+def test_the_parts_of_a_stream_and_what_was_aborted_stay_here() -> None:
+    outgoing, striper = Outgoing(), Taken(1000)
+    outgoing.striper = striper
+    item = rpc_pb2.Message()
+    item.stream_item.id = 9
+    outgoing.add(item, [Bytes(b"x" * 5000)])
+    assert outgoing.abort(queue(outgoing, 2, 5000)) == ()
+    while outgoing.next_envelope() is not None:
+        pass
+    assert striper.taken == {}
+
+
+def test_an_abort_reaches_what_was_taken() -> None:
+    outgoing, striper = Outgoing(), Taken(1000)
+    outgoing.striper = striper
+    number = queue(outgoing, 1, 1000)
+    outgoing.next_envelope()
+    assert outgoing.abort(number) == () and outgoing.abort(number + 1) is None
+    assert striper.aborted == [number, number + 1]
