@@ -35,7 +35,7 @@ from rpcdist.transport._channels.proving import prove_client
 from rpcdist.transport._channels.socket_channel import SocketChannel
 from rpcdist.transport._channels.stream_sockets import connect_tcp, connect_unix, local_name
 from rpcdist.transport._channels.tls_pipe import connected_pipe
-from rpcdist.transport._striping.stripe_connection import Place
+from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
@@ -188,7 +188,7 @@ class Connector:
         try:
             async with asyncio.timeout(TCP_CHANNEL_LIMIT_S):
                 for index in range(count):
-                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, Place(index, count)))
+                    purpose = socket_purpose(PAYLOAD_TAKER, payload_purpose(session_id, StripePlace(index, count)))
                     opened.append((await self._proven(connect_tcp(*place), wanted, purpose))[0])
         except BaseException:
             for connection in opened:

@@ -9,8 +9,10 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Coroutine
+from errno import EBADF
 from typing import Any, TypeVar
 
+from rpcdist.deadline import Deadline
 from rpcdist.errors import BlockingInLoop, DeadlineExceeded, RpcdistError
 from rpcdist.time_limits import CANCELLED_TASKS_LIMIT_S, LOOP_CLOSE_LIMIT_S
 
@@ -36,10 +38,11 @@ def _report_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any])
     """Logs what failed on the loop.
 
     All loops of a process share gRPC's poller: one of them may take the event of a cancelled call whose own loop has
-    been closed since, and fails at passing it on. Nobody waits for that event.
+    been closed since, and fails at passing it on; or the poller itself has ended. Nobody waits for such an event.
     """
     message, error = str(context.get("message")), context.get("exception")
-    if isinstance(error, RuntimeError) and "closed" in str(error) and "PollerCompletionQueue" in message:
+    is_late = (isinstance(error, RuntimeError) and "closed" in str(error)) or getattr(error, "errno", None) == EBADF
+    if is_late and "PollerCompletionQueue" in message:
         logger.debug("gRPC had an event for a loop that has been closed")
     else:
         loop.default_exception_handler(context)
@@ -58,6 +61,7 @@ class IoLoop:
         self.loop.set_exception_handler(_report_loop_error)
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._tasks: set[asyncio.Task[Any]] = set()
+        self._workers: set[threading.Thread] = set()
         self._closed = False
 
     def start(self) -> None:
@@ -70,6 +74,19 @@ class IoLoop:
         finally:
             self._cancel_all()
             self.loop.close()
+
+    def start_worker(self, work: Callable[[], None], name: str) -> None:
+        """Runs `work` on a thread of its own, which ends soon after the tasks of this loop have; `close` joins it."""
+
+        def run() -> None:
+            try:
+                work()
+            finally:
+                self._workers.discard(threading.current_thread())
+
+        thread = threading.Thread(target=run, name=name, daemon=True)
+        self._workers.add(thread)
+        thread.start()
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)
@@ -138,10 +155,12 @@ class IoLoop:
                 future.cancel()
 
     def close(self, timeout_s: float = LOOP_CLOSE_LIMIT_S) -> None:
-        """Stops the loop and joins its thread; idempotent, bounded by `timeout_s`."""
+        """Stops the loop and joins its threads; idempotent, bounded by `timeout_s`."""
         if self._closed:
             return
         self._closed = True
         if self._thread.is_alive():
+            deadline = Deadline.after(timeout_s)
             self.loop.call_soon_threadsafe(self.loop.stop)
-            self._thread.join(timeout_s)
+            for thread in (self._thread, *tuple(self._workers)):
+                thread.join(deadline.remaining_s())

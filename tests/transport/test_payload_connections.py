@@ -21,7 +21,7 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector
-from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, Place
+from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
@@ -271,7 +271,7 @@ def test_nobody_joins_the_session_of_another(nodes: Nodes) -> None:
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     echo(link, answers, b"x")
-    purpose = payload_purpose(link.session.id, Place(0, 1))
+    purpose = payload_purpose(link.session.id, StripePlace(0, 1))
     with pytest.raises(ProtocolViolation, match="mallory has no such session here"):
         payload_socket(nodes.make("mallory"), server, purpose).close()
     opened(link, answers, taker)
@@ -282,8 +282,8 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    first = payload_socket(client, server, payload_purpose(link.session.id, Place(0, 3)))
-    for place in (Place(0, 3), Place(1, 2)):
+    first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 3)))
+    for place in (StripePlace(0, 3), StripePlace(1, 2)):
         with pytest.raises(ProtocolViolation, match="is there already"):
             payload_socket(client, server, payload_purpose(link.session.id, place)).close()
     link.session.close("enough")
@@ -298,7 +298,7 @@ def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
     client = nodes.make("client")
     link = open_link(client, server, handler=answers)
     echo(link, answers, b"x")
-    bare = payload_socket(client, server, payload_purpose(link.session.id, Place(0, 1)))
+    bare = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 1)))
     bare.setblocking(True)
     eventually(lambda: num_open(taker.sessions[0]) == 1)
     return link, answers, taker, bare
@@ -354,5 +354,5 @@ def test_strangers_learn_nothing(nodes: Nodes) -> None:
     echo(link, answers, b"x")
     stranger = nodes.make("client", token="another token, which is not that of the job")
     with pytest.raises(TransportError):
-        payload_socket(stranger, server, payload_purpose(link.session.id, Place(0, 1))).close()
+        payload_socket(stranger, server, payload_purpose(link.session.id, StripePlace(0, 1))).close()
     assert num_open(taker.sessions[0]) == 0

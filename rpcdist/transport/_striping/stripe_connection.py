@@ -14,6 +14,7 @@ import struct
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from queue import SimpleQueue
 from typing import Final, NamedTuple, Protocol
 
@@ -21,9 +22,10 @@ from rpcdist.errors import ProtocolViolation
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import StripeCursor
 from rpcdist.transport._tls.tls_socket import TlsSocket
+from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
 
-__all__ = ["PIECE_BYTES", "Place", "Stripe", "StripeConnection", "StripeOwner", "StripedTransfer"]
+__all__ = ["PIECE_BYTES", "Stripe", "StripeConnection", "StripeOwner", "StripePlace", "StripedTransfer"]
 
 _HEAD: Final = struct.Struct("<QI")
 
@@ -59,7 +61,7 @@ class Stripe(NamedTuple):
     cursor: StripeCursor
 
 
-class Place(NamedTuple):
+class StripePlace(NamedTuple):
     """Which of the connections of a session this is."""
 
     number: int
@@ -88,10 +90,17 @@ class StripeConnection:
         incoming: knows where bytes that come belong.
         owner: hears what happens.
         name: of the peer.
+        io: starts the threads.
     """
 
     def __init__(
-        self, connection: socket.socket | TlsSocket, place: Place, incoming: Incoming, owner: StripeOwner, name: str
+        self,
+        connection: socket.socket | TlsSocket,
+        place: StripePlace,
+        incoming: Incoming,
+        owner: StripeOwner,
+        name: str,
+        io: IoLoop,
     ) -> None:
         if isinstance(connection, socket.socket):
             connection.setblocking(True)
@@ -105,7 +114,7 @@ class StripeConnection:
         self._lock = threading.Lock()
         for work, kind in ((self._write, "writer"), (self._read, "reader")):
             title = f"rpcdist payload {kind} {place.number} of {name}"
-            threading.Thread(target=self._run, args=(work,), name=title, daemon=True).start()
+            io.start_worker(partial(self._run, work), title)
 
     def __repr__(self) -> str:
         return f"<StripeConnection {self._place.number} [{'closed' if self._is_closed else 'open'}]>"

@@ -8,7 +8,7 @@ from typing import Final, NamedTuple
 
 from rpcdist.ids import Identity
 from rpcdist.transport._framing.stripes import MAX_STRIPES
-from rpcdist.transport._striping.stripe_connection import Place
+from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, Striping, num_connections
 from rpcdist.transport._tls.tls_socket import TlsSocket
 
@@ -20,25 +20,25 @@ PAYLOAD_TAKER: Final = "payloads"
 """The name among the takers of raw sockets."""
 
 
-def payload_purpose(session_id: bytes, place: Place) -> str:
+def payload_purpose(session_id: bytes, place: StripePlace) -> str:
     """What the hello of a payload connection says, after the name of the taker."""
     return f"{session_id.hex()}/{place.number}/{place.total}"
 
 
-def _parse(purpose: str) -> tuple[str, Place] | None:
+def _parse(purpose: str) -> tuple[str, StripePlace] | None:
     session, *numbers = purpose.split("/")
     if len(numbers) != 2 or not all(number.isdecimal() and len(number) < 3 for number in numbers):
         return None
-    place = Place(*map(int, numbers))
+    place = StripePlace(*map(int, numbers))
     return (session, place) if place.number < place.total <= MAX_STRIPES else None
 
 
-class _Expected(NamedTuple):
+class _StripedPeer(NamedTuple):
     """A session that peers may open payload connections for, and those that have come."""
 
     peer: Identity
     striping: Striping
-    arrived: dict[Place, socket.socket | TlsSocket]
+    arrived: dict[StripePlace, socket.socket | TlsSocket]
 
 
 class StripeTaker:
@@ -47,14 +47,14 @@ class StripeTaker:
     speaks_tls = True
 
     def __init__(self) -> None:
-        self._sessions: dict[str, _Expected] = {}
+        self._sessions: dict[str, _StripedPeer] = {}
 
     def __repr__(self) -> str:
         return f"<StripeTaker [{len(self._sessions)} sessions]>"
 
     def expect(self, session_id: bytes, peer: Identity, striping: Striping) -> None:
         """From now on, `peer` may open connections for this session."""
-        self._sessions[session_id.hex()] = _Expected(peer, striping, {})
+        self._sessions[session_id.hex()] = _StripedPeer(peer, striping, {})
 
     def forget(self, session_id: bytes) -> None:
         """The session has ended."""
@@ -89,6 +89,6 @@ class StripeTaker:
             return False
         arrived[place] = connection
         if len(arrived) == place.total:
-            expected.striping.begin([arrived[Place(index, place.total)] for index in range(place.total)])
+            expected.striping.begin([arrived[StripePlace(index, place.total)] for index in range(place.total)])
             arrived.clear()
         return True

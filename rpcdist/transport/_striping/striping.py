@@ -24,7 +24,7 @@ from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import PAYLOADS_END_LIMIT_S
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
-from rpcdist.transport._striping.stripe_connection import Place, Stripe, StripeConnection, StripedTransfer
+from rpcdist.transport._striping.stripe_connection import Stripe, StripeConnection, StripedTransfer, StripePlace
 from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.outgoing_buffer import OutgoingBuffer
@@ -187,7 +187,7 @@ class Striping:
             return
         count = len(connections)
         self._connections = [
-            StripeConnection(connection, Place(index, count), self._incoming, self, self._name)
+            StripeConnection(connection, StripePlace(index, count), self._incoming, self, self._name, self._io)
             for index, connection in enumerate(connections)
         ]
         logger.debug("%d payload connections with %s", count, self._name)
