@@ -151,7 +151,7 @@ class StripeConnection:
             pass
 
     def _write_piece(self, stripe: Stripe | None) -> bool:
-        """One piece of a stripe; False if the connection is closed. Nothing keeps the buffers after their last piece."""
+        """One piece of a stripe; False if the connection is closed. Nothing keeps the buffers afterwards."""
         if stripe is None or self._is_closed:
             return False
         if stripe.cursor.left and not stripe.transfer.is_aborted:
