@@ -62,7 +62,8 @@ class Cluster:
     def threads(self) -> set[threading.Thread]:
         """The agent's threads, which may stay, and may start at any time."""
         pool = self.agent.pool
-        return {pool._monitor._thread, *(worker.thread for worker in list(pool._workers))}
+        payloads = [thread for thread in threading.enumerate() if thread.name.startswith("rpcdist payload ")]
+        return {pool._monitor._thread, *(worker.thread for worker in list(pool._workers)), *payloads}
 
     def outstanding(self) -> list[str]:
         """The calls and streams that are still in flight anywhere."""
