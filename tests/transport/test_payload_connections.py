@@ -7,7 +7,7 @@ import logging
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -78,8 +78,16 @@ def opened(link: Link, answers: Recorder, taker: Recorder) -> list[Session]:
     return sessions
 
 
-def payload_threads() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name.startswith("rpcdist payload ")]
+@pytest.fixture
+def payload_threads() -> Callable[[], list[str]]:
+    """The names of the test's own threads: the process may have others, of a pool that other tests share."""
+    others = set(threading.enumerate())
+
+    def names() -> list[str]:
+        own = (thread.name for thread in threading.enumerate() if thread not in others)
+        return [name for name in own if name.startswith("rpcdist payload ")]
+
+    return names
 
 
 # ---------------------------------------------------------------- in use
@@ -87,7 +95,9 @@ def payload_threads() -> list[str]:
 
 @pytest.mark.parametrize("tls", ["off", "always"])
 @pytest.mark.parametrize("count", ["1", "2", "5"])
-def test_large_messages_travel_in_stripes(nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tls: str, count: str) -> None:
+def test_large_messages_travel_in_stripes(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, tls: str, count: str, payload_threads: Callable[[], list[str]]
+) -> None:
     monkeypatch.setenv(TLS_VARIABLE, tls)
     monkeypatch.setenv(PAYLOAD_CONNECTIONS_VARIABLE, count)
     (server, taker), answers = serve(nodes), Recorder()
@@ -210,7 +220,9 @@ def test_what_was_sent_before_the_end_arrives(nodes: Nodes) -> None:
     assert [data for [data] in answers.buffers[2:]] == [LARGE * 4] * 5
 
 
-def test_a_payload_connection_that_breaks_ends_the_session_by_name(nodes: Nodes) -> None:
+def test_a_payload_connection_that_breaks_ends_the_session_by_name(
+    nodes: Nodes, payload_threads: Callable[[], list[str]]
+) -> None:
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
@@ -221,7 +233,9 @@ def test_a_payload_connection_that_breaks_ends_the_session_by_name(nodes: Nodes)
     eventually(lambda: not payload_threads())
 
 
-def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(nodes: Nodes) -> None:
+def test_a_peer_that_reads_nothing_holds_no_thread_after_the_end(
+    nodes: Nodes, payload_threads: Callable[[], list[str]]
+) -> None:
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     _, there = opened(link, answers, taker)
@@ -322,7 +336,9 @@ def announce(link: Link, size: int) -> None:
         (b"GET / HTTP/1.1\r\n\r\n", "bytes was announced"),
     ],
 )
-def test_pieces_that_cannot_be_end_the_session(nodes: Nodes, piece: bytes, text: str | None) -> None:
+def test_pieces_that_cannot_be_end_the_session(
+    nodes: Nodes, piece: bytes, text: str | None, payload_threads: Callable[[], list[str]]
+) -> None:
     link, _, taker, bare = hostile(nodes)
     announce(link, 1000)  # the second: the first was an echo
     bare.sendall(piece)
