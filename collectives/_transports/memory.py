@@ -15,7 +15,7 @@ _QUICK_BYTES: Final = 64 << 10
 def memory_at(address: int, size_bytes: int) -> memoryview:
     """The bytes at an address, writable, without copying; valid as long as their owner lives."""
     if not size_bytes:
-        return memoryview(b"")
+        return memoryview(bytearray())
     return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B")
 
 

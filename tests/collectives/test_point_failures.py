@@ -84,7 +84,7 @@ def test_a_sleeping_receiver_hears_of_the_end() -> None:
         recv(b, number(0), 0)
 
         def end() -> None:
-            eventually(lambda: b._leadership.sleeping)
+            eventually(lambda: b._progress.sleeping)
             cut(made, 0, 1)
 
         in_threads(lambda: prompt(lambda: recv(b, number(0), 0), RankLost, "rank 0"), end)
@@ -366,7 +366,7 @@ def test_the_leader_keeps_the_limits_of_the_others() -> None:
         a, b = made.members
 
         def short() -> None:
-            eventually(lambda: b._leadership.sleeping)
+            eventually(lambda: b._progress.sleeping)
             with pytest.raises(CollectiveTimeout):
                 b.recv(number(0), 0, 1, asynchronous=False, timeout_s=SHORT_S)
             send(a, number(0), 1, 2)
@@ -455,7 +455,7 @@ def test_close_while_a_thread_is_blocked() -> None:
         a = made.members[0]
 
         def close() -> None:
-            eventually(lambda: a._leadership.sleeping)
+            eventually(lambda: a._progress.sleeping)
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)
@@ -468,7 +468,7 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         other = irecv(b, number(0), 0, 2)
 
         def interrupt() -> None:
-            eventually(lambda: len(b._state.pending) == 2 and b._leadership.sleeping)
+            eventually(lambda: len(b._state.pending) == 2 and b._progress.sleeping)
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
         thread = threading.Thread(target=interrupt)

@@ -102,18 +102,18 @@ def test_withdrawn_receives_get_nothing() -> None:
     matcher: Matcher[str, str] = Matcher(100)
     matcher.post(0, 0, "first")
     matcher.post(0, 0, "second")
-    assert matcher.withdraw(0, 0, "first")
-    assert not matcher.withdraw(0, 0, "first")
+    assert matcher.withdraw(0, "first")
+    assert not matcher.withdraw(0, "first")
     assert matcher.arrive(0, 0) == "second"
-    assert not matcher.withdraw(0, 0, "second")
+    assert not matcher.withdraw(0, "second")
     assert not matcher.should_read(0, False)
 
 
 def test_discarded_messages_go_nowhere() -> None:
     matcher: Matcher[str, str] = Matcher(100)
     matcher.keep(0, 0, 70, "broken")
-    matcher.discard(0, 0, "broken")
-    matcher.discard(0, 0, "broken")
+    matcher.discard(0, "broken")
+    matcher.discard(0, "broken")
     assert matcher.buffered_bytes(0) == 0
     assert matcher.post(0, 0, "receive") is None
 

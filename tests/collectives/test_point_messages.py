@@ -314,11 +314,11 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
     a, b = pair.members
     send(a, number(1), 1)
     recv(b, number(0), 0)
-    assert b._leadership._thread is None
+    assert b._progress.thread is None
     work = irecv(b, number(0), 0)
     send(a, number(1), 1)
     assert work.wait(LIMIT_S)
-    assert b._leadership._thread is not None and b._leadership._thread.is_alive()
+    assert b._progress.thread is not None and b._progress.thread.is_alive()
 
 
 def test_tags_have_64_bits(pair: Mesh) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 from point_pairs import Mesh, in_threads, irecv, isend, mesh, number, recv, send
 
-from rpcdist.collectives._transports.p2p import small_messages
+from rpcdist.collectives._transports.p2p import messenger
 from rpcdist.errors import CollectiveMismatch, RankLost
 
 
@@ -31,6 +31,9 @@ class Socket:
         if isinstance(limit, BaseException):
             raise limit
         return int(self._sock.send(data[:limit]))
+
+    def sendmsg(self, parts: list[bytes]) -> int:
+        return self.send(b"".join(parts))
 
 
 def slow_socket(made: Mesh, *limits: int | BaseException) -> Socket:
@@ -61,7 +64,7 @@ def test_the_rest_of_a_message_follows(taken: int, asynchronous: bool) -> None:
             assert got == value
 
 
-@pytest.mark.parametrize("size", [1 << 10, small_messages.SMALL_BYTES // 4, small_messages.SMALL_BYTES // 4 + 1])
+@pytest.mark.parametrize("size", [1 << 10, messenger.SMALL_BYTES // 4, messenger.SMALL_BYTES // 4 + 1])
 @pytest.mark.parametrize("cuts", [(), (7,), (50, 3), (5_000,)])
 def test_a_message_in_parts_arrives_whole(size: int, cuts: tuple[int, ...]) -> None:
     """Whoever waits reads on while what has come may be the beginning of its message; the usual way takes the rest."""
@@ -72,7 +75,7 @@ def test_a_message_in_parts_arrives_whole(size: int, cuts: tuple[int, ...]) -> N
             sent, got = torch.arange(size, dtype=torch.float32) + number_of_round, torch.zeros(size)
             in_threads(partial(send, a, sent, 1), partial(recv, b, got, 0))
             assert torch.equal(got, sent)
-            assert not sock.limits or size > small_messages.SMALL_BYTES // 4
+            assert not sock.limits or size > messenger.SMALL_BYTES // 4
 
 
 def test_a_full_socket_takes_it_later() -> None:
@@ -105,7 +108,7 @@ def test_a_send_that_is_interrupted_before_its_first_byte_leaves_the_connection_
         a, b = made.members
         sock = slow_socket(made, 10**6)
         with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-            patched.setattr(small_messages, step, interrupt)
+            patched.setattr(messenger, step, interrupt)
             send(a, number(7), 1)
         assert sock.limits  # nothing was sent
         got = number(-1)

@@ -20,21 +20,19 @@ from rpcdist.errors import ProtocolViolation
 
 __all__ = [
     "HEADER_BYTES",
-    "REFUSAL_BYTES",
     "Header",
     "MessageFrame",
     "describe_view",
     "pack_header",
     "refusal",
+    "take_refusals",
     "unpack_header",
-    "unpack_refusal",
 ]
 
 _HEADER: Final = struct.Struct("<IBBxxqQQ")
 _MAGIC: Final = 0x32705250  # "PRp2"
 _MOST_BYTES: Final = 1 << 48
 HEADER_BYTES: Final = _HEADER.size
-REFUSAL_BYTES: Final = 2 * HEADER_BYTES
 
 
 class MessageFrame(IntEnum):
@@ -84,12 +82,23 @@ def refusal(refused: Header, code: int, size_bytes: int) -> bytes:
     return expected + pack_header(*refused)
 
 
-def unpack_refusal(data: bytes | bytearray) -> tuple[Header, Header]:
-    """Returns what the receiver expected, and the header that it refused. Raises `ProtocolViolation`."""
-    expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
-    if expected.kind != MessageFrame.REFUSED or refused.kind != MessageFrame.MESSAGE:
-        raise ProtocolViolation(f"not a refusal: {bytes(data).hex()}")
-    return expected, refused
+def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
+    """Removes the whole refusals from bytes that came from a receiver.
+
+    Returns:
+        For each what the receiver expected, and the header that it refused.
+
+    Raises:
+        ProtocolViolation: they are something else.
+    """
+    refusals = []
+    while len(data) >= 2 * HEADER_BYTES:
+        expected, refused = unpack_header(data), unpack_header(data, HEADER_BYTES)
+        if expected.kind != MessageFrame.REFUSED or refused.kind != MessageFrame.MESSAGE:
+            raise ProtocolViolation(f"not a refusal: {bytes(data[: 2 * HEADER_BYTES]).hex()}")
+        refusals.append((expected, refused))
+        del data[: 2 * HEADER_BYTES]
+    return refusals
 
 
 def describe_view(code: int, size_bytes: int) -> str:

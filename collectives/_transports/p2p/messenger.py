@@ -21,30 +21,31 @@ import math
 import socket
 import time
 from collections.abc import Callable, Sequence
-from typing import Final, Protocol
+from typing import Final
 
 import torch
 
-from rpcdist.collectives._transports.p2p.leadership import PendingWork
+from rpcdist.collectives._operations.operation import dtype_code
+from rpcdist.collectives._transports.memory import memory_of
+from rpcdist.collectives._transports.p2p.message_format import MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection, prepare
+from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
-from rpcdist.collectives._transports.p2p.small_messages import SMALL_BYTES, SmallMessages
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, REFUSAL_POLL_S
 from rpcdist.transport import fork
 
-__all__ = ["BUFFER_LIMIT_BYTES", "Connect", "Messenger"]
+__all__ = ["BUFFER_LIMIT_BYTES", "SMALL_BYTES", "Connect", "Messenger"]
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
+SMALL_BYTES: Final = 1 << 17
+"""The largest payload that is copied behind its header, and at the receiver through the buffer of the connection."""
 
-
-class Connect(Protocol):
-    """Opens the connection on which this rank sends to `peer`; may block; `check` raises when it should give up."""
-
-    def __call__(self, peer: int, timeout_s: float, check: Callable[[], None]) -> socket.socket: ...
+Connect = Callable[[int, float, Callable[[], None]], socket.socket]
+"""Opens the connection on which this rank sends: takes the peer, a limit in seconds, and a function that raises when it
+should give up; may block."""
 
 
 class Messenger:
@@ -75,8 +76,6 @@ class Messenger:
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
-        self._leadership = self._progress.leadership
-        self._small = SmallMessages(self._progress)
         self._num_sends = 0
         self._num_receives = 0
         self._closed = False
@@ -98,25 +97,36 @@ class Messenger:
         self._num_sends += 1
         title = MessageTitle("send", self._num_sends, self._state.ranks[peer], tag, self._group_name)
         self._check(title)
+        limit_s = math.inf if timeout_s is None else timeout_s
+        now = time.monotonic()
 
         def make_request() -> Request:
-            request = Request(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
-            if asynchronous:
-                request.work = PendingWork(request, self._leadership)
+            request = Request(title, tensor, peer, tag, limit_s, self._progress.drive)
+            request.deadline_at = now + limit_s
             return request
 
-        if tensor.nbytes <= SMALL_BYTES:
-            sent = self._small.send(tensor, peer, tag, make_request)
-            if sent:
-                return Work.finished(title) if sent is True else self._finish(sent)
-        request = make_request()
         if peer == self._rank:
             with self._lock:
+                request = make_request()
                 self._state.put_to_self(request)
-            self._progress.settle(request)
-        else:
-            self._start_send(request)
-        return self._finish(request)
+                self._progress.changed()
+            return self._finish(request, asynchronous)
+        with self._lock:
+            connection = self._state.outgoing.get(peer) or OutgoingConnection(peer)
+            rest = self._start(connection, tensor, tag, now, make_request)
+            opens = peer not in self._state.outgoing and rest is not None and not rest.done
+            if opens:
+                self._state.outgoing[peer] = connection
+            if self._state.settled or (rest is not None and asynchronous):
+                self._progress.changed()
+            elif rest is not None:
+                self._progress.wake()
+        if opens:
+            self._open(connection, limit_s)
+        if rest is None:
+            self._progress.settle()
+            return Work.finished(title)
+        return self._finish(rest, asynchronous)
 
     def recv(
         self,
@@ -140,104 +150,97 @@ class Messenger:
         title = MessageTitle("recv", self._num_receives, source, tag, self._group_name)
         self._check(title)
         if not asynchronous and peer is not None and tensor.nbytes <= SMALL_BYTES:
-            if self._small.recv(tensor, peer, tag):
+            if self._progress.receive_small(tensor, peer, tag):
                 if finish is not None:
                     finish()
                 return Work.finished(title, source=peer)
-        receive = PostedReceive(title, tensor, peer, tag, math.inf if timeout_s is None else timeout_s)
+        limit_s = math.inf if timeout_s is None else timeout_s
+        receive = PostedReceive(title, tensor, peer, tag, limit_s, self._progress.drive, [tensor])
         receive.finish = finish
-        if asynchronous:
-            receive.work = PendingWork(receive, self._leadership, [tensor])
         with self._lock:
             self._state.post(receive)
-            if not receive.done:
-                self._leadership.ensure() if asynchronous else self._leadership.changed()
-        if receive.done:
-            self._progress.settle(receive)
-        return self._finish(receive)
+            self._progress.changed() if asynchronous else self._progress.wake()
+        return self._finish(receive, asynchronous)
 
     def _check(self, title: MessageTitle) -> None:
         fork.check_not_forked()
         if not -(1 << 63) <= title.tag < 1 << 63:
             raise ValueError(f"{title}: a tag is a signed number of 64 bits")
-        if self._state.error is not None:
-            raise self._state.error
+        self._raise_error()
         if self._closed:
             raise GroupAborted(str(title), "the group was destroyed on this rank")
-
-    def _finish(self, request: Request) -> Work:
-        """Ends a call: an asynchronous one returns at once, a blocking one when the request is settled."""
-        if request.work is not None:
-            return request.work
-        if not request.settled:
-            try:
-                self._leadership.wait(request)
-            except BaseException:
-                self._abandon(request)
-                raise
-        if request.error is not None:
-            raise request.error
-        return Work.finished(request.title, source=request.source)
-
-    def _abandon(self, request: Request) -> None:
-        """Has the leader fail a request, whose caller was interrupted, like one that is overdue."""
-        with self._lock:
-            if not request.done:
-                request.deadline_at = self._state.next_deadline = -math.inf
-                self._leadership.ensure()
-
-    def _start_send(self, request: Request) -> None:
-        with self._lock:
-            connection = self._state.put(request)
-            mine = connection is not None and not connection.busy
-            if connection is not None and mine:
-                connection.busy = True
-            elif connection is not None:
-                self._leadership.ensure() if request.work is not None else self._leadership.changed()
-        if connection is not None and mine:
-            if connection.sock is None:
-                self._open(connection, request)
-            if connection.ended is None:
-                self._write_directly(connection, request)
-        if self._state.settled:
-            self._progress.settle(request)
-
-    def _open(self, connection: OutgoingConnection, request: Request) -> None:
-        """Opens a connection that this thread has made busy."""
-        reason, sock = "the connection was interrupted", None
-        try:
-            sock = self._connect(connection.peer, max(0.0, request.deadline_at - time.monotonic()), self._raise_error)
-            prepare(sock)
-        except (OSError, RpcdistError) as exc:
-            reason = f"it cannot be reached: {exc}"
-        finally:
-            with self._lock:
-                connection.sock = sock
-                if sock is None:
-                    del self._state.outgoing[connection.peer]  # the next send tries again
-                    self._state.end_outgoing(connection, reason)
-                    self._leadership.changed()
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
             raise self._state.error
 
-    def _write_directly(self, connection: OutgoingConnection, request: Request) -> None:
+    def _finish(self, request: Request, asynchronous: bool) -> Work:
+        """Ends a call: an asynchronous one returns at once, a blocking one when the request is settled."""
+        self._progress.settle()
+        if not asynchronous:
+            try:
+                request.wait()
+            except BaseException:
+                with self._lock:
+                    if not request.done:  # the caller was interrupted
+                        self._state.withdraw(request)
+                        self._progress.changed()
+                raise
+        return request
+
+    # ------------------------------------------------------------ sending
+
+    def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
+        """Opens a new connection, which has messages already, also of other threads; it is ended if that fails."""
+        reason = "the connection was interrupted"
         try:
-            now = time.monotonic()
-            if now - connection.refusals_read_at > REFUSAL_POLL_S:
-                connection.refusals_read_at = now
-                self._progress.read_refusals(connection)
+            connection.open(self._connect(connection.peer, timeout_s, self._raise_error))
+        except (OSError, RpcdistError) as exc:
+            reason = f"it cannot be reached: {exc}"
+        finally:
+            with self._lock:
+                if connection.sock is None:
+                    del self._state.outgoing[connection.peer]  # the next send tries again
+                    self._state.end_outgoing(connection, reason)
+                self._progress.write(connection)
+                self._progress.changed()
+
+    def _start(
+        self,
+        connection: OutgoingConnection,
+        tensor: torch.Tensor,
+        tag: int,
+        now: float,
+        make_request: Callable[[], Request],
+    ) -> Request | None:
+        """Sends a message, or what the socket takes of it at once; the lock is held.
+
+        Returns:
+            The request for the rest, which may have failed already; None if a small message was sent without one.
+        """
+        state, stream = self._state, connection.stream
+        if connection.refusals:
+            return state.fail_refused(make_request(), connection)
+        if connection.sock is not None and now - connection.refusals_read_at > REFUSAL_POLL_S:
+            connection.refusals_read_at = now
+            state.read_refusals(connection)
+        if tensor.nbytes > SMALL_BYTES or stream or connection.sock is None or state.lost or state.error is not None:
+            request = make_request()
+            state.put(request, connection)
             self._progress.write(connection)
+            return request
+        data = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
+        data += memory_of(tensor)
+        try:
+            num_sent = connection.send(data)
+            if num_sent == len(data):
+                return None
+            request = make_request()
+            state.put(request, connection, num_sent)
         except BaseException:  # of a signal handler: the position in the stream is unknown
-            with self._lock:
-                self._state.end_outgoing(connection, f"{request.title} was interrupted")
-                self._progress.release_locked(connection)
-                self._leadership.changed()
+            state.end_outgoing(connection, "a send was interrupted")
             raise
-        if connection.stream:
-            with self._lock:
-                self._leadership.ensure() if request.work is not None or request.done else self._leadership.changed()
+        return request
 
     # ------------------------------------------------------------ events from outside (any thread; never blocks)
 
@@ -256,17 +259,19 @@ class Messenger:
             except (ProtocolViolation, OSError):
                 sock.close()
                 raise
-            self._leadership.changed()
+            self._progress.changed()
 
     def fail(self, error: BaseException) -> None:
         """Fails everything that is pending, and everything later, with this error; idempotent."""
-        self._progress.fail(error)
+        with self._lock:
+            self._state.fail(error)
+            self._progress.changed(bool(self._state.settled))
 
     def peer_lost(self, rank: int, reason: str) -> None:
         """Notes that a rank of the group is gone. Messages that it sent before can still be received."""
         with self._lock:
-            self._state.lost.setdefault(rank, reason)
-            self._leadership.changed()
+            self._state.lose(rank, reason)
+            self._progress.changed(bool(self._state.settled))
 
     def drain(self, timeout_s: float) -> bool:
         """Waits until all sends have left this process, for at most `timeout_s` in all; returns whether they have.
@@ -275,17 +280,13 @@ class Messenger:
         """
         limit = time.monotonic() + timeout_s
         with self._lock:
-            works = [
-                request.work
-                for request in self._state.pending
-                if request.work is not None and not isinstance(request, PostedReceive)
-            ]
-        for work in works:
+            sends = [request for request in self._state.pending if not isinstance(request, PostedReceive)]
+        for request in sends:
             try:
-                work.wait(max(MIN_WAIT_S, limit - time.monotonic()))
+                request.wait(max(MIN_WAIT_S, limit - time.monotonic()))
             except CollectiveError:  # the owner of the work gets the error
                 pass
-        return all(work.is_success() for work in works)
+        return all(request.is_success() for request in sends)
 
     def close(self) -> None:
         """Fails pending requests, sends goodbyes, closes the sockets; idempotent, bounded, waits for no peer."""
@@ -294,6 +295,4 @@ class Messenger:
                 return
             self._closed = True
         self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
-        with self._lock:
-            self._leadership.stop()
-        self._leadership.join()
+        self._progress.stop()

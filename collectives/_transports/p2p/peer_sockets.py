@@ -1,22 +1,42 @@
-"""The two connections between this rank and another, one per direction, each with its stream and non-blocking steps."""
+"""The two connections between this rank and another, one per direction, each with its stream and non-blocking steps.
+
+A step that finds that its connection cannot be used any more raises one of `CONNECTION_ENDS`.
+"""
 
 from __future__ import annotations
 
 import socket
 from collections import deque
+from contextlib import suppress
 from typing import Final
 
-from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream, RefusalStream
-from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header
+from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
+from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
+from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["ConnectionEnded", "IncomingConnection", "OutgoingConnection", "prepare"]
+__all__ = ["CONNECTION_ENDS", "ConnectionEnded", "IncomingConnection", "OutgoingConnection", "prepare", "why_it_ended"]
 
 _REFUSALS_READ: Final = 4096
+_MOST_BYTES: Final = 1 << 20  # in one read: other threads wait for it
 
 
 class ConnectionEnded(Exception):
     """The connection cannot be used any more; the text says why."""
+
+
+CONNECTION_ENDS: Final = (ConnectionEnded, OSError, ProtocolViolation, MemoryError)
+
+
+def why_it_ended(error: BaseException) -> str:
+    """Says in words why a connection ended with one of `CONNECTION_ENDS`."""
+    if isinstance(error, ProtocolViolation):
+        return f"it does not follow the protocol ({error}); the connection was closed"
+    if isinstance(error, MemoryError):
+        return f"there is no memory to keep its message ({error}); the connection was closed"
+    if isinstance(error, OSError):
+        return f"the connection with it failed: {error.strerror or error}"
+    return str(error)
 
 
 def prepare(sock: socket.socket) -> None:
@@ -39,39 +59,35 @@ class IncomingConnection:
         self.stream = stream
         self.ended: str | None = None
 
-    def receive(self, behind: int = 0) -> int:
-        """Receives into the stream's space; returns the number of bytes, or 0 if none have come.
-
-        Args:
-            behind: so many bytes were received between two messages, and are not taken yet.
-
-        Raises:
-            ConnectionEnded: the connection ended.
-        """
+    def receive(self, space: memoryview) -> int:
+        """Receives into this memory; returns the number of bytes, or 0 if none have come."""
         try:
-            num_bytes = self.sock.recv_into(self.stream.space_behind(behind) if behind else self.stream.space())
+            num_bytes = self.sock.recv_into(space)
         except (BlockingIOError, InterruptedError):
             return 0
-        except OSError as exc:
-            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
         if num_bytes == 0:
-            raise ConnectionEnded(self._why_it_ended())
+            if self.stream.said_goodbye:
+                raise ConnectionEnded("it left the group")
+            where = " in the middle of a message" if self.stream.inside_message else ""
+            raise ConnectionEnded(f"it closed the connection{where}")
         return num_bytes
 
-    def _why_it_ended(self) -> str:
-        if self.stream.said_goodbye:
-            return "it left the group"
-        return f"it closed the connection{' in the middle of a message' if self.stream.inside_message else ''}"
+    def read(self) -> bool:
+        """Receives what the socket has, up to a limit, and hands it to the stream; returns whether it had anything."""
+        num_bytes = self.receive(self.stream.space()[:_MOST_BYTES])
+        if num_bytes:
+            self.stream.advance(num_bytes)
+        return num_bytes > 0
 
     def refuse(self, data: bytes) -> None:
         """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
         try:
             self.sock.send(data)
         except OSError:
-            self.close()
+            self.close("the connection was closed here")
 
-    def close(self) -> None:
-        self.ended = self.ended or "the connection was closed here"
+    def close(self, reason: str) -> None:
+        self.ended = self.ended or reason
         self.sock.close()
 
 
@@ -79,8 +95,7 @@ class OutgoingConnection:
     """The connection on which messages go to `peer`.
 
     Attributes:
-        sock: the socket; None until it is connected.
-        busy: a thread is connecting it or writing to it; no other thread may.
+        sock: the socket; None until it is connected, and when it is closed.
         ended: the reason why nothing can be sent any more; None while it can.
         refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
         refusals: refusals of messages that were sent completely; the next operations with the peer raise them.
@@ -90,62 +105,59 @@ class OutgoingConnection:
         self.peer = peer
         self.sock: socket.socket | None = None
         self.stream = OutStream()
-        self.busy = False
         self.ended: str | None = None
         self.refusals: deque[tuple[Header, Header]] = deque(maxlen=16)
         self.refusals_read_at = 0.0
-        self._refusal_stream = RefusalStream()
+        self._refusal_bytes = bytearray()
 
-    def send(self) -> int:
-        """Sends from the stream; returns the number of bytes that were sent, 0 if the socket is full.
+    def open(self, sock: socket.socket) -> None:
+        """Takes its socket, unless it has ended meanwhile."""
+        if self.ended is None:
+            prepare(sock)
+            self.sock = sock
+        else:
+            sock.close()
 
-        Raises:
-            ConnectionEnded: the connection ended.
-        """
+    def send(self, data: bytes) -> int:
+        """Sends a message with nothing before it; returns the number of bytes that were sent. It may end."""
         assert self.sock is not None
-        parts = self.stream.parts()
         try:
-            return self.sock.send(parts[0]) if len(parts) == 1 else self.sock.sendmsg(parts)
+            num_sent = self.sock.send(data)
         except (BlockingIOError, InterruptedError):
             return 0
         except OSError as exc:
-            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
+            self.close(why_it_ended(exc))
+            return 0
+        self.stream.num_sent += num_sent == len(data)
+        return num_sent
+
+    def write(self) -> list[Request] | None:
+        """Sends from the stream; returns the requests that are sent completely, or None if the socket is full."""
+        assert self.sock is not None
+        try:
+            return self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+        except (BlockingIOError, InterruptedError):
+            return None
 
     def read_refusals(self) -> list[tuple[Header, Header]]:
-        """Returns the refusals that came since the last call.
-
-        Raises:
-            ConnectionEnded: the connection ended, or the receiver sent something else.
-        """
+        """Returns the refusals that came since the last call."""
         assert self.sock is not None
         try:
             data = self.sock.recv(_REFUSALS_READ)
         except (BlockingIOError, InterruptedError):
             return []
-        except OSError as exc:
-            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
         if not data:
             raise ConnectionEnded("it closed the connection")
-        try:
-            return self._refusal_stream.feed(data)
-        except ProtocolViolation as exc:
-            raise ConnectionEnded(f"it does not follow the protocol ({exc}); the connection was closed") from exc
+        self._refusal_bytes += data
+        return take_refusals(self._refusal_bytes)
 
-    def close(self) -> None:
-        """Sends a goodbye if the last message was sent completely, and closes."""
-        self.ended = self.ended or "the connection was closed here"
+    def close(self, reason: str, goodbye: bool = False) -> None:
+        """Closes; with a goodbye before that if the last message was sent completely."""
+        self.ended = self.ended or reason
         if self.sock is None:
             return
-        if not self.stream and not self.stream.was_cut:
-            try:
+        if goodbye and not self.stream and not self.stream.inside_message:
+            with suppress(OSError):  # the peer will see the end of the connection
                 self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0))
-            except OSError:  # the peer will see the end of the connection
-                pass
-        self.cut()
-
-    def cut(self) -> None:
-        """Closes without a goodbye."""
-        self.ended = self.ended or "the connection was closed here"
-        if self.sock is not None:
-            self.sock.close()
-            self.sock = None
+        self.sock.close()
+        self.sock = None
