@@ -182,7 +182,7 @@ def test_tags_have_64_bits() -> None:
 
 def test_refusals_come_back_in_pieces() -> None:
     refused = Header(MessageFrame.MESSAGE, 7, 5, 3, 16)
-    data = refusal(refused, 0, 9) * 2
+    data = refusal(Header(MessageFrame.MESSAGE, 0, 0, 0, 9), refused) * 2
     come, got = bytearray(), []
     for byte in data:
         come.append(byte)

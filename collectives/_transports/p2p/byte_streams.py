@@ -79,6 +79,14 @@ class InStream:
         if self._num_staged and used:
             self.staging[: self._num_staged] = bytes(staged[used:])
 
+    def redirect(self, target: Target) -> None:
+        """Lets the current payload go into another target: what has come of it is copied, the rest received there."""
+        assert self.target is not None and self._place is not None
+        place, have = memory_of(target.tensor), memory_of(self.target.tensor)
+        num_bytes = len(place) - len(self._place)
+        place[:num_bytes] = have[:num_bytes]
+        self.target, self._place = target, place[num_bytes:]
+
     def drop_target(self) -> None:
         """Drops the rest of the current payload and forgets its target."""
         if self._place is not None:
@@ -95,7 +103,7 @@ class InStream:
             return 0
         header = unpack_header(staged)
         if self.said_goodbye or header.kind == MessageFrame.REFUSED or header.sequence != self.num_messages:
-            raise ProtocolViolation(f"expected message {self.num_messages}, got {header}")
+            raise ProtocolViolation(f"expected message {self.num_messages}, got {header!r}")
         if header.kind == MessageFrame.GOODBYE:
             self.said_goodbye = True
             return HEADER_BYTES
@@ -150,8 +158,7 @@ class OutStream:
         parts: list[bytes | memoryview] = []
         num_bytes = 0
         for index, (request, payload) in enumerate(islice(self._queue, _MOST_MESSAGES)):
-            sequence = self.num_sent + index
-            parts += [pack_header(MessageFrame.MESSAGE, request.code, request.tag, sequence, len(payload)), payload]
+            parts += [pack_header(*request.header(self.num_sent + index)), payload]
             num_bytes += len(payload)
             if num_bytes > _ENOUGH_BYTES:
                 break

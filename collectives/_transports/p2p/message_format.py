@@ -18,16 +18,7 @@ from typing import Final, NamedTuple
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ProtocolViolation
 
-__all__ = [
-    "HEADER_BYTES",
-    "Header",
-    "MessageFrame",
-    "describe_view",
-    "pack_header",
-    "refusal",
-    "take_refusals",
-    "unpack_header",
-]
+__all__ = ["HEADER_BYTES", "Header", "MessageFrame", "pack_header", "refusal", "take_refusals", "unpack_header"]
 
 _HEADER: Final = struct.Struct("<IBBxxqQQ")
 _MAGIC: Final = 0x32705250  # "PRp2"
@@ -51,6 +42,10 @@ class Header(NamedTuple):
     tag: int
     sequence: int
     size_bytes: int
+
+    def __str__(self) -> str:
+        """Describes the payload for errors, e.g. "16 bytes of float32"."""
+        return f"{self.size_bytes} bytes of {str(DTYPES[self.code]).removeprefix('torch.')}"
 
 
 _KINDS: Final = frozenset(MessageFrame)
@@ -76,10 +71,10 @@ def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Head
     return Header(kind, code, tag, sequence, size_bytes)
 
 
-def refusal(refused: Header, code: int, size_bytes: int) -> bytes:
-    """Makes the refusal of a receiver that expected `size_bytes` of dtype `code`."""
-    expected = pack_header(MessageFrame.REFUSED, code, refused.tag, refused.sequence, size_bytes)
-    return expected + pack_header(*refused)
+def refusal(expected: Header, refused: Header) -> bytes:
+    """Makes the refusal of a receiver that expected a payload like this."""
+    expected = Header(MessageFrame.REFUSED, expected.code, refused.tag, refused.sequence, expected.size_bytes)
+    return pack_header(*expected) + pack_header(*refused)
 
 
 def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
@@ -99,8 +94,3 @@ def take_refusals(data: bytearray) -> list[tuple[Header, Header]]:
         refusals.append((expected, refused))
         del data[: 2 * HEADER_BYTES]
     return refusals
-
-
-def describe_view(code: int, size_bytes: int) -> str:
-    """Describes a payload for errors, e.g. "16 bytes of float32"."""
-    return f"{size_bytes} bytes of {str(DTYPES[code]).removeprefix('torch.')}"

@@ -19,14 +19,8 @@ import torch
 from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.p2p.byte_streams import InStream
 from rpcdist.collectives._transports.p2p.matching import Matcher
-from rpcdist.collectives._transports.p2p.message_format import Header, describe_view, refusal
-from rpcdist.collectives._transports.p2p.peer_sockets import (
-    CONNECTION_ENDS,
-    IncomingConnection,
-    OutgoingConnection,
-    prepare,
-    why_it_ended,
-)
+from rpcdist.collectives._transports.p2p.message_format import Header, refusal
+from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, Target, UnexpectedMessage
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 
@@ -89,40 +83,33 @@ class MessageState:
     def post(self, receive: PostedReceive) -> None:
         """Takes a receive that was called."""
         connection = None if receive.peer is None else self.outgoing.get(receive.peer)
-        if self.error is not None:
-            self.complete(receive, self.error)
-            return
         if connection is not None and connection.refusals:
             self.fail_refused(receive, connection)
             return
-        arrived = self.matcher.post(receive.peer, receive.tag, receive)
         self._add(receive)
+        arrived = self.matcher.post(receive.peer, receive.tag, receive)
         if arrived is None:
             self._fail_if_gone(receive)
         elif self._accepts(receive, arrived.source, arrived.header):
-            receive.arrived = arrived
-            arrived.receive = receive
-            if arrived.complete:
-                self.complete(receive)
+            self._hand_over(arrived, receive)
 
     def put(self, request: Request, connection: OutgoingConnection, num_sent: int = 0) -> None:
         """Takes a send to another rank, of which so many bytes were sent already."""
         reason = connection.ended or self.lost.get(connection.peer)
-        if self.error is not None:
-            self.complete(request, self.error)
-        elif reason is not None:
+        if reason is not None:
             self.complete(request, self._lost_error(request, connection.peer, reason))
         else:
             self._add(request)
             connection.stream.put(request, num_sent)
 
-    def put_to_self(self, request: Request) -> None:
+    def put_to_self(self, request: Request) -> Request:
         """Takes a send to this rank itself: its message arrives at once."""
-        target = self.begin(self.rank, Header(0, request.code, request.tag, 0, request.size_bytes))
+        target = self.begin(self.rank, request.header())
         if target is not None:
             copy_bytes(target.tensor.data_ptr(), request.tensor.data_ptr(), request.size_bytes)
             self.end(target)
         self.complete(request)
+        return request
 
     def _add(self, request: Request) -> None:
         self.pending[request] = None
@@ -165,10 +152,16 @@ class MessageState:
 
     def end(self, target: Target) -> None:
         """Notes that the payload of a message is complete."""
-        if isinstance(target, UnexpectedMessage):
-            target.complete = True
-        receive = _receive_of(target)
-        if receive is not None:
+        if isinstance(target, PostedReceive):
+            self.complete(target)
+
+    def _hand_over(self, arrived: UnexpectedMessage, receive: PostedReceive) -> None:
+        """Gives a message that was kept to its receive; if it is still arriving, the rest goes there directly."""
+        connection = self.incoming.get(arrived.source)
+        if connection is not None and connection.stream.target is arrived:
+            connection.stream.redirect(receive)
+        else:
+            copy_bytes(receive.tensor.data_ptr(), arrived.tensor.data_ptr(), receive.size_bytes)
             self.complete(receive)
 
     def _accepts(self, receive: PostedReceive, source: int, header: Header) -> bool:
@@ -176,11 +169,11 @@ class MessageState:
         receive.source = source
         if header.size_bytes == receive.size_bytes and header.code == receive.code:
             return True
-        theirs = describe_view(header.code, header.size_bytes)
-        text = f"rank {self.ranks[source]} sent {theirs}, rank {self.ranks[self.rank]} receives {receive.view}"
+        expected = receive.header()
+        text = f"rank {self.ranks[source]} sent {header}, rank {self.ranks[self.rank]} receives {expected}"
         self.complete(receive, CollectiveMismatch(receive.title, text))
         if source in self.incoming:
-            self.incoming[source].refuse(refusal(header, receive.code, receive.size_bytes))
+            self.incoming[source].refuse(refusal(expected, header))
         return False
 
     # ------------------------------------------------------------ connections
@@ -191,14 +184,15 @@ class MessageState:
         if old is not None:
             if old.stream.num_messages or old.stream.inside_message:
                 raise ProtocolViolation(f"rank {self.ranks[source]} connected twice")
-            old.close("the connection was replaced")
-        prepare(sock)
-        self.incoming[source] = IncomingConnection(sock, source, InStream(partial(self.begin, source), self.end))
+            old.close()
+        connection = IncomingConnection(source, InStream(partial(self.begin, source), self.end))
+        connection.open(sock)
+        self.incoming[source] = connection
 
     def is_wanted(self, connection: IncomingConnection, a_send_is_stuck: bool) -> bool:
         """Whether to read a connection; that of a lost rank is read to its end."""
         return connection.ended is None and (
-            _receive_of(connection.stream.target) is not None
+            isinstance(connection.stream.target, PostedReceive)
             or self.matcher.should_read(connection.source, a_send_is_stuck)
             or connection.source in self.lost
         )
@@ -209,9 +203,8 @@ class MessageState:
         target, source = connection.stream.target, connection.source
         if isinstance(target, UnexpectedMessage):
             self.matcher.discard(target.header.tag, target)
-        receive = _receive_of(target)
-        if receive is not None:
-            self.complete(receive, self._lost_error(receive, source, reason))
+        elif target is not None:
+            self.complete(target, self._lost_error(target, source, reason))
         self._fail_receives(source, reason)
 
     def end_outgoing(self, connection: OutgoingConnection, reason: str) -> None:
@@ -223,10 +216,10 @@ class MessageState:
     def read_refusals(self, connection: OutgoingConnection) -> None:
         """Takes what the peer refused since the last call."""
         try:
-            for refusal_of_peer in connection.read_refusals():
-                self._refused(connection, *refusal_of_peer)
-        except CONNECTION_ENDS as exc:
-            self.end_outgoing(connection, why_it_ended(exc))
+            for refused in connection.read_refusals() or ():
+                self._refused(connection, *refused)
+        except ConnectionEnded as exc:
+            self.end_outgoing(connection, str(exc))
 
     def _refused(self, connection: OutgoingConnection, expected: Header, header: Header) -> None:
         """Takes a refusal by the peer: fails the send and the receives from it, or else the next request with it."""
@@ -294,7 +287,7 @@ class MessageState:
             return
         assert request.peer is not None
         connection = self.outgoing[request.peer]
-        text = f"rank {self.ranks[request.peer]} did not receive {request.view} with tag {request.tag} {limit}"
+        text = f"rank {self.ranks[request.peer]} did not receive {request.header()} with tag {request.tag} {limit}"
         self.complete(request, CollectiveTimeout(request.title, text))
         if not connection.stream.withdraw(request):
             self.end_outgoing(connection, f"{request.title} timed out in the middle of the message")
@@ -303,9 +296,7 @@ class MessageState:
         """Fails a request. The message of a receive is dropped; the bytes of a send that has begun are still sent."""
         if isinstance(request, PostedReceive) and not request.done:
             self.matcher.withdraw(request.tag, request)
-            if request.arrived is not None:
-                request.arrived.receive = None
-            elif request.source in self.incoming and self.incoming[request.source].stream.target is request:
+            if request.source in self.incoming and self.incoming[request.source].stream.target is request:
                 self.incoming[request.source].stream.drop_target()
         self.complete(request, error)
 
@@ -313,15 +304,8 @@ class MessageState:
         return RankLost(request.title, f"rank {self.ranks[rank]}: {reason}", (rank,))
 
     def _refused_error(self, request: Request, rank: int, expected: Header, header: Header) -> CollectiveMismatch:
-        ours = describe_view(header.code, header.size_bytes)
-        theirs = describe_view(expected.code, expected.size_bytes)
         return CollectiveMismatch(
             request.title,
-            f"rank {self.ranks[self.rank]} sent {ours} with tag {header.tag} (message {header.sequence} of this pair), "
-            f"rank {self.ranks[rank]} receives {theirs}",
+            f"rank {self.ranks[self.rank]} sent {header} with tag {header.tag} (message {header.sequence} of this "
+            f"pair), rank {self.ranks[rank]} receives {expected}",
         )
-
-
-def _receive_of(target: Target | None) -> PostedReceive | None:
-    """The receive that takes a message, or None if it is dropped or kept."""
-    return target.receive if isinstance(target, UnexpectedMessage) else target

@@ -17,10 +17,11 @@ sides say so. The end of a connection is final.
 
 from __future__ import annotations
 
-import math
 import socket
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from functools import partial
 from typing import Final
 
 import torch
@@ -29,7 +30,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.message_format import MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
+from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
@@ -78,7 +79,6 @@ class Messenger:
         self._lock = self._progress.lock
         self._num_sends = 0
         self._num_receives = 0
-        self._closed = False
 
     def __repr__(self) -> str:
         state = self._state
@@ -97,36 +97,24 @@ class Messenger:
         self._num_sends += 1
         title = MessageTitle("send", self._num_sends, self._state.ranks[peer], tag, self._group_name)
         self._check(title)
-        limit_s = math.inf if timeout_s is None else timeout_s
-        now = time.monotonic()
-
-        def make_request() -> Request:
-            request = Request(title, tensor, peer, tag, limit_s, self._progress.drive)
-            request.deadline_at = now + limit_s
-            return request
-
-        if peer == self._rank:
-            with self._lock:
-                request = make_request()
-                self._state.put_to_self(request)
-                self._progress.changed()
-            return self._finish(request, asynchronous)
+        make_request = partial(Request, title, tensor, peer, tag, timeout_s, self._progress.drive)
         with self._lock:
+            self._raise_error()
             connection = self._state.outgoing.get(peer) or OutgoingConnection(peer)
-            rest = self._start(connection, tensor, tag, now, make_request)
-            opens = peer not in self._state.outgoing and rest is not None and not rest.done
+            request = self._start(connection, tensor, tag, make_request)
+            opens = peer not in self._state.outgoing and request is not None and not request.done
             if opens:
                 self._state.outgoing[peer] = connection
-            if self._state.settled or (rest is not None and asynchronous):
+            if self._state.settled or (request is not None and asynchronous):
                 self._progress.changed()
-            elif rest is not None:
+            elif request is not None:
                 self._progress.wake()
-        if opens:
-            self._open(connection, limit_s)
-        if rest is None:
+        if opens and request is not None:
+            self._open(connection, request.timeout_s)
+        if request is None:
             self._progress.settle()
             return Work.finished(title)
-        return self._finish(rest, asynchronous)
+        return self._finish(request, asynchronous)
 
     def recv(
         self,
@@ -154,10 +142,10 @@ class Messenger:
                 if finish is not None:
                     finish()
                 return Work.finished(title, source=peer)
-        limit_s = math.inf if timeout_s is None else timeout_s
-        receive = PostedReceive(title, tensor, peer, tag, limit_s, self._progress.drive, [tensor])
+        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress.drive, [tensor])
         receive.finish = finish
         with self._lock:
+            self._raise_error()
             self._state.post(receive)
             self._progress.changed() if asynchronous else self._progress.wake()
         return self._finish(receive, asynchronous)
@@ -166,9 +154,6 @@ class Messenger:
         fork.check_not_forked()
         if not -(1 << 63) <= title.tag < 1 << 63:
             raise ValueError(f"{title}: a tag is a signed number of 64 bits")
-        self._raise_error()
-        if self._closed:
-            raise GroupAborted(str(title), "the group was destroyed on this rank")
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
@@ -206,37 +191,34 @@ class Messenger:
                 self._progress.changed()
 
     def _start(
-        self,
-        connection: OutgoingConnection,
-        tensor: torch.Tensor,
-        tag: int,
-        now: float,
-        make_request: Callable[[], Request],
+        self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int, make_request: Callable[[], Request]
     ) -> Request | None:
         """Sends a message, or what the socket takes of it at once; the lock is held.
 
         Returns:
-            The request for the rest, which may have failed already; None if a small message was sent without one.
+            The request for the rest, which may be done already; None if a small message was sent without one.
         """
-        state, stream = self._state, connection.stream
+        state, stream, now = self._state, connection.stream, time.monotonic()
+        code, data = dtype_code(tensor.dtype), b""
+        if connection.peer == self._rank:
+            return state.put_to_self(make_request())
         if connection.refusals:
             return state.fail_refused(make_request(), connection)
         if connection.sock is not None and now - connection.refusals_read_at > REFUSAL_POLL_S:
             connection.refusals_read_at = now
             state.read_refusals(connection)
-        if tensor.nbytes > SMALL_BYTES or stream or connection.sock is None or state.lost or state.error is not None:
-            request = make_request()
-            state.put(request, connection)
-            self._progress.write(connection)
-            return request
-        data = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
-        data += memory_of(tensor)
+        if connection.sock is not None and not stream and tensor.nbytes <= SMALL_BYTES:
+            data = pack_header(MessageFrame.MESSAGE, code, tag, stream.num_sent, tensor.nbytes) + memory_of(tensor)
         try:
-            num_sent = connection.send(data)
-            if num_sent == len(data):
+            num_sent = connection.send(data) or 0 if data else 0
+            if data and num_sent == len(data):
                 return None
             request = make_request()
             state.put(request, connection, num_sent)
+            self._progress.write(connection)
+        except ConnectionEnded as exc:
+            state.end_outgoing(connection, str(exc))
+            return self._start(connection, tensor, tag, make_request)  # which fails with that
         except BaseException:  # of a signal handler: the position in the stream is unknown
             state.end_outgoing(connection, "a send was interrupted")
             raise
@@ -252,7 +234,7 @@ class Messenger:
         """
         with self._lock:
             try:
-                if self._closed:
+                if self._progress.stopped:
                     sock.close()
                     return
                 self._state.attach(peer, sock)
@@ -282,17 +264,12 @@ class Messenger:
         with self._lock:
             sends = [request for request in self._state.pending if not isinstance(request, PostedReceive)]
         for request in sends:
-            try:
+            with suppress(CollectiveError):  # the owner of the work gets the error
                 request.wait(max(MIN_WAIT_S, limit - time.monotonic()))
-            except CollectiveError:  # the owner of the work gets the error
-                pass
         return all(request.is_success() for request in sends)
 
     def close(self) -> None:
         """Fails pending requests, sends goodbyes, closes the sockets; idempotent, bounded, waits for no peer."""
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
-        self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
-        self._progress.stop()
+        if not self._progress.stopped:
+            self.fail(GroupAborted(f"sends and receives of group {self._group_name!r}", "the group was destroyed here"))
+            self._progress.stop()

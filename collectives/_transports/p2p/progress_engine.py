@@ -24,13 +24,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import (
-    CONNECTION_ENDS,
-    ConnectionEnded,
-    IncomingConnection,
-    OutgoingConnection,
-    why_it_ended,
-)
+from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.pollers import Pollers, Waker
 from rpcdist.time_limits import PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
@@ -52,6 +46,7 @@ class ProgressEngine:
         lock: guards the state and all that is here.
         sleeping: the leader sleeps, or is about to.
         thread: the group's own thread; None until it is needed.
+        stopped: the end has begun: no thread leads any more.
     """
 
     def __init__(self, state: MessageState, spin_s: float, name: str) -> None:
@@ -67,7 +62,7 @@ class ProgressEngine:
         self._num_followers = 0
         self._lead_is_free = threading.Condition(self.lock)  # or a request is done
         self._called = threading.Condition(self.lock)  # the group's own thread
-        self._stopped = False
+        self.stopped = False
 
     # ------------------------------------------------------------ with the lock held
 
@@ -84,29 +79,27 @@ class ProgressEngine:
             settles: that thread shall call `settle`, too: the caller does not.
         """
         self.wake()
-        self._pass_on(settles)
-
-    def _pass_on(self, is_needed: bool = False) -> None:
         if self._num_followers:
             self._lead_is_free.notify_all()
-        elif not self._leading and not self._stopped and (is_needed or self._state.has_work):
+        elif not (self._leading or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self.thread.start()
             self._called.notify()
 
-    def _take_lead(self, mine: Request | None) -> bool:
-        """Waits until no other thread leads; returns whether there is a reason to lead."""
+    def _follow(self, mine: Request | None) -> None:
+        """Waits until no other thread leads, or a request is done; the group's thread, until it is needed."""
+        if mine is None:
+            state = self._state
+            while not self.stopped and (self._leading or self._num_followers or not (state.has_work or state.settled)):
+                self._called.wait()
+            return
         self._num_followers += 1
         try:
-            while self._leading and not (mine is not None and mine.done):
+            while self._leading and not mine.done:
                 self._lead_is_free.wait()
         finally:
             self._num_followers -= 1
-        if mine is not None and mine.done:
-            return False
-        self._leading = True
-        return True
 
     # ------------------------------------------------------------ without the lock
 
@@ -119,40 +112,43 @@ class ProgressEngine:
                 return
             request.settle()
 
-    def drive(self, mine: Request | None = None) -> None:
-        """Moves bytes, or waits while another thread does.
+    def drive(self, mine: Request) -> None:
+        """Moves bytes until the request is done, or waits while another thread does.
 
         After an exception from a signal handler (KeyboardInterrupt) the other threads go on with the request.
-
-        Args:
-            mine: returns when this is done; without it, when nothing is pending, or another thread can lead.
         """
         try:
-            while self._lead(mine):
+            while not mine.done:
+                self._lead(mine)
                 self.settle()
         finally:
             self.settle()
 
-    def _lead(self, mine: Request | None) -> bool:
-        """Moves bytes; returns whether it stopped only because callbacks are due."""
-        with self.lock:
-            if not self._take_lead(mine):
-                return False
+    def _run(self) -> None:
+        while not self.stopped:
+            self._lead(None)
+            self.settle()
+
+    def _lead(self, mine: Request | None) -> None:
+        """Moves bytes until its request is done or callbacks are due; without one, until another thread can lead."""
+        state, leads = self._state, False
         spin_s = 0.0 if mine is None else self._spin_s
-        until = time.monotonic() + spin_s
         ready: Collection[int] = ()
         try:
-            while True:
+            with self.lock:
+                self._follow(mine)
+                leads = not (self._leading or self.stopped)
+                self._leading |= leads
+            until = time.monotonic() + spin_s
+            while leads:
                 with self.lock:
                     now = time.monotonic()
                     moved = self._step(now, ready)
-                    if self._state.settled:
-                        return True
-                    if mine.done if mine is not None else self._num_followers or not self._state.has_work:
-                        return False
+                    if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
+                        return
                     rests = self.sleeping = not moved and now >= until
                     masks = self._masks() if rests else {}
-                    limit_s = max(0.0, self._state.next_deadline - now)
+                    limit_s = max(0.0, state.next_deadline - now)
                 ready = ()
                 if moved:
                     until = now + spin_s
@@ -162,8 +158,9 @@ class ProgressEngine:
                     os.sched_yield()  # the peer may share this core
         finally:
             with self.lock:
-                self._leading = False
-                self._pass_on()
+                if leads:
+                    self._leading = False
+                self.changed()
 
     def _sleep(self, masks: dict[int, int], limit_s: float) -> Collection[int]:
         """Sleeps until a socket is ready, time is over, or `wake`; returns the descriptors that are ready."""
@@ -197,30 +194,28 @@ class ProgressEngine:
             if self._leading or not state.is_calm or connection.ended is not None:
                 return False
             self._leading = True
-        stream, num_bytes, whole = connection.stream, 0, HEADER_BYTES + tensor.nbytes
+        stream, num_bytes, is_here = connection.stream, 0, False
+        whole = HEADER_BYTES + tensor.nbytes
         try:
             code = dtype_code(tensor.dtype)
             header = pack_header(MessageFrame.MESSAGE, code, tag, stream.num_messages, tensor.nbytes)
             until = time.monotonic() + self._spin_s
-            while state.is_calm:
-                came = connection.receive(stream.staging[num_bytes:])
-                num_bytes += came
+            while state.is_calm and time.monotonic() < until:
+                num_bytes += connection.receive(stream.staging[num_bytes:]) or 0
                 known = min(num_bytes, HEADER_BYTES)
-                if came and (num_bytes >= whole or stream.staging[:known] != header[:known]):
-                    break
-                if time.monotonic() > until:
+                if num_bytes >= whole or stream.staging[:known] != header[:known]:
                     break
                 os.sched_yield()  # the peer may share this core
-            if num_bytes == whole and stream.staging[:HEADER_BYTES] == header:
+            is_here = num_bytes == whole and stream.staging[:HEADER_BYTES] == header
+            if is_here:
                 stream.num_messages += 1
                 memory_of(tensor)[:] = stream.staging[HEADER_BYTES:whole]
-                return True
-            if num_bytes:
+            elif num_bytes:
                 with self.lock:
-                    stream.advance(num_bytes)
-        except CONNECTION_ENDS as exc:
+                    connection.take(num_bytes)
+        except ConnectionEnded as exc:
             with self.lock:
-                state.end_incoming(connection, why_it_ended(exc))
+                state.end_incoming(connection, str(exc))
         except BaseException as exc:  # of a signal handler: the position in the stream is unknown
             with self.lock:
                 state.fail(exc)
@@ -228,8 +223,8 @@ class ProgressEngine:
         finally:
             with self.lock:
                 self._leading = False
-                self._pass_on(bool(state.settled))
-        return False
+                self.changed(bool(state.settled))
+        return is_here
 
     # ------------------------------------------------------------ all sockets; the lock is held
 
@@ -259,11 +254,8 @@ class ProgressEngine:
                 moved = True
                 for request in sent:
                     self._state.complete(request)
-        except CONNECTION_ENDS as exc:
-            self._state.end_outgoing(connection, why_it_ended(exc))
-        except BaseException:  # of a signal handler: the position in the stream is unknown
-            self._state.end_outgoing(connection, "a send was interrupted")
-            raise
+        except ConnectionEnded as exc:
+            self._state.end_outgoing(connection, str(exc))
         return moved
 
     def _read(self, connection: IncomingConnection, stuck: bool) -> bool:
@@ -277,8 +269,8 @@ class ProgressEngine:
                         raise ConnectionEnded(state.lost[connection.source])
                     break
                 moved = True
-        except CONNECTION_ENDS as exc:
-            state.end_incoming(connection, why_it_ended(exc))
+        except ConnectionEnded as exc:
+            state.end_incoming(connection, str(exc))
             return True
         return moved
 
@@ -286,38 +278,28 @@ class ProgressEngine:
         """What the leader waits for: the events by descriptor."""
         state = self._state
         stuck = state.a_send_is_stuck
-        masks = {one.sock.fileno(): select.POLLIN for one in state.incoming.values() if state.is_wanted(one, stuck)}
-        for connection in state.outgoing.values():
-            if connection.sock is not None:  # refusals may come at any time
-                masks[connection.sock.fileno()] = select.POLLIN | (select.POLLOUT if connection.stream else 0)
+        masks = {}
+        for incoming in state.incoming.values():
+            if incoming.sock is not None and state.is_wanted(incoming, stuck):
+                masks[incoming.sock.fileno()] = select.POLLIN
+        for outgoing in state.outgoing.values():
+            if outgoing.sock is not None:  # refusals may come at any time
+                masks[outgoing.sock.fileno()] = select.POLLIN | (select.POLLOUT if outgoing.stream else 0)
         return masks
-
-    # ------------------------------------------------------------ the group's own thread, and the end
-
-    def _run(self) -> None:
-        while True:
-            with self.lock:
-                while not self._stopped and (
-                    self._leading or self._num_followers or not (self._state.has_work or self._state.settled)
-                ):
-                    self._called.wait()
-                if self._stopped:
-                    return
-            self.drive()
 
     def stop(self) -> None:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
         with self.lock:
-            self._stopped = True
+            self.stopped = True
             self.wake()
             self._called.notify()
             self._num_followers += 1
             self._lead_is_free.wait_for(lambda: not self._leading, PROGRESS_STOP_LIMIT_S)
             self._num_followers -= 1
-            for incoming in self._state.incoming.values():
-                incoming.close("the connection was closed here")
             for outgoing in self._state.outgoing.values():
-                outgoing.close("the connection was closed here", goodbye=True)
+                outgoing.say_goodbye()
+            for connection in (*self._state.outgoing.values(), *self._state.incoming.values()):
+                connection.close()
             self._waker.close()
         self.settle()
         if self.thread is not None and self.thread is not threading.current_thread():

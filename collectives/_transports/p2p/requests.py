@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,8 +11,7 @@ from typing import NamedTuple
 import torch
 
 from rpcdist.collectives._operations.operation import dtype_code
-from rpcdist.collectives._transports.memory import copy_bytes
-from rpcdist.collectives._transports.p2p.message_format import Header, describe_view
+from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame
 from rpcdist.collectives.work import Work
 
 __all__ = ["MessageTitle", "PostedReceive", "Request", "Target", "UnexpectedMessage"]
@@ -48,7 +48,7 @@ class Request(Work):
         tensor: dense; read or written until the request is done.
         peer: the other rank in the group; None for any.
         tag: the message's.
-        timeout_s: the time limit, in seconds; infinity for none.
+        timeout_s: the time limit, in seconds.
         drive: moves messages on the calling thread until the request is done.
         result: what it gives to its caller.
 
@@ -65,7 +65,7 @@ class Request(Work):
         tensor: torch.Tensor,
         peer: int | None,
         tag: int,
-        timeout_s: float,
+        timeout_s: float | None,
         drive: Callable[[Request], None] | None = None,
         result: list[torch.Tensor] | None = None,
     ) -> None:
@@ -73,8 +73,8 @@ class Request(Work):
         self.tensor = tensor
         self.peer = peer
         self.tag = tag
-        self.timeout_s = timeout_s
-        self.deadline_at = time.monotonic() + timeout_s
+        self.timeout_s = math.inf if timeout_s is None else timeout_s
+        self.deadline_at = time.monotonic() + self.timeout_s
         self.size_bytes = tensor.nbytes
         self.code = dtype_code(tensor.dtype)
         self._drive = drive
@@ -82,10 +82,9 @@ class Request(Work):
         self.source = -1
         self.done = False
 
-    @property
-    def view(self) -> str:
-        """Describes its tensor for errors, e.g. "16 bytes of float32"."""
-        return describe_view(self.code, self.size_bytes)
+    def header(self, sequence: int = 0) -> Header:
+        """The header of its message, of this number."""
+        return Header(MessageFrame.MESSAGE, self.code, self.tag, sequence, self.size_bytes)
 
     def settle(self) -> None:
         """Notifies all waiters. Call it once, when `done`, without the lock: it runs callbacks of the caller."""
@@ -104,18 +103,14 @@ class PostedReceive(Request):
     """A receive; a message may be received directly into its tensor.
 
     Attributes:
-        arrived: the message that it takes, if that came, or began to come, before it.
         finish: called when the tensor has the message, before the waiters are notified; may be None.
     """
 
-    arrived: UnexpectedMessage | None = None
     finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
         """See `Request.settle`; what `finish` raises is the error of the receive."""
         try:
-            if self.error is None and self.arrived is not None:
-                copy_bytes(self.tensor.data_ptr(), self.arrived.tensor.data_ptr(), self.size_bytes)
             if self.error is None and self.finish is not None:
                 self.finish()
         except Exception as exc:
@@ -131,15 +126,11 @@ class UnexpectedMessage:
         source: the sender's rank.
         header: the header of the message.
         tensor: as many bytes as the header says; their pages become resident as they are filled.
-        complete: the whole payload has come.
-        receive: the receive that it was matched with before it was complete.
     """
 
     source: int
     header: Header
     tensor: torch.Tensor
-    complete: bool = False
-    receive: PostedReceive | None = None
 
 
 Target = PostedReceive | UnexpectedMessage
