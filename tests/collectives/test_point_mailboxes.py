@@ -138,8 +138,7 @@ def test_a_killed_process_is_noticed_at_once_although_its_forked_child_lives() -
             assert ForkedProcess.__name__ in words
             (child,) = (int(word) for word in words if word.isdigit())
             try:
-                sock = member._state.incoming[1].sock
-                assert sock is not None and select.select([sock], [], [], LIMIT_S)[0], "the long message begins"
+                assert select.select([member._state.incoming[1].sock], [], [], LIMIT_S)[0], "the long message begins"
                 peer.process.kill()
                 killed = time.monotonic()
                 pending = irecv(member, number(0), 1, 9)

@@ -59,7 +59,7 @@ class Mailboxes(Messenger):
             return
         try:
             self.attach(int(source), sock)
-        except (ProtocolViolation, OSError) as exc:
+        except ProtocolViolation as exc:
             logger.warning("a connection of group %r was closed: %s", self._group_name, exc)
 
     def close(self) -> None:

@@ -68,7 +68,7 @@ class MessageState:
     @property
     def a_send_is_stuck(self) -> bool:
         """Whether a connection is open and has not taken all that is to be sent on it."""
-        return any(connection.stream and connection.sock is not None for connection in self.outgoing.values())
+        return any(connection.stream and connection.is_open for connection in self.outgoing.values())
 
     # ------------------------------------------------------------ requests
 
@@ -121,10 +121,13 @@ class MessageState:
         return request
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
-        if receive.peer is None:
-            self._check_any_source()
-        elif (reason := self._why_gone(receive.peer)) is not None:
-            self._give_up(receive, self._lost_error(receive, receive.peer, reason))
+        """Fails a receive if its source, or every other rank for any source, is gone."""
+        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        reasons = {rank: self._why_gone(rank) for rank in (others if receive.peer is None else [receive.peer])}
+        if reasons and None not in reasons.values():
+            text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())
+            prefix = "all other ranks are gone: " if receive.peer is None else ""
+            self._give_up(receive, RankLost(receive.title, prefix + text, list(reasons)))
 
     def _why_gone(self, rank: int) -> str | None:
         """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
@@ -183,6 +186,7 @@ class MessageState:
         old = self.incoming.get(source)
         if old is not None:
             if old.stream.num_messages or old.stream.inside_message:
+                sock.close()
                 raise ProtocolViolation(f"rank {self.ranks[source]} connected twice")
             old.close()
         connection = IncomingConnection(source, InStream(partial(self.begin, source), self.end))
@@ -205,7 +209,7 @@ class MessageState:
             self.matcher.discard(target.header.tag, target)
         elif target is not None:
             self.complete(target, self._lost_error(target, source, reason))
-        self._fail_receives(source, reason)
+        self._fail_receives(source)
 
     def end_outgoing(self, connection: OutgoingConnection, reason: str) -> None:
         """Ends a connection on which nothing more can be sent."""
@@ -236,22 +240,12 @@ class MessageState:
         self.lost.setdefault(rank, reason)
         if rank in self.outgoing:
             self.end_outgoing(self.outgoing[rank], reason)
-        if rank not in self.incoming:
-            self._fail_receives(rank, reason)
+        self._fail_receives(rank)
 
-    def _fail_receives(self, rank: int, reason: str) -> None:
-        for receive in self.matcher.receives(rank):
-            self._give_up(receive, self._lost_error(receive, rank, reason))
-        self._check_any_source()
-
-    def _check_any_source(self) -> None:
-        """Fails the receives from any source when all other ranks are gone."""
-        others = {rank: self._why_gone(rank) for rank in range(len(self.ranks)) if rank != self.rank}
-        if not others or None in others.values():
-            return
-        reasons = "; ".join(f"rank {self.ranks[rank]}: {self.lost.get(rank, why)}" for rank, why in others.items())
-        for receive in self.matcher.receives(None):
-            self._give_up(receive, RankLost(receive.title, f"all other ranks are gone: {reasons}", list(others)))
+    def _fail_receives(self, rank: int) -> None:
+        """Fails the receives that nobody can fill, now that a rank is gone."""
+        for receive in (*self.matcher.receives(rank), *self.matcher.receives(None)):
+            self._fail_if_gone(receive)
 
     # ------------------------------------------------------------ ends
 

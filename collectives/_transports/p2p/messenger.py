@@ -34,7 +34,7 @@ from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, Ou
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveError, GroupAborted, ProtocolViolation, RpcdistError
+from rpcdist.errors import CollectiveError, GroupAborted, RpcdistError
 from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, REFUSAL_POLL_S
 from rpcdist.transport import fork
 
@@ -77,8 +77,7 @@ class Messenger:
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
-        self._num_sends = 0
-        self._num_receives = 0
+        self._num_calls = {"send": 0, "recv": 0}
 
     def __repr__(self) -> str:
         state = self._state
@@ -94,9 +93,7 @@ class Messenger:
             CollectiveMismatch: the peer refused this message, or an earlier one.
             CollectiveTimeout: the peer did not read it in time.
         """
-        self._num_sends += 1
-        title = MessageTitle("send", self._num_sends, self._state.ranks[peer], tag, self._group_name)
-        self._check(title)
+        title = self._title("send", peer, tag)
         make_request = partial(Request, title, tensor, peer, tag, timeout_s, self._progress.drive)
         with self._lock:
             self._raise_error()
@@ -133,16 +130,13 @@ class Messenger:
             CollectiveMismatch: the message that came has another size or dtype.
             CollectiveTimeout: none came, or not completely, in time.
         """
-        self._num_receives += 1
-        source = None if peer is None else self._state.ranks[peer]
-        title = MessageTitle("recv", self._num_receives, source, tag, self._group_name)
-        self._check(title)
+        title = self._title("recv", peer, tag)
         if not asynchronous and peer is not None and tensor.nbytes <= SMALL_BYTES:
             if self._progress.receive_small(tensor, peer, tag):
                 if finish is not None:
                     finish()
                 return Work.finished(title, source=peer)
-        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress.drive, [tensor])
+        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress.drive)
         receive.finish = finish
         with self._lock:
             self._raise_error()
@@ -150,10 +144,15 @@ class Messenger:
             self._progress.changed() if asynchronous else self._progress.wake()
         return self._finish(receive, asynchronous)
 
-    def _check(self, title: MessageTitle) -> None:
+    def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
+        """Begins a call: counts, names and checks it."""
         fork.check_not_forked()
-        if not -(1 << 63) <= title.tag < 1 << 63:
+        self._num_calls[verb] += 1
+        rank = None if peer is None else self._state.ranks[peer]
+        title = MessageTitle(verb, self._num_calls[verb], rank, tag, self._group_name)
+        if not -(1 << 63) <= tag < 1 << 63:
             raise ValueError(f"{title}: a tag is a signed number of 64 bits")
+        return title
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
@@ -184,7 +183,7 @@ class Messenger:
             reason = f"it cannot be reached: {exc}"
         finally:
             with self._lock:
-                if connection.sock is None:
+                if not connection.is_open:
                     del self._state.outgoing[connection.peer]  # the next send tries again
                     self._state.end_outgoing(connection, reason)
                 self._progress.write(connection)
@@ -204,10 +203,10 @@ class Messenger:
             return state.put_to_self(make_request())
         if connection.refusals:
             return state.fail_refused(make_request(), connection)
-        if connection.sock is not None and now - connection.refusals_read_at > REFUSAL_POLL_S:
+        if connection.is_open and now - connection.refusals_read_at > REFUSAL_POLL_S:
             connection.refusals_read_at = now
             state.read_refusals(connection)
-        if connection.sock is not None and not stream and tensor.nbytes <= SMALL_BYTES:
+        if connection.is_open and not stream and tensor.nbytes <= SMALL_BYTES:
             data = pack_header(MessageFrame.MESSAGE, code, tag, stream.num_sent, tensor.nbytes) + memory_of(tensor)
         try:
             num_sent = connection.send(data) or 0 if data else 0
@@ -233,15 +232,11 @@ class Messenger:
             ProtocolViolation: there is one already; the socket is closed.
         """
         with self._lock:
-            try:
-                if self._progress.stopped:
-                    sock.close()
-                    return
-                self._state.attach(peer, sock)
-            except (ProtocolViolation, OSError):
+            if self._progress.stopped:
                 sock.close()
-                raise
-            self._progress.changed()
+            else:
+                self._state.attach(peer, sock)
+                self._progress.changed()
 
     def fail(self, error: BaseException) -> None:
         """Fails everything that is pending, and everything later, with this error; idempotent."""

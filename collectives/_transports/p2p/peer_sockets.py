@@ -48,30 +48,35 @@ class _Connection:
     """One of the two.
 
     Attributes:
-        sock: the socket; None until there is one, and when it is closed.
+        sock: the socket, from `open` on.
+        is_open: the socket can be used.
         ended: the reason why the connection cannot be used any more; None while it can.
     """
 
+    sock: socket.socket
+
     def __init__(self) -> None:
-        self.sock: socket.socket | None = None
+        self.is_open = False
         self.ended: str | None = None
 
     def open(self, sock: socket.socket) -> None:
         """Takes a connected stream socket; closes it if the connection has ended meanwhile."""
-        self.sock = sock
         if self.ended is not None:
-            self.close(self.ended)
+            sock.close()
             return
         sock.setblocking(False)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with suppress(OSError):  # a broken socket says so again when it is used
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self.sock = sock
+        self.is_open = True
 
     def close(self, reason: str = "the connection was closed here") -> None:
         if self.ended is None:
             self.ended = reason
-        if self.sock is not None:
+        if self.is_open:
+            self.is_open = False
             self.sock.close()
-            self.sock = None
 
 
 class IncomingConnection(_Connection):
@@ -85,7 +90,6 @@ class IncomingConnection(_Connection):
     @_step
     def receive(self, space: memoryview) -> int:
         """Receives into this memory; returns the number of bytes, which is not 0."""
-        assert self.sock is not None
         num_bytes = self.sock.recv_into(space)
         if num_bytes == 0:
             where = " in the middle of a message" if self.stream.inside_message else ""
@@ -109,8 +113,7 @@ class IncomingConnection(_Connection):
     def refuse(self, data: bytes) -> None:
         """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
         try:
-            if self.sock is not None:
-                self.sock.send(data)
+            self.sock.send(data)
         except OSError:
             self.close()
 
@@ -134,7 +137,6 @@ class OutgoingConnection(_Connection):
     @_step
     def send(self, data: bytes) -> int:
         """Sends a message with nothing before it; returns the number of bytes that were sent."""
-        assert self.sock is not None
         num_sent = self.sock.send(data)
         self.stream.num_sent += num_sent == len(data)
         return num_sent
@@ -142,13 +144,11 @@ class OutgoingConnection(_Connection):
     @_step
     def write(self) -> list[Request]:
         """Sends from the stream; returns the requests that are sent completely."""
-        assert self.sock is not None
         return self.stream.advance(self.sock.sendmsg(self.stream.parts()))
 
     @_step
     def read_refusals(self) -> list[tuple[Header, Header]]:
         """Returns the refusals that came since the last call."""
-        assert self.sock is not None
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
             raise ConnectionEnded("it closed the connection")
@@ -157,6 +157,6 @@ class OutgoingConnection(_Connection):
 
     def say_goodbye(self) -> None:
         """Tells the receiver that nothing follows, if the last message was sent completely."""
-        if self.sock is not None and not self.stream and not self.stream.inside_message:
+        if self.is_open and not self.stream and not self.stream.inside_message:
             with suppress(OSError):  # the peer will see the end of the connection
                 self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0))

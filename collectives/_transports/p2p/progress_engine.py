@@ -59,6 +59,7 @@ class ProgressEngine:
         self._pollers = Pollers()
         self._waker = Waker()
         self._leading = False
+        self._moved = False  # whether any bytes were in the leader's turn
         self._num_followers = 0
         self._lead_is_free = threading.Condition(self.lock)  # or a request is done
         self._called = threading.Condition(self.lock)  # the group's own thread
@@ -229,62 +230,57 @@ class ProgressEngine:
     # ------------------------------------------------------------ all sockets; the lock is held
 
     def _step(self, now: float, ready: Collection[int]) -> bool:
-        """Does what can be done without waiting; returns whether anything changed."""
+        """Does what can be done without waiting; returns whether any bytes were moved."""
+        state = self._state
+        self._moved = False
         try:
-            self._state.expire(now)
-            moved = []
-            for connection in list(self._state.outgoing.values()):
-                if ready and connection.sock is not None and connection.sock.fileno() in ready:
-                    self._state.read_refusals(connection)
-                moved.append(self.write(connection))
-            stuck = self._state.a_send_is_stuck
-            moved += [self._read(connection, stuck) for connection in list(self._state.incoming.values())]
-            return any(moved)
+            state.expire(now)
+            for outgoing in list(state.outgoing.values()):
+                if ready and outgoing.is_open and outgoing.sock.fileno() in ready:
+                    state.read_refusals(outgoing)
+                self.write(outgoing)
+            stuck = state.a_send_is_stuck
+            for incoming in list(state.incoming.values()):
+                self._read(incoming, stuck)
+            return self._moved
         except BaseException as exc:  # of a signal handler: the positions in the streams are unknown
-            self._state.fail(exc)
+            state.fail(exc)
             raise
 
-    def write(self, connection: OutgoingConnection) -> bool:
-        """Sends what the socket takes; returns whether it took anything."""
-        moved = False
+    def write(self, connection: OutgoingConnection) -> None:
+        """Sends what the socket takes."""
         try:
             for _ in range(_MOST_STEPS):
-                if connection.sock is None or not connection.stream or (sent := connection.write()) is None:
-                    break
-                moved = True
+                if not (connection.is_open and connection.stream) or (sent := connection.write()) is None:
+                    return
+                self._moved = True
                 for request in sent:
                     self._state.complete(request)
         except ConnectionEnded as exc:
             self._state.end_outgoing(connection, str(exc))
-        return moved
 
-    def _read(self, connection: IncomingConnection, stuck: bool) -> bool:
-        state, moved = self._state, False
+    def _read(self, connection: IncomingConnection, stuck: bool) -> None:
+        state = self._state
         try:
             for _ in range(_MOST_STEPS):
                 if state.settled or not state.is_wanted(connection, stuck):
-                    break
+                    return
                 if not connection.read():
                     if connection.source in state.lost:
                         raise ConnectionEnded(state.lost[connection.source])
-                    break
-                moved = True
+                    return
+                self._moved = True
         except ConnectionEnded as exc:
             state.end_incoming(connection, str(exc))
-            return True
-        return moved
 
     def _masks(self) -> dict[int, int]:
         """What the leader waits for: the events by descriptor."""
         state = self._state
         stuck = state.a_send_is_stuck
-        masks = {}
-        for incoming in state.incoming.values():
-            if incoming.sock is not None and state.is_wanted(incoming, stuck):
-                masks[incoming.sock.fileno()] = select.POLLIN
-        for outgoing in state.outgoing.values():
-            if outgoing.sock is not None:  # refusals may come at any time
-                masks[outgoing.sock.fileno()] = select.POLLIN | (select.POLLOUT if outgoing.stream else 0)
+        masks = {one.sock.fileno(): select.POLLIN for one in state.incoming.values() if state.is_wanted(one, stuck)}
+        for connection in state.outgoing.values():
+            if connection.is_open:  # refusals may come at any time
+                masks[connection.sock.fileno()] = select.POLLIN | (select.POLLOUT if connection.stream else 0)
         return masks
 
     def stop(self) -> None:

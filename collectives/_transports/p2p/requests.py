@@ -50,7 +50,6 @@ class Request(Work):
         tag: the message's.
         timeout_s: the time limit, in seconds.
         drive: moves messages on the calling thread until the request is done.
-        result: what it gives to its caller.
 
     Attributes:
         deadline_at: when its time is over, on the monotonic clock.
@@ -67,9 +66,8 @@ class Request(Work):
         tag: int,
         timeout_s: float | None,
         drive: Callable[[Request], None] | None = None,
-        result: list[torch.Tensor] | None = None,
     ) -> None:
-        super().__init__(title, result)
+        super().__init__(title)
         self.tensor = tensor
         self.peer = peer
         self.tag = tag
@@ -110,6 +108,7 @@ class PostedReceive(Request):
 
     def settle(self) -> None:
         """See `Request.settle`; what `finish` raises is the error of the receive."""
+        self._result = [self.tensor]
         try:
             if self.error is None and self.finish is not None:
                 self.finish()
