@@ -152,7 +152,6 @@ __all__ = [
     "UNARY_DRAIN_LIMIT_S",
     "UNEXPECTED_SOCKET_LIMIT_S",
     "UNREAD_STREAM_LIMIT_S",
-    "WITHDRAW_RETRY_S",
 ]
 
 # ------------------------------------------------------------ Detecting death
@@ -384,8 +383,6 @@ TORCH_STORE_LONGEST_PAUSE_S: Final = 0.5
 """Longest of these pauses."""
 DESCRIPTOR_SHORTAGE_PAUSE_S: Final = 0.1
 """Before the next connection is accepted after accepting one failed, usually for want of file descriptors."""
-WITHDRAW_RETRY_S: Final = 0.01
-"""A message past its deadline is withdrawn again later if another thread is just writing it."""
 
 # ------------------------------------------------------------ Polling and batching
 

@@ -87,6 +87,11 @@ class IncomingConnection(_Connection):
         self.source = source
         self.stream = stream
 
+    @property
+    def is_idle(self) -> bool:
+        """Whether a message may come, and none has begun."""
+        return self.is_open and not (self.stream.inside_message or self.stream.said_goodbye)
+
     @_step
     def receive(self, space: memoryview) -> int:
         """Receives into this memory; returns the number of bytes, which is not 0."""

@@ -159,9 +159,9 @@ class ProgressEngine:
                     os.sched_yield()  # the peer may share this core
         finally:
             with self.lock:
-                if leads:
-                    self._leading = False
-                self.changed()
+                self._leading &= not leads
+                if not self._leading:
+                    self.changed()
 
     def _sleep(self, masks: dict[int, int], limit_s: float) -> Collection[int]:
         """Sleeps until a socket is ready, time is over, or `wake`; returns the descriptors that are ready."""
@@ -188,11 +188,9 @@ class ProgressEngine:
             Whether it did. What came instead is where the usual way finds it.
         """
         state = self._state
-        connection = state.incoming.get(peer)
-        if connection is None or connection.stream.inside_message or connection.stream.said_goodbye:
-            return False
         with self.lock:
-            if self._leading or not state.is_calm or connection.ended is not None:
+            connection = state.incoming.get(peer)
+            if connection is None or not connection.is_idle or self._leading or not state.is_calm:
                 return False
             self._leading = True
         stream, num_bytes, is_here = connection.stream, 0, False
@@ -258,6 +256,9 @@ class ProgressEngine:
                     self._state.complete(request)
         except ConnectionEnded as exc:
             self._state.end_outgoing(connection, str(exc))
+        except BaseException:  # of a signal handler: the position in the stream is unknown
+            self._state.end_outgoing(connection, "a send was interrupted")
+            raise
 
     def _read(self, connection: IncomingConnection, stuck: bool) -> None:
         state = self._state

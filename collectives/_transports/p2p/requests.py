@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from rpcdist.collectives._operations.operation import dtype_code
+from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame
 from rpcdist.collectives.work import Work
 
@@ -101,15 +102,19 @@ class PostedReceive(Request):
     """A receive; a message may be received directly into its tensor.
 
     Attributes:
+        arrived: the message that it takes, if that came before it.
         finish: called when the tensor has the message, before the waiters are notified; may be None.
     """
 
+    arrived: UnexpectedMessage | None = None
     finish: Callable[[], None] | None = None
 
     def settle(self) -> None:
         """See `Request.settle`; what `finish` raises is the error of the receive."""
         self._result = [self.tensor]
         try:
+            if self.error is None and self.arrived is not None:
+                copy_bytes(self.tensor.data_ptr(), self.arrived.tensor.data_ptr(), self.size_bytes)
             if self.error is None and self.finish is not None:
                 self.finish()
         except Exception as exc:
