@@ -122,7 +122,7 @@ class MessageState:
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
         """Fails a receive if its source, or every other rank for any source, is gone."""
-        others = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        others = (rank for rank in range(len(self.ranks)) if rank != self.rank)
         reasons = {rank: self._why_gone(rank) for rank in (others if receive.peer is None else [receive.peer])}
         if reasons and None not in reasons.values():
             text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())

@@ -44,7 +44,7 @@ def _step(function: Callable[P, T]) -> Callable[P, T | None]:
     return run
 
 
-class _Connection:
+class _MessageConnection:
     """One of the two.
 
     Attributes:
@@ -79,7 +79,7 @@ class _Connection:
             self.sock.close()
 
 
-class IncomingConnection(_Connection):
+class IncomingConnection(_MessageConnection):
     """The connection on which messages of `source` come; the leader reads it."""
 
     def __init__(self, source: int, stream: InStream) -> None:
@@ -123,7 +123,7 @@ class IncomingConnection(_Connection):
             self.close()
 
 
-class OutgoingConnection(_Connection):
+class OutgoingConnection(_MessageConnection):
     """The connection on which messages go to `peer`.
 
     Attributes:
