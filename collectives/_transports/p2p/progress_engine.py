@@ -135,6 +135,7 @@ class ProgressEngine:
         state, leads = self._state, False
         spin_s = 0.0 if mine is None else self._spin_s
         ready: Collection[int] = ()
+        has_rested = mine is not None
         try:
             with self.lock:
                 self._follow(mine)
@@ -144,7 +145,9 @@ class ProgressEngine:
             while leads:
                 with self.lock:
                     now = time.monotonic()
-                    moved = self._step(now, ready)
+                    # The group's thread begins with a sleep: the callers have tried their sockets, and have more calls to
+                    # make. But no sleep ends because nothing more comes from a lost rank.
+                    moved = (has_rested or bool(state.lost)) and self._step(now, ready)
                     if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
                         return
                     rests = self.sleeping = not moved and now >= until
@@ -154,7 +157,7 @@ class ProgressEngine:
                 if moved:
                     until = now + spin_s
                 elif rests:
-                    ready = self._sleep(masks, limit_s)
+                    ready, has_rested = self._sleep(masks, limit_s), True
                 else:
                     os.sched_yield()  # the peer may share this core
         finally:
