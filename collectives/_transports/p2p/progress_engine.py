@@ -145,8 +145,8 @@ class ProgressEngine:
             while leads:
                 with self.lock:
                     now = time.monotonic()
-                    # The group's thread begins with a sleep: the callers have tried their sockets, and have more calls to
-                    # make. But no sleep ends because nothing more comes from a lost rank.
+                    # The group's thread begins with a sleep: the callers have tried their sockets, and may call for
+                    # more. But no sleep ends because nothing more comes from a lost rank.
                     moved = (has_rested or bool(state.lost)) and self._step(now, ready)
                     if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
                         return
