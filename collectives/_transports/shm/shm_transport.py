@@ -7,6 +7,7 @@ stays in the processor's caches.
 
 from __future__ import annotations
 
+import os
 from typing import Final
 
 import torch
@@ -51,6 +52,9 @@ class ShmTransport(Transport):
     def __init__(self, rank: int, size: int, segment: Segment, layout: Layout | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.reduces_many = size == 2
+        # Copying and adding take a core as computing does. Where every core has its rank, two threads only contend.
+        self.overlaps = size < len(os.sched_getaffinity(0))
         self._layout = layout or Layout(size)
         if segment.size_bytes < self._layout.total_bytes:
             raise SegmentError(f"{segment!r} is too small: {size} ranks need {self._layout.total_bytes} bytes")
