@@ -66,13 +66,11 @@ class GroupBackend(ABC):
         context: what it was made from.
         runs_parts: whether it has `run_part`.
         reduces_many: whether ALL_REDUCE takes any number of tensors, instead of one; known once it is made.
-        overlaps: whether an operation beside a computation takes less time than after it; known once it is made.
     """
 
     name: ClassVar[str]
     runs_parts: ClassVar[bool] = False
     reduces_many: bool = False
-    overlaps: bool = True
     context: GroupContext
 
     @abstractmethod

@@ -101,13 +101,11 @@ class Transport(ABC):
         rank: this process's rank in the group.
         size: number of ranks in the group.
         reduces_many: whether ALL_REDUCE takes any number of tensors.
-        overlaps: whether an operation beside a computation takes less time than after it.
     """
 
     rank: int
     size: int
     reduces_many: bool = False
-    overlaps: bool = True
 
     @abstractmethod
     def run(self, operation: Operation, control: Control) -> None:

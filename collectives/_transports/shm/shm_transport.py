@@ -7,7 +7,6 @@ stays in the processor's caches.
 
 from __future__ import annotations
 
-import os
 from typing import Final
 
 import torch
@@ -53,8 +52,6 @@ class ShmTransport(Transport):
         self.rank = rank
         self.size = size
         self.reduces_many = size == 2
-        # Copying and adding take a core as computing does. Where every core has its rank, two threads only contend.
-        self.overlaps = size < len(os.sched_getaffinity(0))
         self._layout = layout or Layout(size)
         if segment.size_bytes < self._layout.total_bytes:
             raise SegmentError(f"{segment!r} is too small: {size} ranks need {self._layout.total_bytes} bytes")

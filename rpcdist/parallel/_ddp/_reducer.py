@@ -9,7 +9,7 @@ Rules:
  4. All ranks have the same buckets: they follow from the parameters at first, then from the order of readiness on
     rank 0.
  5. The last bucket is reduced at the end of the pass: no computation is left to overlap with, so no other thread is
-    needed. So are all buckets where a reduction and the pass would share a core (`GroupBackend.overlaps`).
+    needed.
 
 Hooks run on the engine's threads; one lock guards the reducer.
 """
@@ -80,7 +80,6 @@ class Reducer:
         """Reduces in this group from now on, and starts again with the initial buckets."""
         self.group = group
         self._notices = Notices(group, f"ddp/{group.next_number('ddp')}")
-        self._overlaps = any(_may_overlap(group, named.tensor.device) for named in self.parameters)
         self._partial_passes = False
         self._order: list[int] | None = None
         self._ready_order: list[int]
@@ -267,9 +266,8 @@ class Reducer:
     # ------------------------------------------------------------ reductions
 
     def _launch_complete(self) -> None:
-        """Reduces the complete buckets in their order, except those that are left to the end of the pass (rule 5)."""
-        num_now = len(self.buckets) if self.hook is not None else len(self.buckets) - 1 if self._overlaps else 0
-        while self._next < num_now:
+        """Reduces the complete buckets in their order, except the last bucket (rule 5)."""
+        while self._next < len(self.buckets) - (self.hook is None):
             bucket = self.buckets[self._next]
             if bucket.waiting:
                 return
@@ -413,8 +411,3 @@ class Reducer:
                 self._ready_order = list(range(len(self.parameters)))
             self._launch_complete()
             self._finish()
-
-
-def _may_overlap(group: ProcessGroup, device: torch.device) -> bool:
-    """Whether reductions of a device's gradients are worth another thread while the pass computes the next ones."""
-    return device.type != "cpu" or "cpu" not in group.device_types or group.backend("cpu").overlaps
