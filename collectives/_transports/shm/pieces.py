@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+import torch
+
 __all__ = ["Piece", "cut"]
 
 
@@ -16,6 +18,10 @@ class Piece:
     start: int
     stop: int
     offset: int
+
+    def of(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The piece's elements of its flat tensor."""
+        return tensor if self.stop - self.start == tensor.numel() else tensor[self.start : self.stop]
 
     def __repr__(self) -> str:
         return f"{self.tensor}[{self.start}:{self.stop}]@{self.offset}"

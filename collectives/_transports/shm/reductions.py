@@ -140,7 +140,7 @@ class Reductions:
         takes = root is None or root == self._rank
         premultiplied = operation.reduce_op is _PREMUL_SUM
         for pieces in cut(tuple([tensor.numel() for tensor in tensors]), self._buffer_bytes // width):
-            parts = [(piece.offset * width, tensors[piece.tensor][piece.start : piece.stop]) for piece in pieces]
+            parts = [(piece.offset * width, piece.of(tensors[piece.tensor])) for piece in pieces]
             half = self._signals.begin_step()
             buffer = self._buffers.address[half][self._rank]
             for offset, own in parts:
@@ -150,7 +150,7 @@ class Reductions:
                     copy_bytes(buffer + offset, own.data_ptr(), own.nbytes)
             self._signals.synchronise(control)
             for offset, own in parts if takes else ():
-                target = own.view(kernel.dtype)
+                target = own if own.dtype is kernel.dtype else own.view(kernel.dtype)
                 views = self._buffers.views(kernel.dtype, offset, target.numel())[half]
                 self._reduce(kernel, views if premultiplied else self._with_own(views, target), target)
 

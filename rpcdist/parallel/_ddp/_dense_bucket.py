@@ -143,9 +143,9 @@ class DenseBucket:
             self._reduced.append(view_like(run, parameter))
             return run
         fits = in_place and not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient)
-        if fits and (run := as_run(gradient.detach(), parameter)) is not None:
+        if fits and (own := as_run(gradient.detach(), parameter)) is not None:
             self._reduced.append(gradient)
-            return run
+            return own
         run = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
         view = view_like(run, parameter)
         view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
