@@ -149,6 +149,18 @@ class Member:
         problems.append(check(case, rank, size, operation))
         return [problem for problem in problems if problem]
 
+    def together(self, cases: list[Case], parts: list[int]) -> list[str]:
+        """The tensor of each case in parts, of so many elements and the rest, in one operation; what went wrong."""
+        assert self._transport is not None
+        rank, size = self._transport.rank, self._transport.size
+        problems = []
+        for case in cases:
+            operation = make_operation(case, rank, size)
+            tensors = tuple(operation.inputs[0].split([*parts, case.count - sum(parts)]))
+            self._run(replace(operation, inputs=tensors, outputs=tensors))
+            problems.append(check(case, rank, size, operation))
+        return [problem for problem in problems if problem]
+
     def hammer(self, rounds: int, seed: int) -> str:
         """Many operations of changing kind and size, without a pause; a digest of all results."""
         assert self._transport is not None

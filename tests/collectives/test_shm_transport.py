@@ -99,6 +99,13 @@ def test_modes_of_tensors(group: ShmGroup, kind: Kind, count: int) -> None:
     assert group.call(3, "modes", case) == [[]] * 3
 
 
+@pytest.mark.parametrize("parts", [[0], [1, 2], [1023, 1, 1500]], ids=repr)
+def test_several_tensors_are_reduced_as_one(group: ShmGroup, parts: list[int]) -> None:
+    cases = [Case(Kind.ALL_REDUCE, dtype, 3001, op) for dtype in DTYPES for op in operations(Kind.ALL_REDUCE, dtype)]
+    group.open(2, BUFFER)
+    assert group.call(2, "together", cases, parts) == [[]] * 2
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_in_a_hurry_do_not_overwrite_what_slow_ones_read(group: ShmGroup, size: int) -> None:
     group.open(size, BUFFER)
