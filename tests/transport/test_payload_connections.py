@@ -25,6 +25,8 @@ from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, StripePla
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport.connector import Connector
+from rpcdist.transport.io_loop import IoLoop
 
 LARGE = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"and a little more"
 _ids = itertools.count(1_000_000)
@@ -204,6 +206,65 @@ def test_a_peer_that_takes_none_is_asked_once(
     assert num_open(link.session) == num_open(taker.sessions[0]) == 0
 
 
+@pytest.mark.parametrize("num_started", range(4))
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_process_without_threads_does_without_them(
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    side: str,
+    num_started: int,
+    caplog: pytest.LogCaptureFixture,
+    payload_threads: Callable[[], list[str]],
+) -> None:
+    """One connection had readers and the other had none, and what was sent on that was waited for in vain."""
+    left, start = [num_started], IoLoop.start_worker
+    peer = "server" if side == "client" else "client"
+
+    def start_worker(io: IoLoop, work: Callable[[], None], name: str) -> None:
+        if name.endswith(f" of {peer}"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("can't start new thread")
+        start(io, work, name)
+
+    monkeypatch.setattr(IoLoop, "start_worker", start_worker)
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    echo(link, answers, LARGE)
+    send(link.session, 1, LARGE)
+    eventually(lambda: f"no payload connections with {peer}" in caplog.text)
+    eventually(lambda: not payload_threads())
+    for session in (link.session, taker.sessions[0]):
+        eventually(lambda session=session: num_open(session) == 0)
+    for _ in range(3):
+        echo(link, answers, LARGE)
+    assert not answers.closed and not taker.closed
+
+
+def test_who_gave_up_waiting_for_them_ends_no_session(
+    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, payload_threads: Callable[[], list[str]]
+) -> None:
+    """The last one was proven at the other end when the time was over."""
+    connecting = Connector._open_payload_connections
+
+    async def open(*args: Any) -> Any:
+        for connection in await connecting(*args):
+            connection.close()
+        raise TimeoutError
+
+    monkeypatch.setattr(Connector, "_open_payload_connections", open)
+    (server, taker), answers = serve(nodes), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    echo(link, answers, LARGE)
+    echo(link, answers, LARGE)
+    there = taker.sessions[0]
+    eventually(lambda: there.striping is not None and there.striping._all_ended.is_set())
+    eventually(lambda: not payload_threads())
+    for _ in range(3):
+        echo(link, answers, LARGE)
+    assert not answers.closed and not taker.closed
+
+
 # ---------------------------------------------------------------- the end
 
 
@@ -226,6 +287,7 @@ def test_a_payload_connection_that_breaks_ends_the_session_by_name(
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
+    echo(link, answers, LARGE)
     assert link.session.striping is not None
     link.session.striping._connections[0]._socket.shutdown(socket.SHUT_RDWR)
     reasons = answers.wait_closed() + taker.wait_closed()
