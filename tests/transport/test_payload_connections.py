@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transport_nodes import LIMIT_S, Memory, Nodes, Recorder, open_link
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
@@ -228,21 +228,17 @@ def test_a_process_without_threads_does_without_them(
         start(io, work, name)
 
     monkeypatch.setattr(IoLoop, "start_worker", start_worker)
-    (server, taker), answers = serve(nodes), Recorder()
-    link = open_link(nodes.make("client"), server, handler=answers)
-    echo(link, answers, LARGE)
-    send(link.session, 1, LARGE)
-    eventually(lambda: f"no payload connections with {peer}" in caplog.text)
+    link, answers, taker = refused_them(nodes, caplog)
+    assert f"no payload connections with {peer}" in caplog.text
     eventually(lambda: not payload_threads())
-    for session in (link.session, taker.sessions[0]):
-        eventually(lambda session=session: num_open(session) == 0)
-    for _ in range(3):
-        echo(link, answers, LARGE)
-    assert not answers.closed and not taker.closed
+    goes_on(link, answers, taker)
 
 
 def test_who_gave_up_waiting_for_them_ends_no_session(
-    nodes: Nodes, monkeypatch: pytest.MonkeyPatch, payload_threads: Callable[[], list[str]]
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    payload_threads: Callable[[], list[str]],
 ) -> None:
     """The last one was proven at the other end when the time was over."""
     connecting = Connector._open_payload_connections
@@ -253,15 +249,31 @@ def test_who_gave_up_waiting_for_them_ends_no_session(
         raise TimeoutError
 
     monkeypatch.setattr(Connector, "_open_payload_connections", open)
-    (server, taker), answers = serve(nodes), Recorder()
-    link = open_link(nodes.make("client"), server, handler=answers)
-    echo(link, answers, LARGE)
-    echo(link, answers, LARGE)
-    there = taker.sessions[0]
-    eventually(lambda: there.striping is not None and there.striping._all_ended.is_set())
+    link, answers, taker = refused_them(nodes, caplog)
     eventually(lambda: not payload_threads())
-    for _ in range(3):
-        echo(link, answers, LARGE)
+    goes_on(link, answers, taker)
+
+
+def refused_them(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> tuple[Link, Recorder, Recorder]:
+    """A session whose payload connections were opened, and closed by one side before anything went on them."""
+    caplog.set_level(logging.INFO)
+    (server, taker), answers = serve(nodes, echo=False), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    for id in range(2):
+        send(link.session, id, LARGE)
+    taker.wait(2)
+    eventually(lambda: "has no payload connections any more" in caplog.text)  # says the side that found them closed
+    return link, answers, taker
+
+
+def goes_on(link: Link, answers: Recorder, taker: Recorder) -> None:
+    """Both ways, and without payload connections."""
+    for id in range(2, 5):
+        send(link.session, id, LARGE)
+        send(taker.sessions[0], id, LARGE)
+    taker.wait(5)
+    answers.wait(3)
+    assert num_open(link.session) == num_open(taker.sessions[0]) == 0
     assert not answers.closed and not taker.closed
 
 
@@ -424,6 +436,20 @@ def test_a_piece_that_stops_in_its_middle_hides_nothing(nodes: Nodes) -> None:
     bare.close()
     assert "broke: it ended within a piece" in taker.wait_closed()
     assert "payload connection" in answers.wait_closed()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system's kernel cannot do that")
+def test_a_peer_that_takes_nothing_is_lost_though_its_heart_beats() -> None:
+    """A firewall that had forgotten the payload connections let every large call wait for its deadline, for ever."""
+    nodes = Nodes(peer_timeout_s=3 * UNIT_S)
+    try:
+        _, answers, taker, bare = hostile(nodes)
+        send(taker.sessions[0], 1, LARGE * 8)
+        assert "a payload connection with client broke" in taker.wait_closed()
+        assert "a payload connection with client broke" in answers.wait_closed()
+        bare.close()
+    finally:
+        nodes.close()
 
 
 def test_strangers_learn_nothing(nodes: Nodes) -> None:

@@ -4,13 +4,17 @@ connection stays free for everything else.
 Each side may use them as soon as it has all of them. The side that opened the session opens these, too, with the second
 large message that goes or comes: by then the peer has the session, and large messages are not a single event.
 
-[Note: unused] Either side may find, once the connections stand, that it cannot have them: it gave up waiting for the last
-one, or its system gives no more threads. It closes them, then; and whoever finds them closed, and nothing has gone on
-them in either direction, does without them, too. Anything that has gone may be lost, and so the session ends.
+[Note: unused] Either side may find, once the connections stand, that it cannot have them: it gave up waiting for the
+last one, or its system gives no more threads. It closes them, then; and whoever finds them closed, and nothing has gone
+on them in either direction, does without them, too. Anything that has gone may be lost, and so the session ends.
 
 [Note: the end] What a peer wrote before it closed arrives on several connections, and the one that says why it closed
 may be first. So a session that ends there reads the others to their end, for a moment. The other way round, the end of
 a payload connection ends the session, but only after a moment, in which the reason may come.
+
+[Note: silence] Heartbeats travel on the session's own connection, and say nothing of these: a firewall may have
+forgotten them, or the peer not read them. So the kernel breaks one whose bytes the peer has not taken for as long as a
+peer may be silent.
 """
 
 from __future__ import annotations
@@ -26,6 +30,7 @@ from typing import Any, Final, Protocol
 
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import PAYLOADS_END_LIMIT_S
+from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
 from rpcdist.transport._striping.stripe_connection import Stripe, StripeConnection, StripedTransfer, StripePlace
@@ -81,16 +86,25 @@ class Striping:
         incoming: its transfers.
         name: of the peer.
         open: opens the connections; None at the side that waits for them.
+        silence_limit_s: how long the peer may take nothing of what was sent on one of them. [Note: silence]
     """
 
     def __init__(
-        self, io: IoLoop, session: StripedSession, incoming: Incoming, name: str, open: OpenConnections | None
+        self,
+        io: IoLoop,
+        session: StripedSession,
+        incoming: Incoming,
+        name: str,
+        *,
+        open: OpenConnections | None,
+        silence_limit_s: float,
     ) -> None:
         self._io = io
         self._session = session
         self._incoming = incoming
         self._name = name
         self._open = open if num_connections() else None
+        self._silence_limit_s = silence_limit_s
         self._num_large = 0
         self._connections: list[StripeConnection] = []
         self._transfers: dict[int, StripedTransfer] = {}
@@ -197,6 +211,7 @@ class Striping:
         begun: list[StripeConnection] = []
         try:
             for index, connection in enumerate(connections):
+                break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
                 place = StripePlace(index, count)
                 begun.append(StripeConnection(connection, place, self._incoming, self, self._name, self._io))
         except RuntimeError as exc:  # [Note: unused]
