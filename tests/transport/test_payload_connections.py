@@ -21,6 +21,7 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector
+from rpcdist.transport._striping import stripe_taker
 from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
@@ -378,6 +379,20 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
     first.settimeout(LIMIT_S)
     assert first.recv(1) == b""
     first.close()
+
+
+def test_one_too_few_are_not_kept_for_long(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each session whose second one had not come in time, the first stayed here as long as the session."""
+    monkeypatch.setattr(stripe_taker, "TCP_CHANNEL_LIMIT_S", UNIT_S)
+    (server, taker), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    echo(link, answers, b"x")
+    first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 2)))
+    first.settimeout(LIMIT_S)
+    assert first.recv(1) == b""
+    first.close()
+    opened(link, answers, taker)
 
 
 def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
