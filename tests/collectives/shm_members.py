@@ -108,17 +108,6 @@ class Member:
             problems.append(check(case, self._transport.rank, self._transport.size, operation))
         return [problem for problem in problems if problem]
 
-    def together(self, case: Case, counts: list[int]) -> list[str]:
-        """The case, whose tensor is handed over as several tensors of `counts` elements."""
-        assert self._transport is not None
-        rank, size = self._transport.rank, self._transport.size
-        operation = make_operation(case, rank, size)
-        parts = tuple(part.clone() for part in operation.outputs[0].split(counts))
-        self._run(replace(operation, inputs=parts, outputs=parts))
-        whole = (torch.cat(parts),)
-        problem = check(case, rank, size, replace(operation, inputs=whole, outputs=whole))
-        return [problem] if problem else []
-
     def average(self, values: list[list[float]], dtype: torch.dtype) -> bytes:
         """The bits of the average of each rank's row."""
         assert self._transport is not None

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from rpcdist.collectives._operations.operation import Kind
 from rpcdist.collectives._transports.shm import chunk_sizes
-from rpcdist.collectives._transports.shm.pieces import cut
 from rpcdist.collectives._transports.shm.routes import Route, num_steps, route, shares, span, two_phase_slice_bytes
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, LINE, Layout, segment_size
 
@@ -157,40 +156,6 @@ def test_every_byte_arrives_once_at_its_place(kind: Kind, size: int) -> None:
 def test_kinds_that_need_no_route_have_none() -> None:
     with pytest.raises(ValueError, match="barrier has no route"):
         route(Kind.BARRIER, 0, 2, -1, BUFFER)
-
-
-# ------------------------------------------------------------ several tensors as one
-
-
-@pytest.mark.parametrize(
-    ("counts", "limit", "steps"),
-    [
-        ((), 4, "[]"),
-        ((0, 0), 4, "[]"),
-        ((4,), 4, "[0[0:4]@0]"),
-        ((9,), 4, "[0[0:4]@0] [0[4:8]@0] [0[8:9]@0]"),
-        ((2, 1, 1), 4, "[0[0:2]@0, 1[0:1]@2, 2[0:1]@3]"),
-        ((3, 0, 6), 4, "[0[0:3]@0, 2[0:1]@3] [2[1:5]@0] [2[5:6]@0]"),
-    ],
-)
-def test_steps_of_several_tensors(counts: tuple[int, ...], limit: int, steps: str) -> None:
-    assert " ".join(str(list(pieces)) for pieces in cut(counts, limit)) == steps
-
-
-@given(counts=st.lists(st.integers(0, 30), max_size=6), limit=st.integers(1, 12))
-def test_steps_are_the_concatenation(counts: list[int], limit: int) -> None:
-    steps = cut(tuple(counts), limit)
-    elements = [(tensor, element) for tensor, count in enumerate(counts) for element in range(count)]
-    taken = [
-        (piece.tensor, element) for pieces in steps for piece in pieces for element in range(piece.start, piece.stop)
-    ]
-    assert taken == elements
-    sizes = [sum(piece.stop - piece.start for piece in pieces) for pieces in steps]
-    assert sizes == [sum(piece.stop - piece.start for piece in pieces) for pieces in cut((sum(counts),), limit)]
-    for pieces in steps:
-        assert all(
-            piece.offset == sum(each.stop - each.start for each in pieces[:at]) for at, piece in enumerate(pieces)
-        )
 
 
 # ------------------------------------------------------------ sizes

@@ -82,19 +82,6 @@ def test_eight_ranks(group: ShmGroup) -> None:
     assert group.call(8, "cases", cases) == [[]] * 8
 
 
-def test_several_tensors_are_reduced_as_one(group: ShmGroup) -> None:
-    """Also where a step ends inside of a tensor, and where a dtype is reduced as another."""
-    group.open(2, BUFFER)
-    whole = BUFFER // 4
-    for counts in ([1, 0, 2], [whole, whole], [whole - 1, 2, 3 * whole, 0, 7], [0, 0]):
-        for op in (ReduceOp.SUM, ReduceOp.AVG, ReduceOp.PREMUL_SUM, ReduceOp.MAX):
-            case = Case(Kind.ALL_REDUCE, torch.float32, sum(counts), op)
-            assert group.call(2, "together", case, counts) == [[], []]
-        for dtype in (torch.complex64, torch.uint16, torch.float16):
-            case = Case(Kind.ALL_REDUCE, dtype, sum(counts), ReduceOp.AVG)
-            assert group.call(2, "together", case, counts) == [[], []]
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 def test_averages_of_two_have_equal_bits(group: ShmGroup, dtype: torch.dtype) -> None:
     """Those of the sum divided by 2; but large numbers do not overflow where halves are published."""
