@@ -157,8 +157,7 @@ class Context:
         A pass begins with them. Any other neighbour that it concerns hears of it from one of its own partners.
         """
         with self._lock:
-            found = {send.to for send in self._sends.values()}
-            found.update(recv.sender for recv, _ in self._recvs.values())
+            found = {send.to for send in self._sends.values()} | {recv.sender for recv, _ in self._recvs.values()}
         found.discard(self._worker_id)
         return frozenset(found)
 

@@ -79,6 +79,7 @@ class TcpBackend(EngineBackend):
             if self._watch is not None:
                 self._watch.give_up()
             raise
+        self.reduces_many = self._transport.reduces_many
         self._mailboxes = _make_mailboxes(context, self._watch)
         engine = Engine(
             self._transport,

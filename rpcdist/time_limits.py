@@ -211,7 +211,8 @@ KEEP_ALIVE_PROBES: Final = 3
 GRPC_GREETING_LIMIT_S: Final = 5.0
 """TLS and the beginning of HTTP/2 on a new connection, measured by gRPC on both sides; then it is closed."""
 TCP_CHANNEL_LIMIT_S: Final = 3.0
-"""Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC."""
+"""Connection and handshake of a TCP channel, measured by the side that connects; then it stays with gRPC. And of all
+connections for the payloads of a session, measured by both; then the session's own connection carries everything."""
 PAYLOADS_END_LIMIT_S: Final = 1.0
 """From the end of one of a session's connections to the end of the session: what was written on the others before, or
 why the peer ends it, has so long to come."""

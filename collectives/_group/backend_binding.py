@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 from rpcdist.collectives._group.backend_contract import GroupBackend
@@ -59,6 +61,12 @@ class BackendBinding:
 
         run_part = self.backend.here().run_part if self.backend.runs_parts else None
         return all_reduce_sparse(self.place, tensor, op, async_op, submit, run_part)
+
+    def all_reduce_many(self, tensors: Sequence[torch.Tensor], op: object, async_op: bool) -> list[Work]:
+        """`all_reduce` of dense tensors of one dtype that share no memory, in as few operations as the backend can."""
+        if len(tensors) > 1 and self.backend.reduces_many:
+            return [self.submit(lowering.all_reduce_many(self.place, tensors, op), async_op)]
+        return [self.all_reduce(tensor, op, async_op) for tensor in tensors]
 
     def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
         """Sends to a rank of the group, or starts to."""

@@ -65,10 +65,12 @@ class GroupBackend(ABC):
         name: as in `init_process_group(backend=...)`.
         context: what it was made from.
         runs_parts: whether it has `run_part`.
+        reduces_many: whether ALL_REDUCE takes any number of tensors, instead of one; known once it is made.
     """
 
     name: ClassVar[str]
     runs_parts: ClassVar[bool] = False
+    reduces_many: bool = False
     context: GroupContext
 
     @abstractmethod

@@ -24,6 +24,7 @@ __all__ = [
     "all_gather_single",
     "all_reduce",
     "all_reduce_coalesced",
+    "all_reduce_many",
     "all_to_all",
     "all_to_all_single",
     "barrier",
@@ -63,6 +64,19 @@ def all_reduce(place: Place, tensor: torch.Tensor, op: object) -> Lowered:
     copies = Copies(place.staged)
     dense = (copies.update(tensor),)
     return Lowered(Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor), copies.finish(), [tensor])
+
+
+def all_reduce_many(place: Place, tensors: Sequence[torch.Tensor], op: object) -> Lowered:
+    """One operation on all the tensors, each in its place, for backends that have `reduces_many`."""
+    reduce_op, factor = canonical_op(op)
+    dtype = tensors[0].dtype
+    for tensor in tensors:
+        _check_reduces(reduce_op, tensor, "all_reduce")
+        if tensor.dtype is not dtype:
+            raise ConfigError(f"tensors that are reduced together have one dtype; found {dtype} and {tensor.dtype}")
+    copies = Copies(place.staged)
+    dense = tuple([copies.update(tensor) for tensor in tensors])
+    return Lowered(Operation(Kind.ALL_REDUCE, dense, dense, reduce_op, factor=factor), copies.finish(), list(tensors))
 
 
 def all_reduce_coalesced(place: Place, tensors: list[torch.Tensor], op: object) -> Lowered:

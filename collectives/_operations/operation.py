@@ -15,6 +15,8 @@ r the root, `=` means that the same tensors stand in `inputs` and `outputs` (the
     ALL_TO_ALL      size chunks                     size chunks                      out[i] = rank i's in[m]
     BARRIER         none                            none                             every rank has arrived
 
+Where the backend says `reduces_many`, ALL_REDUCE takes several tensors that share no memory: it is their concatenation
+that the ranks reduce, and that has to have the same size on all of them.
 The chunks of REDUCE_SCATTER and ALL_TO_ALL may differ in length. An input that is not also an output is never
 written to. It shares no memory with an output, but for these: the input of ALL_GATHER may be out[m] itself, and the
 output of REDUCE_SCATTER in[m] itself. Tensors may be empty.
@@ -123,14 +125,14 @@ class Operation:
         kind = self.kind
         if kind in (Kind.ALL_TO_ALL, Kind.BARRIER):
             return 0
-        if kind is Kind.REDUCE_SCATTER:
+        if kind is Kind.REDUCE_SCATTER or kind is Kind.ALL_REDUCE:
             return sum(tensor.nbytes for tensor in self.inputs)
         return self.outputs[0].nbytes if kind is Kind.SCATTER else self.inputs[0].nbytes
 
     def fingerprint(self, sequence: int) -> bytes:
         """Properties that must be equal on all ranks, in `FINGERPRINT_BYTES` bytes, compared before data is used."""
         kind, tensors = self.kind, self.inputs or self.outputs
-        if kind in _IN_PLACE:
+        if kind in _IN_PLACE and len(tensors) == 1:
             size_bytes, code = tensors[0].nbytes, _CODES[tensors[0].dtype]
         else:
             size_bytes, code = self.size_bytes, _CODES[tensors[0].dtype] if tensors else _NO_CODE

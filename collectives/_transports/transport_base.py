@@ -100,10 +100,12 @@ class Transport(ABC):
     Attributes:
         rank: this process's rank in the group.
         size: number of ranks in the group.
+        reduces_many: whether ALL_REDUCE takes any number of tensors.
     """
 
     rank: int
     size: int
+    reduces_many: bool = False
 
     @abstractmethod
     def run(self, operation: Operation, control: Control) -> None:

@@ -67,8 +67,13 @@ class LocalOptimizer:
         self._bare_step = _bare_step_of(self.optim)
         self._parameters: list[Tensor] = list(dict.fromkeys(p for group in resolved for p in group["params"]))
 
-    def step(self, context_id: int, options: Sequence[Group], hogwild: bool) -> bool:
+    def step(self, context_id: int, options: Sequence[Group] | None, hogwild: bool) -> bool:
         """Steps with the gradients of a context, and leaves every `.grad` as it was.
+
+        Args:
+            context_id: the context.
+            options: for each group, those that have changed since the last step; None if none has.
+            hogwild: as for `DistributedOptimizer.step`.
 
         Returns:
             False if this process took no part in the context, so that there was nothing to do.
@@ -77,7 +82,7 @@ class LocalOptimizer:
         gradients = _gradients_of(context_id, parameters)
         self._begin_alone("step")
         try:
-            if any(options):
+            if options is not None:
                 self._set_options(options)
             kept = [parameter.grad for parameter in parameters]
             try:

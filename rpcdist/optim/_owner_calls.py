@@ -45,13 +45,13 @@ def ask_owners(what: str, calls: Sequence[OwnerCall], instead: str = "asyncio.to
     if asyncio._get_running_loop() is not None:
         raise BlockingInLoop(what, f"await {instead}")
     agent = current_agent()
-    me = agent.worker_id
+    own = [call.owner.id == agent.worker_id for call in calls]
     outside = current_autograd.set(None)  # what the owners do is no part of the context that the caller is in
     try:
-        waits = [None if call.owner.id == me else _begin(agent, call) for call in calls]
+        waits = [None if is_own else _begin(agent, call) for call, is_own in zip(calls, own, strict=True)]
         results: list[Any] = [None] * len(calls)
         for index, call in enumerate(calls):  # this process's own part, while the others do theirs
-            if call.owner.id == me:
+            if own[index]:
                 results[index] = _outcome_of(partial(call.function, *call.args))
         for index, wait in enumerate(waits):
             if wait is not None:

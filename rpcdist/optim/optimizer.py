@@ -156,8 +156,9 @@ class DistributedOptimizer(torch.optim.Optimizer):
         for index, shard in enumerate(self._shards):
             groups = [self.param_groups[number] for number in shard.groups]
             changes = changed_options(self._sent[index], groups)
-            calls.append(self._call(index, "step", context_id, changes, hogwild))
-            sending.append([options_of(group) for group in groups] if any(changes) else self._sent[index])
+            has_changed = any(changes)
+            calls.append(self._call(index, "step", context_id, changes if has_changed else None, hogwild))
+            sending.append([options_of(group) for group in groups] if has_changed else self._sent[index])
         return calls, sending
 
     def _stepped(self, context_id: int, took_part: list[bool], sent: list[list[Group]]) -> None:

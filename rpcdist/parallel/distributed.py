@@ -29,7 +29,7 @@ from rpcdist.parallel._ddp._gradient_sources import in_distributed_context
 from rpcdist.parallel._ddp._join_hook import DataParallelJoinHook, count_ranks, highest_rank
 from rpcdist.parallel._ddp._logging_data import logging_data
 from rpcdist.parallel._ddp._mixed_precision import MixedPrecision
-from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, named_buffers, trainable, verify
+from rpcdist.parallel._ddp._parameters import Named, broadcast_tensors, has_buffers, named_buffers, trainable, verify
 from rpcdist.parallel._ddp._reducer import Reducer
 from rpcdist.parallel._ddp._reducer_options import ReducerOptions
 from rpcdist.parallel._ddp._tensor_tree import find_tensors
@@ -312,7 +312,9 @@ class DistributedDataParallel(TorchMethods, nn.Module, Joinable):
 
     def will_sync_module_buffers(self) -> bool:
         """Whether the next forward pass gives all ranks the same buffers."""
-        return self.require_forward_param_sync and self.forward_sync_buffers and bool(self.modules_buffers)
+        if not (self.require_forward_param_sync and self.forward_sync_buffers and has_buffers(self.module)):
+            return False
+        return bool(self.modules_buffers)
 
     def _syncs_buffers(self, location: BufferHookLocation) -> bool:
         chosen = BufferHookLocation.PRE_FORWARD if self._buffer_hook is None else self._buffer_hook.location

@@ -17,6 +17,7 @@ from contextvars import Context
 from typing import Any, Protocol
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.time_limits import LEADER_LEAVE_LIMIT_S
 from rpcdist.transport._framing.incoming import Delivery
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
@@ -32,14 +33,6 @@ class MessageHandler(Protocol):
     def on_messages(self, session: Any, messages: list[tuple[Any, list[Any]]]) -> None: ...
 
 
-class HasEnd(Protocol):
-    """A session, as far as it matters here."""
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether the handler has heard of its end."""
-
-
 class HandingOn:
     """One per session.
 
@@ -51,7 +44,7 @@ class HandingOn:
     """
 
     def __init__(
-        self, io: IoLoop, session: HasEnd, handler: MessageHandler, failed: Callable[[Exception], object]
+        self, io: IoLoop, session: object, handler: MessageHandler, failed: Callable[[Exception], object]
     ) -> None:
         self._io = io
         self._session = session
@@ -60,6 +53,7 @@ class HandingOn:
         self._one_at_a_time = threading.Lock()
         self._left_to_loop: deque[list[Delivery]] = deque()
         self._has_failed = False
+        self._has_ended = False
 
     def __repr__(self) -> str:
         return f"<HandingOn [{len(self._left_to_loop)} left to the loop]>"
@@ -76,7 +70,8 @@ class HandingOn:
                 may_be_here = True
             if may_be_here:
                 with self._one_at_a_time:
-                    self._handler.on_messages(self._session, messages)
+                    if not self._has_ended:
+                        self._handler.on_messages(self._session, messages)
                 return
         self._left_to_loop.append(messages)
         # In a context of its own: that of this thread may be one of the user's, with a deadline.
@@ -85,10 +80,19 @@ class HandingOn:
     def _hand_on_the_rest(self) -> None:
         """On the loop; one entry for each time it is called."""
         try:
-            if not (self._has_failed or self._session.has_ended):
+            if not (self._has_failed or self._has_ended):
                 with self._one_at_a_time:
                     self._handler.on_messages(self._session, self._left_to_loop[0])
         except Exception as exc:
             self._has_failed = True  # what comes after it would be handled out of order: none of it is
             self._failed(exc)
         self._left_to_loop.popleft()  # not before: whoever reads meanwhile must queue behind it
+
+    def end(self) -> None:
+        """The session has ended: nothing is handed on from now on, nor any more; on the loop.
+
+        Waits for the reader of a payload connection that is about it, for `LEADER_LEAVE_LIMIT_S` at most.
+        """
+        self._has_ended = True
+        if self._one_at_a_time.acquire(timeout=LEADER_LEAVE_LIMIT_S):
+            self._one_at_a_time.release()

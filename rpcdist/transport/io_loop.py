@@ -76,7 +76,11 @@ class IoLoop:
             self.loop.close()
 
     def start_worker(self, work: Callable[[], None], name: str) -> None:
-        """Runs `work` on a thread of its own, which ends soon after the tasks of this loop have; `close` joins it."""
+        """Runs `work` on a thread of its own, which ends soon after the tasks of this loop have; `close` joins it.
+
+        Raises:
+            RuntimeError: the system gives no more threads.
+        """
 
         def run() -> None:
             try:
@@ -86,7 +90,11 @@ class IoLoop:
 
         thread = threading.Thread(target=run, name=name, daemon=True)
         self._workers.add(thread)
-        thread.start()
+        try:
+            thread.start()
+        except BaseException:
+            self._workers.discard(thread)  # `close` would join it
+            raise
 
     def _cancel_all(self) -> None:
         tasks = asyncio.all_tasks(self.loop)

@@ -170,7 +170,9 @@ class Session:
         self._shield = SignalShield()
         self.striping: Striping | None = None
         if has_payload_connections:
-            self.striping = self._outgoing.striper = Striping(io, self, self._incoming, peer.name, open_connections)
+            self.striping = self._outgoing.striper = Striping(
+                io, self, self._incoming, peer.name, open=open_connections, silence_limit_s=silence_limit_s
+            )
         self._ungranted_bytes = 0  # of chunks that arrived and that the peer has no new credit for
         self.flush = self._writer.flush
         self.hold_back = self._writer.hold_back
@@ -287,6 +289,7 @@ class Session:
             self.striping.close()
         if self._shared is not None:
             self._shared.close()
+        self._handing_on.end()
         self._handler.on_closed(self, reason)
 
     async def ended(self, timeout_s: float) -> bool:
@@ -362,11 +365,6 @@ class Session:
     def on_all_written(self) -> None:
         """See `StripedSession`."""
         self._io.call_soon(self._writer.wake)
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether `on_closed` has been called."""
-        return self._ended.is_set()
 
     def _left_to_loop_failed(self, error: Exception) -> None:
         assert self._direct is not None

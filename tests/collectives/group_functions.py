@@ -13,7 +13,9 @@ import torch
 from transport_in_memory import reference, wide
 
 from rpcdist.collectives import FileStore
+from rpcdist.collectives._group.backend_binding import BackendBinding
 from rpcdist.collectives._group.backend_contract import GroupContext
+from rpcdist.collectives._operations.lowering import Place
 from rpcdist.collectives._operations.operation import DTYPES, Kind, Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives.tcp import TcpBackend, TcpOptions
@@ -148,6 +150,17 @@ def same_bits(rank: int, size: int) -> bytes:
 
 
 # ---------------------------------------------------------------- failures
+
+
+def reduce_many(rank: int, size: int, asynchronous: bool) -> tuple[int, list[float]]:
+    """How many operations three tensors take, one of which is not contiguous, and an element of each result."""
+    binding = BackendBinding(backend(), Place(rank, size))
+    tensors = [torch.full((5,), rank + 1.0), torch.zeros(0), torch.full((3, 400_000), 10.0 * rank).t()]
+    works = binding.all_reduce_many(tensors, ReduceOp.SUM, asynchronous)
+    for work in works:
+        work.wait()
+    assert all(bool((tensor == tensor.flatten()[0]).all()) for tensor in tensors if tensor.numel())
+    return len(works), [tensor.sum().item() / max(1, tensor.numel()) for tensor in tensors]
 
 
 def until_it_fails(rank: int, size: int, count: int, victim: int, how: str) -> tuple[str, str, float]:

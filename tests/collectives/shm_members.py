@@ -108,6 +108,13 @@ class Member:
             problems.append(check(case, self._transport.rank, self._transport.size, operation))
         return [problem for problem in problems if problem]
 
+    def average(self, values: list[list[float]], dtype: torch.dtype) -> bytes:
+        """The bits of the average of each rank's row."""
+        assert self._transport is not None
+        own = torch.tensor(values[self._transport.rank], dtype=dtype)
+        self._run(Operation(Kind.ALL_REDUCE, (own,), (own,), ReduceOp.AVG))
+        return own.view(torch.uint8).numpy().tobytes()
+
     def outcome(self, case: Case, sequence: int, limit_s: float, gone: int, busy_s: float) -> tuple[str, Any]:
         """What `case` ends with, as (name, details); `gone` is a process whose end the control reports.
 
@@ -147,6 +154,18 @@ class Member:
         in_place = operation.outputs is operation.inputs
         self._run(replace(operation, inputs=shaped if in_place else operation.inputs, outputs=shaped))
         problems.append(check(case, rank, size, operation))
+        return [problem for problem in problems if problem]
+
+    def together(self, cases: list[Case], parts: list[int]) -> list[str]:
+        """The tensor of each case in parts, of so many elements and the rest, in one operation; what went wrong."""
+        assert self._transport is not None
+        rank, size = self._transport.rank, self._transport.size
+        problems = []
+        for case in cases:
+            operation = make_operation(case, rank, size)
+            tensors = tuple(operation.inputs[0].split([*parts, case.count - sum(parts)]))
+            self._run(replace(operation, inputs=tensors, outputs=tensors))
+            problems.append(check(case, rank, size, operation))
         return [problem for problem in problems if problem]
 
     def hammer(self, rounds: int, seed: int) -> str:

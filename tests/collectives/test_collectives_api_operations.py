@@ -12,7 +12,11 @@ from collectives_ranks import run_ranks
 import rpcdist.collectives as c
 from rpcdist.collectives import ReduceOp
 from rpcdist.collectives._api import operations
+from rpcdist.collectives._operations import lowering
 from rpcdist.collectives._operations.dense import Copies, separate
+from rpcdist.collectives._operations.lowering import Place
+from rpcdist.collectives._operations.operation import describe_fingerprint
+from rpcdist.errors import ConfigError
 
 SIZE = 3
 
@@ -376,3 +380,11 @@ def test_aliases_are_the_same_functions() -> None:
         assert torch.equal(one, other)
 
     run_ranks(SIZE, on_rank)
+
+
+def test_tensors_that_are_reduced_together_count_as_one() -> None:
+    lowered = lowering.all_reduce_many(Place(0, 2), [torch.ones(3), torch.ones(0), torch.ones(2, 2)], ReduceOp.AVG)
+    assert describe_fingerprint(lowered.operation.fingerprint(7)) == "all_reduce #7 (AVG, 7 elements of float32)"
+    assert lowered.operation.size_bytes == 28
+    with pytest.raises(ConfigError, match="have one dtype"):
+        lowering.all_reduce_many(Place(0, 2), [torch.ones(3), torch.ones(3).double()], ReduceOp.SUM)

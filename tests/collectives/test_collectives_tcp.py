@@ -73,6 +73,19 @@ def test_a_sum_has_the_same_bits_on_all_ranks(rank_pool: RankPool, group: Any, s
 
 
 @pytest.mark.parametrize(
+    ("size", "shared", "num_operations"), [(2, SHARED, 1), (2, SOCKETS, 3), (3, SHARED, 3), (3, SOCKETS, 3)]
+)
+def test_many_tensors_are_reduced_in_few_operations(
+    rank_pool: RankPool, group: Any, size: int, shared: bool, num_operations: int
+) -> None:
+    group(size, shared)
+    total = 10.0 * sum(range(size))
+    for asynchronous in (False, True):
+        found = rank_pool.run(size, ranks.reduce_many, asynchronous)
+        assert found == [(num_operations, [sum(range(size + 1)), 0.0, total])] * size
+
+
+@pytest.mark.parametrize(
     ("shared", "victim", "how"),
     [
         pytest.param(SHARED, 0, "alone", id="shared memory, rank 0"),

@@ -57,7 +57,7 @@ def test_shares_are_all_of_a_chunk(length: int, size: int, multiple: int) -> Non
     assert all(start % multiple == 0 or start == length for start, _ in parts)
 
 
-@pytest.mark.parametrize("buffer_bytes", [512, 4096, 512 << 10])
+@pytest.mark.parametrize("buffer_bytes", [512, 4096, 512 << 10, 1 << 20])
 @pytest.mark.parametrize("size", SIZES)
 def test_a_chunk_and_a_share_of_it_fit_in_a_buffer(size: int, buffer_bytes: int) -> None:
     chunk = two_phase_slice_bytes(size, buffer_bytes)

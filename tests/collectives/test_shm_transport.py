@@ -10,6 +10,7 @@ from shm_group import ShmGroup
 from rpcdist.collectives._operations.operation import DTYPES, Kind, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import unsupported
 from rpcdist.collectives._transports.shm import unsupported_here
+from rpcdist.collectives._transports.shm.segment_layout import BUFFER_BYTES
 from rpcdist.testing import RankPool
 
 pytestmark = [
@@ -81,10 +82,28 @@ def test_eight_ranks(group: ShmGroup) -> None:
     assert group.call(8, "cases", cases) == [[]] * 8
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
+def test_averages_of_two_have_equal_bits(group: ShmGroup, dtype: torch.dtype) -> None:
+    """Those of the sum divided by 2; but large numbers do not overflow where halves are published."""
+    least = torch.finfo(dtype).smallest_normal
+    rows = [[0.1, -3.7, 1e-3, 4 * least, float("inf"), float("nan")], [7.3, 3.7, 1e3, -2 * least, 1.0, 2.0]]
+    group.open(2, BUFFER)
+    first, second = (torch.tensor(row, dtype=dtype) for row in rows)
+    wanted = ((first + second) / 2).view(torch.uint8).numpy().tobytes()
+    assert group.call(2, "average", rows, dtype) == [wanted, wanted]
+    subnormal = [[3 * least / 8], [least / 8]]
+    one, other = group.call(2, "average", subnormal, dtype)
+    assert one == other
+    if dtype is not torch.float16:
+        largest = torch.finfo(dtype).max
+        expected = torch.tensor([largest], dtype=dtype).view(torch.uint8).numpy().tobytes()
+        assert group.call(2, "average", [[largest], [largest]], dtype) == [expected, expected]
+
+
 @pytest.mark.parametrize("size", [2, 3])
 def test_buffers_of_the_usual_size(group: ShmGroup, size: int) -> None:
     counts = (20_000, 131_072, 700_001)
-    group.open(size, 512 << 10)
+    group.open(size, BUFFER_BYTES)
     cases = [Case(Kind.ALL_REDUCE, torch.float32, count, ReduceOp.SUM) for count in counts]
     cases += [Case(kind, torch.float32, 300_001) for kind in (Kind.ALL_GATHER, Kind.ALL_TO_ALL)]
     assert group.call(size, "cases", cases) == [[]] * size
@@ -97,6 +116,13 @@ def test_modes_of_tensors(group: ShmGroup, kind: Kind, count: int) -> None:
     group.open(3, BUFFER)
     case = Case(kind, torch.float32, count, ReduceOp.SUM if kind in REDUCTIONS else None)
     assert group.call(3, "modes", case) == [[]] * 3
+
+
+@pytest.mark.parametrize("parts", [[0], [1, 2], [1023, 1, 1500]], ids=repr)
+def test_several_tensors_are_reduced_as_one(group: ShmGroup, parts: list[int]) -> None:
+    cases = [Case(Kind.ALL_REDUCE, dtype, 3001, op) for dtype in DTYPES for op in operations(Kind.ALL_REDUCE, dtype)]
+    group.open(2, BUFFER)
+    assert group.call(2, "together", cases, parts) == [[]] * 2
 
 
 @pytest.mark.parametrize("size", [2, 4])

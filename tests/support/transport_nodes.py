@@ -70,13 +70,18 @@ class Recorder(HeapPayloads):
 
 
 class Nodes:
-    """Several nodes in one process."""
+    """Several nodes in one process.
 
-    def __init__(self) -> None:
+    Args:
+        options: of all of them.
+    """
+
+    def __init__(self, **options: Any) -> None:
         self._running: list[Node] = []
+        self._options = options
 
     def make(self, name: str, serve: bool = False, **options: Any) -> Node:
-        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **options})).start()
+        node = Node(NodeOptions(**{"token": TOKEN, "peer_timeout_s": LIMIT_S, **self._options, **options})).start()
         node.identity = Identity(name, -1, new_incarnation())
         self._running.append(node)
         if serve:

@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable
 from typing import Any, cast
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.testing import eventually
 from rpcdist.transport.handing_on import HandingOn
 from rpcdist.transport.io_loop import IoLoop
 from rpcdist.transport.wire_messages import WireMessage
 
+LIMIT_S = 20.0
+
 
 class Scene:
     """A session that a leader reads, and its loop, which runs when it is told to; heartbeats are for the loop."""
-
-    has_ended = False
 
     def __init__(self) -> None:
         self.queued: deque[Callable[[], object]] = deque()
@@ -66,3 +68,46 @@ def test_nothing_is_handled_after_a_message_that_could_not_be() -> None:
     scene.read(2)
     scene.run_loop()
     assert scene.handled == [] and [str(failure) for failure in scene.failures] == ["message 1"]
+
+
+def test_a_thread_that_reads_hands_nothing_on_after_the_end() -> None:
+    """A call that came on a payload connection as its session ended began after its caller was taken for lost."""
+    scene = Scene()
+    scene.read(1)
+    scene.read(2, for_loop=True)
+    scene.handing_on.end()
+    scene.read(3)
+    scene.run_loop()
+    scene.read(4)
+    assert scene.handled == [1]
+
+
+def test_the_end_waits_for_who_hands_on() -> None:
+    scene, handling, go_on, ended = Scene(), threading.Event(), threading.Event(), threading.Event()
+
+    def on_messages(session: Any, messages: list[tuple[Any, list[Any]]]) -> None:
+        handling.set()
+        assert go_on.wait(LIMIT_S)
+        assert not ended.is_set()
+        scene.handled.append(1)
+
+    def end() -> None:
+        assert handling.wait(LIMIT_S)
+        scene.handing_on.end()
+        ended.set()
+
+    scene.on_messages = on_messages  # type: ignore[method-assign]
+    threads = [threading.Thread(target=end), threading.Thread(target=scene.read, args=(1,))]
+    for thread in threads:
+        thread.start()
+    eventually(lambda: scene.handing_on._has_ended)
+    go_on.set()
+    for thread in threads:
+        thread.join(LIMIT_S)
+    assert ended.is_set() and scene.handled == [1]
+
+
+def test_the_end_does_not_wait_for_ever() -> None:
+    scene = Scene()
+    with scene.handing_on._one_at_a_time:
+        scene.handing_on.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -46,3 +47,16 @@ def test_other_failures_are_reported(io: IoLoop, reported_loop_errors: list[str]
     assert len(reported_loop_errors) == 1
     assert "RuntimeError: Event loop is closed" in reported_loop_errors[0]
     reported_loop_errors.clear()
+
+
+def test_a_worker_that_could_not_start_is_not_joined(io: IoLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of the loop raised "cannot join thread before it is started"."""
+
+    def no_thread(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start new thread"):
+            io.start_worker(fail, "a worker")
+    io.close()

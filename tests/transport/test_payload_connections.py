@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from transport_nodes import LIMIT_S, Memory, Nodes, Recorder, open_link
+from transport_nodes import LIMIT_S, UNIT_S, Memory, Nodes, Recorder, open_link
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.errors import ConfigError, ProtocolViolation, TransportError
@@ -21,10 +21,13 @@ from rpcdist.transport._channels.channel_choice import CHANNELS_VARIABLE
 from rpcdist.transport._framing.frames import frame
 from rpcdist.transport._socket_hub.hub_address import HubAddress
 from rpcdist.transport._socket_hub.hub_connector import HubConnector
+from rpcdist.transport._striping import stripe_taker
 from rpcdist.transport._striping.stripe_connection import PIECE_BYTES, StripePlace
 from rpcdist.transport._striping.stripe_taker import PAYLOAD_TAKER, payload_purpose
 from rpcdist.transport._striping.striping import MIN_STRIPED_BYTES, PAYLOAD_CONNECTIONS_VARIABLE, num_connections
 from rpcdist.transport._tls.tls_policy import TLS_VARIABLE
+from rpcdist.transport.connector import Connector
+from rpcdist.transport.io_loop import IoLoop
 
 LARGE = bytes(range(256)) * (MIN_STRIPED_BYTES // 256) + b"and a little more"
 _ids = itertools.count(1_000_000)
@@ -204,6 +207,77 @@ def test_a_peer_that_takes_none_is_asked_once(
     assert num_open(link.session) == num_open(taker.sessions[0]) == 0
 
 
+@pytest.mark.parametrize("num_started", range(4))
+@pytest.mark.parametrize("side", ["client", "server"])
+def test_a_process_without_threads_does_without_them(
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    side: str,
+    num_started: int,
+    caplog: pytest.LogCaptureFixture,
+    payload_threads: Callable[[], list[str]],
+) -> None:
+    """One connection had readers and the other had none, and what was sent on that was waited for in vain."""
+    left, start = [num_started], IoLoop.start_worker
+    peer = "server" if side == "client" else "client"
+
+    def start_worker(io: IoLoop, work: Callable[[], None], name: str) -> None:
+        if name.endswith(f" of {peer}"):
+            left[0] -= 1
+            if left[0] < 0:
+                raise RuntimeError("can't start new thread")
+        start(io, work, name)
+
+    monkeypatch.setattr(IoLoop, "start_worker", start_worker)
+    link, answers, taker = refused_them(nodes, caplog)
+    assert f"no payload connections with {peer}" in caplog.text
+    eventually(lambda: not payload_threads())
+    goes_on(link, answers, taker)
+
+
+def test_who_gave_up_waiting_for_them_ends_no_session(
+    nodes: Nodes,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    payload_threads: Callable[[], list[str]],
+) -> None:
+    """The last one was proven at the other end when the time was over."""
+    connecting = Connector._open_payload_connections
+
+    async def open(*args: Any) -> Any:
+        for connection in await connecting(*args):
+            connection.close()
+        raise TimeoutError
+
+    monkeypatch.setattr(Connector, "_open_payload_connections", open)
+    link, answers, taker = refused_them(nodes, caplog)
+    eventually(lambda: not payload_threads())
+    goes_on(link, answers, taker)
+
+
+def refused_them(nodes: Nodes, caplog: pytest.LogCaptureFixture) -> tuple[Link, Recorder, Recorder]:
+    """A session whose payload connections were opened, and closed by one side before anything went on them."""
+    caplog.set_level(logging.INFO)
+    (server, taker), answers = serve(nodes, echo=False), Recorder()
+    link = open_link(nodes.make("client"), server, handler=answers)
+    for id in range(2):
+        send(link.session, id, LARGE)
+    taker.wait(2)
+    eventually(lambda: "has no payload connections any more" in caplog.text)  # says the side that found them closed
+    return link, answers, taker
+
+
+def goes_on(link: Link, answers: Recorder, taker: Recorder) -> None:
+    """Both ways, and without payload connections."""
+    for id in range(2, 5):
+        send(link.session, id, LARGE)
+        send(taker.sessions[0], id, LARGE)
+    taker.wait(5)
+    answers.wait(3)
+    assert num_open(link.session) == num_open(taker.sessions[0]) == 0
+    assert not answers.closed and not taker.closed
+
+
 # ---------------------------------------------------------------- the end
 
 
@@ -226,6 +300,7 @@ def test_a_payload_connection_that_breaks_ends_the_session_by_name(
     (server, taker), answers = serve(nodes), Recorder()
     link = open_link(nodes.make("client"), server, handler=answers)
     opened(link, answers, taker)
+    echo(link, answers, LARGE)
     assert link.session.striping is not None
     link.session.striping._connections[0]._socket.shutdown(socket.SHUT_RDWR)
     reasons = answers.wait_closed() + taker.wait_closed()
@@ -306,6 +381,20 @@ def test_a_connection_is_taken_once_and_one_too_few_are_closed_with_the_session(
     first.close()
 
 
+def test_one_too_few_are_not_kept_for_long(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each session whose second one had not come in time, the first stayed here as long as the session."""
+    monkeypatch.setattr(stripe_taker, "TCP_CHANNEL_LIMIT_S", UNIT_S)
+    (server, taker), answers = serve(nodes), Recorder()
+    client = nodes.make("client")
+    link = open_link(client, server, handler=answers)
+    echo(link, answers, b"x")
+    first = payload_socket(client, server, payload_purpose(link.session.id, StripePlace(0, 2)))
+    first.settimeout(LIMIT_S)
+    assert first.recv(1) == b""
+    first.close()
+    opened(link, answers, taker)
+
+
 def hostile(nodes: Nodes) -> tuple[Link, Recorder, Recorder, socket.socket]:
     """A session, and the one payload connection that its peer has: a bare socket."""
     (server, taker), answers = serve(nodes), Recorder()
@@ -362,6 +451,20 @@ def test_a_piece_that_stops_in_its_middle_hides_nothing(nodes: Nodes) -> None:
     bare.close()
     assert "broke: it ended within a piece" in taker.wait_closed()
     assert "payload connection" in answers.wait_closed()
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="this system's kernel cannot do that")
+def test_a_peer_that_takes_nothing_is_lost_though_its_heart_beats() -> None:
+    """A firewall that had forgotten the payload connections let every large call wait for its deadline, for ever."""
+    nodes = Nodes(peer_timeout_s=3 * UNIT_S)
+    try:
+        _, answers, taker, bare = hostile(nodes)
+        send(taker.sessions[0], 1, LARGE * 8)
+        assert "a payload connection with client broke" in taker.wait_closed()
+        assert "a payload connection with client broke" in answers.wait_closed()
+        bare.close()
+    finally:
+        nodes.close()
 
 
 def test_strangers_learn_nothing(nodes: Nodes) -> None:

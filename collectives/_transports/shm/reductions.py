@@ -8,6 +8,11 @@ Two ways, chosen by size and number of ranks:
   step publishes slice k and the reduced shares of slice k - 1, so that there is one barrier per slice, too.
 
 All ranks reduce in the order of the ranks, so that all get the same bits.
+
+[Note: halves] Dividing a sum is a pass over memory of its own. Two ranks that average floating-point numbers publish
+halves instead: a multiplication on the way to the buffer takes as long as a copy. Halves are exact, so the bits are the
+same, except that numbers next to the smallest are rounded once more, and that large ones cannot overflow. Half
+precision, which has many numbers next to its smallest, is divided after the sum.
 """
 
 from __future__ import annotations
@@ -20,6 +25,7 @@ import torch
 from rpcdist.collectives._operations.operation import Operation, ReduceOp
 from rpcdist.collectives._operations.reduce_kernels import ReduceKernel, premultiply_to, reducer
 from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.shm.pieces import cut
 from rpcdist.collectives._transports.shm.rank_buffers import RankBuffers, one_thread
 from rpcdist.collectives._transports.shm.routes import Publish, Route, num_steps, shares, span, two_phase_slice_bytes
 from rpcdist.collectives._transports.shm.segment_layout import ALIGNMENT, Layout
@@ -35,6 +41,9 @@ _ONE_THREAD_BYTES: Final = 32 << 10
 """Up to this size torch uses one thread anyway, whatever the dtype."""
 _MAX_PREPARED: Final = 256
 _PREMUL_SUM: Final = ReduceOp.PREMUL_SUM
+_AVG: Final = ReduceOp.AVG
+_HALVED: Final = frozenset({torch.float32, torch.float64, torch.bfloat16})
+"""See [Note: halves]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,12 +83,17 @@ class Reductions:
     def run(self, operation: Operation, control: Control, root: int | None) -> None:
         """ALL_REDUCE, or REDUCE to `root`."""
         tensor = operation.outputs[0]
-        is_small = tensor.nbytes <= self._one_thread_bytes
+        if operation.reduce_op is _AVG and self._size == 2 and tensor.dtype in _HALVED:
+            operation = Operation(
+                operation.kind, operation.inputs, operation.outputs, _PREMUL_SUM, operation.root, factor=0.5
+            )
+        several = len(operation.outputs) > 1
+        is_small = tensor.nbytes <= self._one_thread_bytes and not several
         if is_small and not (tensor.requires_grad or tensor.is_inference()):
             self._in_one_slice(operation, control, root)
             return
         with torch.inference_mode(), one_thread():
-            if tensor.nbytes <= self._direct_bytes:
+            if tensor.nbytes <= self._direct_bytes and not several:
                 self._in_one_slice(operation, control, root)
             elif self._size == 2:
                 self._in_slices(operation, control, root)
@@ -120,22 +134,25 @@ class Reductions:
             self._reduce(prepared.kernel, prepared.views[half], _flat(tensor, prepared.kernel, prepared.plain))
 
     def _in_slices(self, operation: Operation, control: Control, root: int | None) -> None:
-        tensor = operation.outputs[0]
-        kernel = _kernel(operation, tensor)
+        """Any number of tensors, as if they were one."""
+        tensors = [tensor.view(-1) for tensor in operation.outputs]
+        kernel, width = _kernel(operation, tensors[0]), tensors[0].itemsize
         takes = root is None or root == self._rank
         premultiplied = operation.reduce_op is _PREMUL_SUM
-        count = self._buffer_bytes // kernel.dtype.itemsize
-        raw = tensor.view(-1).split(self._buffer_bytes // tensor.itemsize)
-        for index, own in enumerate(_flat(tensor, kernel).split(count)):
+        for pieces in cut(tuple([tensor.numel() for tensor in tensors]), self._buffer_bytes // width):
+            parts = [(piece.offset * width, piece.of(tensors[piece.tensor])) for piece in pieces]
             half = self._signals.begin_step()
-            views = self._buffers.views(kernel.dtype, 0, own.numel())[half]
-            if premultiplied:
-                self._publish_product(operation, raw[index], half, 0)
-            elif root is None or not takes:
-                copy_bytes(self._buffers.address[half][self._rank], own.data_ptr(), own.nbytes)
+            buffer = self._buffers.address[half][self._rank]
+            for offset, own in parts:
+                if premultiplied:
+                    self._publish_product(operation, own, half, offset)
+                elif root is None or not takes:
+                    copy_bytes(buffer + offset, own.data_ptr(), own.nbytes)
             self._signals.synchronise(control)
-            if takes:
-                self._reduce(kernel, views if premultiplied else self._with_own(views, own), own)
+            for offset, own in parts if takes else ():
+                target = own if own.dtype is kernel.dtype else own.view(kernel.dtype)
+                views = self._buffers.views(kernel.dtype, offset, target.numel())[half]
+                self._reduce(kernel, views if premultiplied else self._with_own(views, target), target)
 
     def _publish_product(self, operation: Operation, own: torch.Tensor, half: int, offset: int) -> None:
         target = self._buffers.views(own.dtype, offset, own.numel())[half][self._rank]

@@ -51,6 +51,7 @@ class ShmTransport(Transport):
     def __init__(self, rank: int, size: int, segment: Segment, layout: Layout | None = None) -> None:
         self.rank = rank
         self.size = size
+        self.reduces_many = size == 2
         self._layout = layout or Layout(size)
         if segment.size_bytes < self._layout.total_bytes:
             raise SegmentError(f"{segment!r} is too small: {size} ranks need {self._layout.total_bytes} bytes")

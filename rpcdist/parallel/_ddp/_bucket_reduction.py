@@ -9,7 +9,6 @@ from functools import partial
 
 import torch
 
-from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup, ReduceOp, Work
 from rpcdist.errors import CollectiveError, ConfigError
 from rpcdist.parallel._ddp._bucket_wait import BucketWait
@@ -29,16 +28,14 @@ Deliver = Callable[[list[BucketEntry], list[torch.Tensor], bool], None]
 
 
 def reduce_runs(runs: Sequence[torch.Tensor], group: ProcessGroup, divisor: float, asynchronous: bool) -> list[Work]:
-    """Averages flat tensors over the ranks of a group, in place; returns the work of the asynchronous operations."""
-    works = []
-    for run in runs:
-        average = divisor == group.size() and run.dtype is not torch.float16
-        if not average:
-            run.div_(divisor)  # before the sum, which could overflow the dtype
-        work = collectives.all_reduce(run, ReduceOp.AVG if average else ReduceOp.SUM, group, async_op=asynchronous)
-        if work is not None:
-            works.append(work)
-    return works
+    """Averages flat tensors of one dtype and device over the ranks of a group, in place; returns the operations."""
+    if not runs:
+        return []
+    average = divisor == group.size() and runs[0].dtype is not torch.float16
+    if not average:
+        torch._foreach_div_(list(runs), divisor)  # before the sum, which could overflow the dtype
+    binding = group.binding(runs[0].device.type)
+    return binding.all_reduce_many(runs, ReduceOp.AVG if average else ReduceOp.SUM, asynchronous)
 
 
 class BucketReductions:

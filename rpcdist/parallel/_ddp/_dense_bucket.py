@@ -53,6 +53,7 @@ class DenseBucket:
         flat: whether all gradients are packed; see [Note: in place].
 
     Attributes:
+        indices: those of the members.
         waiting: the indices of the members whose gradients are not ready in this iteration.
         runs: the flat tensors that are reduced; empty between `scatter` and `gather`.
     """
@@ -61,12 +62,14 @@ class DenseBucket:
         self.number = number
         self.members = list(members)
         self.flat = flat
+        self.indices = frozenset(member.index for member in members)
         self.waiting: set[int] = set()
         self.runs: list[torch.Tensor] = []
         self._packed = [member for member in members if flat or member.parameter.nbytes < OWN_BYTES]
         self._own = [member for member in members if not flat and member.parameter.nbytes >= OWN_BYTES]
         self._buffer: torch.Tensor | None = None
         self._views: list[torch.Tensor] = []
+        self._reduced: list[torch.Tensor] = []  # the runs of the other members, as gradients
 
     def __repr__(self) -> str:
         return f"<bucket {self.number}: {len(self.members)} gradients, {self.num_bytes} bytes>"
@@ -116,6 +119,7 @@ class DenseBucket:
         with torch.no_grad():
             if self._packed:
                 self._pack([gradient_of(member) for member in self._packed])
+            self._reduced.clear()
             self.runs = [self._own_run(member, gradient_of(member), in_place) for member in self._own]
             if self._packed:
                 self.runs.append(self.buffer)
@@ -132,16 +136,20 @@ class DenseBucket:
         if targets:
             torch._foreach_copy_(targets, sources)
 
-    @staticmethod
-    def _own_run(member: BucketEntry, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
+    def _own_run(self, member: BucketEntry, gradient: torch.Tensor | None, in_place: bool) -> torch.Tensor:
         parameter = member.parameter
         if gradient is None:
-            return torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        fits = in_place and not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient)
-        if fits and (run := as_run(gradient.detach(), parameter)) is not None:
+            run = torch.zeros(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
+            self._reduced.append(view_like(run, parameter))
             return run
+        fits = in_place and not gradient.is_sparse and gradient.dtype is parameter.dtype and is_private(gradient)
+        if fits and (own := as_run(gradient.detach(), parameter)) is not None:
+            self._reduced.append(gradient)
+            return own
         run = torch.empty(parameter.numel(), dtype=parameter.dtype, device=parameter.device)
-        view_like(run, parameter).copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        view = view_like(run, parameter)
+        view.copy_(gradient.to_dense() if gradient.is_sparse else gradient)
+        self._reduced.append(view)
         return run
 
     # ------------------------------------------------------------ from runs to gradients
@@ -152,9 +160,8 @@ class DenseBucket:
         Args:
             deliver: gets members, their gradients, and whether these stay valid after the next iteration begins.
         """
-        runs, self.runs = self.runs, []
+        reduced, self._reduced, self.runs = self._reduced, [], []
         if self._own:
-            pairs = zip(self._own, runs, strict=False)  # the buffer is the last run
-            deliver(self._own, [view_like(run, member.parameter) for member, run in pairs], True)
+            deliver(self._own, reduced, True)
         if self._packed:
             deliver(self._packed, self._views, False)

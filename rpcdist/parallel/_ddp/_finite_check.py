@@ -46,17 +46,23 @@ class FiniteCheck:
 
     def before(self, runs: Sequence[torch.Tensor], named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Examines this rank's contribution to a bucket; `named` returns its gradients by name."""
-        if self._mode != "never" and not all(map(self._is_fine, runs)):
+        if self._mode != "never" and not self._are_fine(runs):
             names = (name for name, gradient in named() if not bool(torch.isfinite(_values(gradient)).all()))
             self._mine += names
 
     def after(self, runs: Sequence[torch.Tensor]) -> None:
         """Examines a reduced bucket."""
         if self._mode != "never" and not self._found:
-            self._found = not all(map(self._is_fine, runs))
+            self._found = not self._are_fine(runs)
 
-    def _is_fine(self, run: torch.Tensor) -> bool:
-        probe = run if self._mode == "all" else run[:PROBE_ELEMENTS]
+    def _are_fine(self, runs: Sequence[torch.Tensor]) -> bool:
+        if self._mode == "all":
+            return all(map(self._is_fine, runs))
+        probes = [run[:PROBE_ELEMENTS] for run in runs]  # all together, since a look costs more than to copy them
+        return self._is_fine(probes[0] if len(probes) == 1 else torch.cat(probes))
+
+    @staticmethod
+    def _is_fine(probe: torch.Tensor) -> bool:
         if not probe.is_floating_point():
             return bool(torch.isfinite(probe).all())
         # The sum takes one pass, and is not finite if an element is not. It may also overflow, hence the second look.

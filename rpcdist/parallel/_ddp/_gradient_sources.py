@@ -75,6 +75,8 @@ class OrdinaryPass(GradientSource):
         targets, sources = [], []
         for member, tensor in zip(members, reduced, strict=True):
             gradient = member.parameter.grad
+            if gradient is tensor:
+                continue  # reduced in place
             if keep or gradient is None or gradient.is_sparse or tensor.is_sparse:
                 if gradient is None or _differ(gradient, tensor):
                     member.parameter.grad = tensor if keep else tensor.clone()

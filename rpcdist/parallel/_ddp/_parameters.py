@@ -14,7 +14,7 @@ from rpcdist import collectives
 from rpcdist.collectives import ProcessGroup
 from rpcdist.parallel._ddp._ddp_errors import ModelsDiffer
 
-__all__ = ["Named", "broadcast_tensors", "named_buffers", "trainable", "verify"]
+__all__ = ["Named", "broadcast_tensors", "has_buffers", "named_buffers", "trainable", "verify"]
 
 PACKED_BELOW_BYTES: Final = 1 << 20
 """Smaller tensors are broadcast together."""
@@ -53,6 +53,17 @@ def named_buffers(module: nn.Module, ignored: Iterable[str] = ()) -> dict[str, t
     """The module's buffers by name, without the ignored ones."""
     skipped = set(ignored)
     return {name: buffer for name, buffer in module.named_buffers() if name not in skipped}
+
+
+def has_buffers(module: nn.Module) -> bool:
+    """Whether it may have any: a quicker look than `named_buffers`, which a forward pass takes every time."""
+    pending = [module]
+    while pending:
+        each = pending.pop()
+        if each._buffers:
+            return True
+        pending += [child for child in each._modules.values() if child is not None]
+    return False
 
 
 # ---------------------------------------------------------------- comparing the ranks

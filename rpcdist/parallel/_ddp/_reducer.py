@@ -120,7 +120,7 @@ class Reducer:
         self._calls = [0] * len(self.parameters)
         self._skipped: set[int] = set()
         for bucket in self.buckets:
-            bucket.waiting = {member.index for member in bucket.members}
+            bucket.waiting = set(bucket.indices)
 
     def use_hook(self, hook: RegisteredHook) -> None:
         """Reduces the dense buckets by a comm hook from now on."""
@@ -186,9 +186,10 @@ class Reducer:
         """An ordinary backward pass has added to a parameter's `.grad`."""
         if self._armed:
             with self._lock:
-                if not isinstance(self._source, OrdinaryPass):
-                    self._source = OrdinaryPass(self.options.view)
-                self._ready(index, self._source)
+                source = self._source
+                if not isinstance(source, OrdinaryPass):
+                    source = self._source = OrdinaryPass(self.options.view)
+                self._ready(index, source)
 
     def gradient_captured(self, index: int, gradient: torch.Tensor) -> None:
         """A distributed backward pass is about to capture a parameter's gradient."""
@@ -200,23 +201,34 @@ class Reducer:
                 self._ready(index, self._source)
 
     def _ready(self, index: int, source: GradientSource) -> None:
+        """Runs for every gradient on the thread that computes them, so it does little itself."""
         if not self._armed:
             return
+        if not self._callback_queued:
+            self._begin_pass(source)
+        if self.options.static and not self._completes_static(index):
+            return
+        if not self._marked_unused:
+            self._mark_unused()
+        self._mark(index)
+
+    def _begin_pass(self, source: GradientSource) -> None:
+        """The first gradient of a backward pass has come."""
         if not self._begun:
             self._begun = True
             self.first_gradient_ns = time.time_ns()
-        if not self._callback_queued:
-            self._callback_queued = True
-            source.at_end(self._pass_ended)
+        self._callback_queued = True
+        source.at_end(self._pass_ended)
+
+    def _completes_static(self, index: int) -> bool:
+        """Counts a gradient in a static graph; whether it is the last one that the parameter gets."""
         self._calls[index] += 1
-        if self.options.static:
-            if self._expected_calls is None:
-                return  # the first iteration only counts
-            if self._calls[index] != self._expected_calls[index]:
-                self._check_static(index)
-                return
-        self._mark_unused()
-        self._mark(index)
+        if self._expected_calls is None:
+            return False  # the first iteration only counts
+        if self._calls[index] != self._expected_calls[index]:
+            self._check_static(index)
+            return False
+        return True
 
     def _check_static(self, index: int) -> None:
         assert self._expected_calls is not None
@@ -228,24 +240,23 @@ class Reducer:
             )
 
     def _mark_unused(self) -> None:
-        if not self._marked_unused:
-            self._marked_unused = True
-            for index in sorted(self._unused):
-                self._mark(index)
+        self._marked_unused = True
+        for index in sorted(self._unused):
+            self._mark(index)
 
     def _mark(self, index: int) -> None:
-        bucket = self._bucket_of[index]
-        if index not in bucket.waiting:
+        waiting = self._bucket_of[index].waiting
+        if index not in waiting:
             raise DataParallelError(
                 f"Expected to mark a variable ready only once: parameter {self.parameters[index].name!r} got a second "
                 f"gradient in iteration {self.iteration} on rank {self._world_rank}. Either reentrant checkpointing "
                 "uses it several times (pass use_reentrant=False, or static_graph=True if every iteration is the "
                 "same), or a second backward pass ran after one forward pass (call it under no_sync, or forward again)"
             )
-        bucket.waiting.discard(index)
+        waiting.discard(index)
         if self._order is None and not self.options.dynamic_unused:
             self._ready_order.append(index)
-        if not bucket.waiting:
+        if not waiting:
             self._launch_complete()
 
     @property

@@ -27,12 +27,14 @@ class SparseBucket:
         group: the ranks that reduce.
 
     Attributes:
+        indices: the parameter's.
         waiting: the parameter's index while its gradient is not ready in this iteration.
     """
 
     def __init__(self, number: int, member: BucketEntry, group: ProcessGroup) -> None:
         self.number = number
         self.members = [member]
+        self.indices = frozenset({member.index})
         self.waiting: set[int] = set()
         self._group = group
         self._gradient: torch.Tensor | None = None

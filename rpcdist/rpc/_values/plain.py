@@ -164,7 +164,11 @@ class PlainWriter:
             elif kind is float:
                 body += _write_float(_FLOAT, item)
             elif kind is dict:
-                self._dict(item, depth)
+                if item or id(item) in self._seen:
+                    self._dict(item, depth)
+                else:  # as the keywords of most calls
+                    self._seen[id(item)] = len(self._seen)
+                    body.append(_DICT0)
             elif kind is list:
                 if not self._written_before(item) and not self._tensor_list(item):
                     body += _write_length(_LIST, len(item))
@@ -180,8 +184,7 @@ class PlainWriter:
             self.body.append(_DICT0 + count)
         else:
             self.body += _write_length(_DICT, count)
-        if count:
-            self._items([part for pair in item.items() for part in pair], depth + 1)
+        self._items([part for pair in item.items() for part in pair], depth + 1)
 
     def _written_before(self, item: object) -> bool:
         """Whether this very object, which can change, is in the value already; then writes a reference to it."""
@@ -337,7 +340,11 @@ class _Reader:
                     parts, position = self.items(position, tag - _TUPLE0, depth + 1)
                     add(tuple(parts))
             elif _DICT0 <= tag < _DICT0 + 16:
-                made, position = self.dictionary(position, tag - _DICT0, depth)
+                if tag == _DICT0:
+                    made: dict[object, object] = {}
+                    self.made.append(made)
+                else:
+                    made, position = self.dictionary(position, tag - _DICT0, depth)
                 add(made)
             elif tag == _NONE:
                 add(None)

@@ -50,9 +50,11 @@ class DirectChannel(Channel, Protocol):
     """A channel that any thread may write to, and that calls a receiver instead of being read.
 
     Attributes:
+        is_free: whether `put` may be called.
         passes_descriptors: whether `pass_segment` and `take_descriptor` may be called.
     """
 
+    is_free: bool
     passes_descriptors: bool
 
     async def deliver(self, receiver: FrameReceiver) -> None:
@@ -79,10 +81,6 @@ class DirectChannel(Channel, Protocol):
 
     def read_out(self) -> Exception | None:
         """Delivers at once all that has arrived; returns why the channel has ended, or None."""
-
-    @property
-    def is_free(self) -> bool:
-        """Whether `put` may be called."""
 
     def put(self, head: bytes, payload: memoryview | None = None) -> None:
         """Sends an envelope as far as that is possible without waiting; one thread at a time."""

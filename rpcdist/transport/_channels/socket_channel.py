@@ -65,6 +65,7 @@ class SocketChannel:
     """A connected channel. All of it runs on the I/O loop, except `put`.
 
     Attributes:
+        is_free: whether `put` may be called: the last frame went out whole.
         passes_descriptors: whether segments of memory can be passed; over Unix sockets only.
 
     Args:
@@ -100,6 +101,7 @@ class SocketChannel:
         # Writing.
         self._lock = threading.Lock()  # [Note: closing]
         self._closed = False
+        self.is_free = True
         self._rest: list[memoryview] = []  # of the frame under way; no other frame may begin before it is out
         self._rest_segment: Segment | None = None  # goes with the first byte of it
         self._writable: asyncio.Future[None] | None = None
@@ -339,11 +341,6 @@ class SocketChannel:
 
     # ------------------------------------------------------------ writing
 
-    @property
-    def is_free(self) -> bool:
-        """Whether `put` may be called: the last frame went out whole."""
-        return not self._rest
-
     def put(self, head: bytes, payload: memoryview | None = None) -> None:
         """Sends a frame as far as there is room at once, and keeps the rest for `flush`.
 
@@ -381,6 +378,7 @@ class SocketChannel:
             if sent:
                 parts[0] = parts[0][sent:]
             self._rest = parts
+            self.is_free = not parts
 
     async def write(self, data: bytes) -> None:
         """See `Channel`; by one task at a time. Cancelled in the middle of a frame, the rest is for `flush`."""
@@ -425,7 +423,7 @@ class SocketChannel:
             if not self._rest:  # else the reason would be taken for the rest of a frame
                 with suppress(OSError):
                     self._socket.sendmsg([_LENGTH.pack(len(text) | _LAST), text])
-        self._rest = []
+        self._rest, self.is_free = [], True
         if not self._lead.stop():
             with suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)  # for the peer; a thread still reads

@@ -27,6 +27,7 @@ from rpcdist.time_limits import (
     LOCK_LONGEST_PAUSE_S,
 )
 from rpcdist.transport import fork
+from rpcdist.transport._tls.tls_socket import TlsSocket
 from rpcdist.transport.addresses import join_address
 from rpcdist.transport.unix_sockets import PeerProcess, peer_process, same_user
 from rpcdist.waiters import wake
@@ -34,6 +35,7 @@ from rpcdist.waiters import wake
 __all__ = [
     "accept",
     "accepted_ends",
+    "break_when_silent",
     "connect_tcp",
     "connect_unix",
     "connected_ends",
@@ -173,6 +175,12 @@ def tune(connection: socket.socket) -> None:
     for name, value in _KEEP_ALIVE:
         if (option := getattr(socket, name, None)) is not None:  # not every system has all of them
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def break_when_silent(connection: socket.socket | TlsSocket, limit_s: float) -> None:
+    """Has the kernel break a connection whose peer takes nothing of what was sent for so long, where it knows how."""
+    if (option := getattr(socket, "TCP_USER_TIMEOUT", None)) is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, max(1, min(int(1000 * limit_s), 2**31 - 1)))
 
 
 def connected_ends(connection: socket.socket) -> str:

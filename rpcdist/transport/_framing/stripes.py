@@ -17,7 +17,8 @@ MAX_STRIPES: Final = 8
 """Connections for the payloads of one session, at most."""
 
 MAX_RANGES: Final = 64
-"""Parts of buffers that are sent by one system call, at most; the least limit of any system is 16, Linux has 1024."""
+"""Parts of buffers in one piece, at most, which are sent by one system call; the least limit of any system is 16, Linux
+has 1024. Who receives them takes memory for each, in one turn."""
 
 _ALIGNMENT_BYTES: Final = 64  # both halves of a tensor begin where its elements and the cache's lines do
 
@@ -79,7 +80,15 @@ class StripeCursor:
         return ranges
 
     def take_all(self, num_bytes: int) -> list[tuple[int, int, int]]:
-        """As `take`, of so many bytes that came. Raises `ProtocolViolation` if the stripe has not that many left."""
+        """As `take`, of so many bytes that came.
+
+        Raises:
+            ProtocolViolation: the stripe has not that many left, or they lie in more buffers than are sent at once.
+        """
         if not 0 < num_bytes <= self.left:
             raise ProtocolViolation(f"{num_bytes} bytes came for a stripe with {self.left} bytes left")
-        return self.take(num_bytes, max_ranges=num_bytes)
+        left = self.left - num_bytes
+        ranges = self.take(num_bytes)
+        if self.left != left:
+            raise ProtocolViolation(f"a piece of {num_bytes} bytes came that lies in more than {MAX_RANGES} buffers")
+        return ranges

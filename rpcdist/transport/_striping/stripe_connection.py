@@ -91,6 +91,9 @@ class StripeConnection:
         owner: hears what happens.
         name: of the peer.
         io: starts the threads.
+
+    Raises:
+        RuntimeError: the system gives no more threads; the connection is closed.
     """
 
     def __init__(
@@ -114,7 +117,12 @@ class StripeConnection:
         self._lock = threading.Lock()
         for work, kind in ((self._write, "writer"), (self._read, "reader")):
             title = f"rpcdist payload {kind} {place.number} of {name}"
-            io.start_worker(partial(self._run, work), title)
+            try:
+                io.start_worker(partial(self._run, work), title)
+            except RuntimeError:
+                self.close()
+                self._leave(1 if work == self._read else 2)
+                raise
 
     def __repr__(self) -> str:
         return f"<StripeConnection {self._place.number} [{'closed' if self._is_closed else 'open'}]>"
@@ -126,7 +134,7 @@ class StripeConnection:
     def close(self) -> None:
         """Ends both threads soon; any thread; idempotent."""
         self._is_closed = True
-        with suppress(OSError):
+        with self._lock, suppress(OSError):  # the lock: the last thread may be about to close the socket
             self._socket.shutdown(socket.SHUT_RDWR)
         self._queue.put(None)
 
@@ -136,13 +144,16 @@ class StripeConnection:
             work()
         except Exception as exc:
             error = exc
-        with self._lock:
-            self._num_threads -= 1
-            is_last = not self._num_threads
-        if is_last:
-            self._socket.close()
+        self._leave()
         if not self._is_closed:
             self._owner.on_end(error, work == self._read)
+
+    def _leave(self, num_threads: int = 1) -> None:
+        """So many threads use the socket no more."""
+        with self._lock:
+            self._num_threads -= num_threads
+            if not self._num_threads:
+                self._socket.close()
 
     # ------------------------------------------------------------ writing
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 from typing import Final, NamedTuple
 
 from rpcdist.ids import Identity
+from rpcdist.time_limits import TCP_CHANNEL_LIMIT_S
 from rpcdist.transport._framing.stripes import MAX_STRIPES
 from rpcdist.transport._striping.stripe_connection import StripePlace
 from rpcdist.transport._striping.striping import PAYLOAD_CONNECTIONS_VARIABLE, Striping, num_connections
@@ -60,8 +62,7 @@ class StripeTaker:
         """The session has ended."""
         expected = self._sessions.pop(session_id.hex(), None)
         if expected is not None:
-            for connection in expected.arrived.values():
-                connection.close()
+            _close_all(expected.arrived)
 
     def refusal(self, purpose: str, peer: Identity) -> str:
         """See `SocketTaker`."""
@@ -87,8 +88,17 @@ class StripeTaker:
         place, arrived = parsed[1], expected.arrived
         if place in arrived or any(place.total != other.total for other in arrived):  # two came at the same time
             return False
+        if not arrived:
+            asyncio.get_running_loop().call_later(TCP_CHANNEL_LIMIT_S, _close_all, arrived)
         arrived[place] = connection
         if len(arrived) == place.total:
             expected.striping.begin([arrived[StripePlace(index, place.total)] for index in range(place.total)])
             arrived.clear()
         return True
+
+
+def _close_all(arrived: dict[StripePlace, socket.socket | TlsSocket]) -> None:
+    """Of those that came, if not all have come: who opens them has given up by now, or the session has ended."""
+    for connection in arrived.values():
+        connection.close()
+    arrived.clear()

@@ -4,9 +4,17 @@ connection stays free for everything else.
 Each side may use them as soon as it has all of them. The side that opened the session opens these, too, with the second
 large message that goes or comes: by then the peer has the session, and large messages are not a single event.
 
+[Note: unused] Either side may find, once the connections stand, that it cannot have them: it gave up waiting for the
+last one, or its system gives no more threads. It closes them, then; and whoever finds them closed, and nothing has gone
+on them in either direction, does without them, too. Anything that has gone may be lost, and so the session ends.
+
 [Note: the end] What a peer wrote before it closed arrives on several connections, and the one that says why it closed
 may be first. So a session that ends there reads the others to their end, for a moment. The other way round, the end of
 a payload connection ends the session, but only after a moment, in which the reason may come.
+
+[Note: silence] Heartbeats travel on the session's own connection, and say nothing of these: a firewall may have
+forgotten them, or the peer not read them. So the kernel breaks one whose bytes the peer has not taken for as long as a
+peer may be silent.
 """
 
 from __future__ import annotations
@@ -22,6 +30,7 @@ from typing import Any, Final, Protocol
 
 from rpcdist.errors import ConfigError, ProtocolViolation, RpcdistError
 from rpcdist.time_limits import PAYLOADS_END_LIMIT_S
+from rpcdist.transport._channels.stream_sockets import break_when_silent
 from rpcdist.transport._framing.incoming import Delivery, Incoming
 from rpcdist.transport._framing.stripes import MAX_STRIPES, StripeCursor
 from rpcdist.transport._striping.stripe_connection import Stripe, StripeConnection, StripedTransfer, StripePlace
@@ -77,20 +86,30 @@ class Striping:
         incoming: its transfers.
         name: of the peer.
         open: opens the connections; None at the side that waits for them.
+        silence_limit_s: how long the peer may take nothing of what was sent on one of them. [Note: silence]
     """
 
     def __init__(
-        self, io: IoLoop, session: StripedSession, incoming: Incoming, name: str, open: OpenConnections | None
+        self,
+        io: IoLoop,
+        session: StripedSession,
+        incoming: Incoming,
+        name: str,
+        *,
+        open: OpenConnections | None,
+        silence_limit_s: float,
     ) -> None:
         self._io = io
         self._session = session
         self._incoming = incoming
         self._name = name
         self._open = open if num_connections() else None
+        self._silence_limit_s = silence_limit_s
         self._num_large = 0
         self._connections: list[StripeConnection] = []
         self._transfers: dict[int, StripedTransfer] = {}
-        self._lock = threading.Lock()  # around the transfers
+        self._lock = threading.Lock()  # around the transfers, and what is to be sent on which connections
+        self._is_used = False  # something has gone on the connections, one way or the other
         self._is_closed = False
         self._all_ended = asyncio.Event()  # nothing more can be read from any of them
         self._num_ended = 0
@@ -115,15 +134,17 @@ class Striping:
         """See `Striper`."""
         total = sum(sizes)
         self.note(total)
-        connections = self._connections
-        if not connections or total < MIN_STRIPED_BYTES:
+        if not self._connections or total < MIN_STRIPED_BYTES:
             return False
-        count = len(connections)
-        transfer = StripedTransfer(number, ordinal, buffers, sizes, count)
         with self._lock:
             if self._is_closed:
                 return True  # as with any other message of a session that has ended
-            self._transfers[number] = transfer
+            connections = self._connections
+            count = len(connections)
+            if not count:
+                return False
+            self._is_used = True
+            transfer = self._transfers[number] = StripedTransfer(number, ordinal, buffers, sizes, count)
         for index, connection in enumerate(connections):
             connection.put(Stripe(transfer, StripeCursor(sizes, index, count)))
         return True
@@ -157,6 +178,7 @@ class Striping:
 
     def on_piece(self, delivery: Delivery | None) -> None:
         """See `StripeOwner`."""
+        self._is_used = True
         self._session.on_striped(delivery)
 
     def on_end(self, error: Exception | None, is_read: bool) -> None:
@@ -186,15 +208,25 @@ class Striping:
                 connection.close()
             return
         count = len(connections)
-        self._connections = [
-            StripeConnection(connection, StripePlace(index, count), self._incoming, self, self._name, self._io)
-            for index, connection in enumerate(connections)
-        ]
+        begun: list[StripeConnection] = []
+        try:
+            for index, connection in enumerate(connections):
+                break_when_silent(connection, self._silence_limit_s)  # [Note: silence]
+                place = StripePlace(index, count)
+                begun.append(StripeConnection(connection, place, self._incoming, self, self._name, self._io))
+        except RuntimeError as exc:  # [Note: unused]
+            logger.warning("no payload connections with %s, so one connection carries everything: %s", self._name, exc)
+            for stripes in begun:
+                stripes.close()
+            for connection in connections[len(begun) + 1 :]:
+                connection.close()
+            return
+        self._connections = begun
         logger.debug("%d payload connections with %s", count, self._name)
 
     def _ended(self, error: Exception | None, is_read: bool) -> None:
-        """A thread has ended by itself: the session cannot go on. [Note: the end]"""
-        if self._is_closed:
+        """A thread has ended by itself: the session cannot go on, unless nothing is lost. [Note: the end]"""
+        if self._is_closed or not self._connections or (error is None and self._drop_unused()):
             return
         if isinstance(error, ProtocolViolation):
             self._session.close(str(error))
@@ -209,6 +241,18 @@ class Striping:
         text = "it was closed there" if error is None else getattr(error, "strerror", None) or error
         reason = f"a payload connection with {self._name} broke: {text}"
         self._io.loop.call_later(PAYLOADS_END_LIMIT_S, self._session.close, reason)
+
+    def _drop_unused(self) -> bool:
+        """The peer has closed one of them: does without them, if nothing has gone on them. [Note: unused]"""
+        with self._lock:
+            if self._is_used:
+                return False
+            dropped, self._connections = self._connections, []
+        for connection in dropped:
+            connection.close()
+        self._all_ended.set()
+        logger.info("%s has no payload connections any more, so one connection carries everything", self._name)
+        return True
 
     async def read_out(self) -> None:
         """Waits, bounded, for what the peer wrote before it ended the session. [Note: the end]"""
