@@ -89,6 +89,9 @@ class Work:
                 return
         callback(self)
 
+    def _hurry(self) -> None:
+        """Called when something waits for it that is no thread which could run it."""
+
     # ------------------------------------------------------------ for users
 
     def wait(self, timeout: timedelta | float | None = None) -> bool:
@@ -119,6 +122,7 @@ class Work:
                 self._waiter = threading.Event()
             waiter = self._waiter
         began = time.monotonic()
+        self._hurry()
         if not waiter.wait(timeout_s if timeout_s is None or timeout_s > 0 else None):
             waited_s = time.monotonic() - began
             raise CollectiveTimeout(self.title, f"it was not done after {waited_s:.3g} s; it goes on, wait again")
@@ -169,6 +173,7 @@ class Work:
             threading.Thread(target=settle, args=(work,), name=name, daemon=True).start()
 
         self.when_done(settle_on_a_thread if ordered is None and not self._done else settle)
+        self._hurry()
         return future
 
     def get_future_result(self) -> torch.futures.Future[int]:
@@ -179,6 +184,7 @@ class Work:
             future.set_result(0 if work._error is None else 1)
 
         self.when_done(settle)
+        self._hurry()
         return future
 
     def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
@@ -186,6 +192,7 @@ class Work:
         if not self._done:
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.when_done(lambda _: wake_threadsafe(waiter))
+            self._hurry()
             yield from waiter
         if self._error is not None:
             raise self._error

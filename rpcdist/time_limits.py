@@ -118,6 +118,7 @@ __all__ = [
     "POOL_STALL_S",
     "POOL_TICK_S",
     "PROFILE_LIMIT_S",
+    "PROGRESS_GRACE_S",
     "PROGRESS_STOP_LIMIT_S",
     "REFUSAL_LIMIT_S",
     "REFUSAL_LOG_PERIOD_S",
@@ -442,7 +443,9 @@ IDLE_RECHECK_S: Final = 60.0
 """A group's thread without work wakes up this often; it is woken by work at once."""
 FUTEX_WAIT_S: Final = 0.01
 """A rank that sleeps on shared memory looks this often whether its group has failed; others wake it at once."""
-MESSAGE_SPIN_S: Final = 50e-6
+PROGRESS_GRACE_S: Final = 0.001
+"""Messages whose sender or receiver may be about to wait for them are left alone this long by the group's own thread."""
+MESSAGE_SPIN_S: Final = 200e-6
 """A thread that waits for a message tries its socket this long before it sleeps."""
 REFUSAL_POLL_S: Final = 0.001
 """A thread that sends messages reads at most this often whether the receiver refused some."""

@@ -26,6 +26,10 @@ from rpcdist.errors import ProtocolViolation
 LARGE = 70_000  # does not fit into the buffer of a stream
 
 
+def ignore(_: Request) -> None:
+    """What is sent completely."""
+
+
 def message(size: int, tag: int = 0) -> Request:
     return Request(f"message {tag}", torch.randint(0, 256, (size,), dtype=torch.uint8), 1, tag, math.inf)
 
@@ -76,7 +80,7 @@ def sent_bytes(stream: OutStream, piece: int) -> bytes:
     piece_in=st.sampled_from([1 << 20, 65536, 4096, 997]),
 )
 def test_messages_survive_any_cutting(sizes: list[int], piece_out: int, piece_in: int) -> None:
-    out, sink = OutStream(), Sink()
+    out, sink = OutStream(ignore), Sink()
     requests = [message(size, tag) for tag, size in enumerate(sizes, start=1)]
     for request in requests:
         out.put(request)
@@ -90,7 +94,7 @@ def test_messages_survive_any_cutting(sizes: list[int], piece_out: int, piece_in
 
 
 def test_a_small_message_is_copied_when_it_is_put() -> None:
-    out, sink = OutStream(), Sink()
+    out, sink = OutStream(ignore), Sink()
     request = message(8, tag=1)
     expected = request.tensor.clone()
     out.put(request)
@@ -100,7 +104,7 @@ def test_a_small_message_is_copied_when_it_is_put() -> None:
 
 
 def test_a_target_can_be_dropped_in_the_middle() -> None:
-    out, sink = OutStream(), Sink()
+    out, sink = OutStream(ignore), Sink()
     out.put(message(LARGE, tag=1))
     out.put(message(10, tag=3))
     data = sent_bytes(out, 1 << 20)
@@ -115,7 +119,7 @@ def test_a_target_can_be_dropped_in_the_middle() -> None:
 
 
 def test_a_withdrawn_message_leaves_no_gap() -> None:
-    out, sink = OutStream(), Sink()
+    out, sink = OutStream(ignore), Sink()
     requests = [message(10, tag) for tag in (1, 2, 3)]
     for request in requests:
         out.put(request)
@@ -126,7 +130,7 @@ def test_a_withdrawn_message_leaves_no_gap() -> None:
 
 
 def test_a_message_that_has_begun_stays() -> None:
-    out = OutStream()
+    out = OutStream(ignore)
     request = message(10)
     out.put(request)
     out.parts()

@@ -1,7 +1,7 @@
 """The bytes of a socket between two ranks as messages, in both directions, without the socket.
 
 `InStream` gives the memory for the next bytes and is told how many came; `OutStream` gives the next bytes and is told
-how many were sent. Neither takes a lock: the messenger lets one thread at a time use them.
+how many were sent. Neither takes a lock: one thread at a time may use them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from collections.abc import Callable
 from itertools import islice
 from typing import Final
 
-from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.message_format import (
     HEADER_BYTES,
     Header,
@@ -39,7 +38,6 @@ class InStream:
         end: called when the payload is complete.
 
     Attributes:
-        staging: the buffer. Between two messages, the next bytes come to its start.
         num_messages: number of messages that have begun.
         target: the target of the message whose payload is incomplete.
         said_goodbye: the peer has left on purpose; nothing follows.
@@ -48,7 +46,7 @@ class InStream:
     def __init__(self, begin: Callable[[Header], Target | None], end: Callable[[Target], None]) -> None:
         self._begin = begin
         self._end = end
-        self.staging = memoryview(bytearray(_STAGING_BYTES))
+        self._staging = memoryview(bytearray(_STAGING_BYTES))
         self._num_staged = 0  # bytes in the buffer: the beginning of a header
         self._place: memoryview | None = None  # memory for the rest of a payload that is received directly
         self._num_to_drop = 0
@@ -63,7 +61,7 @@ class InStream:
 
     def space(self) -> memoryview:
         """The memory for the next bytes; never empty."""
-        return self.staging[self._num_staged :] if self._place is None else self._place
+        return self._staging[self._num_staged :] if self._place is None else self._place
 
     def advance(self, num_bytes: int) -> None:
         """Takes so many bytes that have come. Raises `ProtocolViolation`; the stream cannot be used after that."""
@@ -72,20 +70,19 @@ class InStream:
             if not self._place:
                 self._complete()
             return
-        staged, used = self.staging[: self._num_staged + num_bytes], 0
-        while taken := self._take(staged[used:]):
+        staged, used = self._staging[: self._num_staged + num_bytes], 0
+        while used < len(staged) and (taken := self._take(staged[used:])):
             used += taken
         self._num_staged = len(staged) - used
         if self._num_staged and used:
-            self.staging[: self._num_staged] = bytes(staged[used:])
+            self._staging[: self._num_staged] = bytes(staged[used:])
 
     def redirect(self, target: Target) -> None:
         """Lets the current payload go into another target: what has come of it is copied, the rest received there."""
         assert self.target is not None and self._place is not None
-        place, have = memory_of(target.tensor), memory_of(self.target.tensor)
-        num_bytes = len(place) - len(self._place)
-        place[:num_bytes] = have[:num_bytes]
-        self.target, self._place = target, place[num_bytes:]
+        num_bytes = len(target.memory) - len(self._place)
+        target.memory[:num_bytes] = self.target.memory[:num_bytes]
+        self.target, self._place = target, target.memory[num_bytes:]
 
     def drop_target(self) -> None:
         """Drops the rest of the current payload and forgets its target."""
@@ -113,7 +110,7 @@ class InStream:
             self._num_to_drop = header.size_bytes
             return HEADER_BYTES
         payload = staged[HEADER_BYTES : HEADER_BYTES + header.size_bytes]
-        place = memory_of(self.target.tensor)
+        place = self.target.memory
         place[: len(payload)] = payload
         if len(payload) < len(place):
             self._place = place[len(payload) :]
@@ -130,11 +127,15 @@ class InStream:
 class OutStream:
     """Makes bytes out of requests, in the order of `put`.
 
+    Args:
+        sent: called with each request that is sent completely.
+
     Attributes:
         num_sent: number of messages that were sent completely.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sent: Callable[[Request], None]) -> None:
+        self._sent = sent
         self._queue: deque[tuple[Request, bytes | memoryview]] = deque()  # with its payload
         self._offset = 0  # how much of the first message was sent, in bytes
         self.num_sent = 0
@@ -149,7 +150,7 @@ class OutStream:
 
     def put(self, request: Request, num_sent: int = 0) -> None:
         """Adds a message; a small payload is copied. So many bytes of it are sent already, if it is the only one."""
-        payload = memory_of(request.tensor)
+        payload = request.memory
         self._queue.append((request, bytes(payload) if len(payload) <= _INLINE_BYTES else payload))
         self._offset += num_sent
 
@@ -168,16 +169,14 @@ class OutStream:
             parts[:2] = [parts[1][self._offset - HEADER_BYTES :]]
         return parts
 
-    def advance(self, num_bytes: int) -> list[Request]:
-        """Takes so many bytes that were sent. Returns the requests that are sent completely."""
-        sent: list[Request] = []
+    def advance(self, num_bytes: int) -> None:
+        """Takes so many bytes that were sent."""
         self._offset += num_bytes
         while self._queue and self._offset >= HEADER_BYTES + len(self._queue[0][1]):
             request, payload = self._queue.popleft()
             self._offset -= HEADER_BYTES + len(payload)
             self.num_sent += 1
-            sent.append(request)
-        return sent
+            self._sent(request)
 
     def withdraw(self, request: Request) -> bool:
         """Forgets a message. Returns False when it has begun."""

@@ -16,7 +16,6 @@ The `Matcher` is told of each receive that is posted and each message that arriv
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from typing import Generic, TypeVar
 
 __all__ = ["Matcher"]
@@ -46,15 +45,15 @@ class _Kept(Generic[T]):
         self._by_tag.setdefault(tag, []).append((source, item, weight))
         self.weights[source] += weight
 
-    def take(self, tag: int, fits: Callable[[_Source, T], bool]) -> T | None:
-        """Removes and returns the first item that fits; None if there is none."""
-        kept = self._by_tag.get(tag, [])
-        for index, (source, item, weight) in enumerate(kept):
-            if fits(source, item):
-                del kept[index]
+    def take(self, source: _Source, tag: int, only: T | None = None) -> T | None:
+        """Removes and returns the first item that matches, or this one; None if there is none."""
+        kept = self._by_tag.get(tag, ())
+        for index, (other, item, weight) in enumerate(kept):
+            if (source is None or other is None or source == other) and (only is None or item is only):
+                del self._by_tag[tag][index]
                 if not kept:
                     del self._by_tag[tag]
-                self.weights[source] -= weight
+                self.weights[other] -= weight
                 return item
         return None
 
@@ -87,14 +86,14 @@ class Matcher(Generic[R, M]):
 
     def post(self, source: int | None, tag: int, receive: R) -> M | None:
         """Takes a receive. Returns its message, or None: then the receive is kept."""
-        message = self._messages.take(tag, lambda sender, _: source is None or source == sender)
+        message = self._messages.take(source, tag)
         if message is None:
             self._receives.add(source, tag, receive, 1)
         return message
 
     def arrive(self, source: int, tag: int) -> R | None:
         """Takes a message that begins. Returns its receive, or None: then call `keep` before anything else."""
-        return self._receives.take(tag, lambda wanted, _: wanted is None or wanted == source)
+        return self._receives.take(source, tag)
 
     def keep(self, source: int, tag: int, size_bytes: int, message: M) -> None:
         """Keeps the message for which `arrive` had no receive."""
@@ -102,11 +101,11 @@ class Matcher(Generic[R, M]):
 
     def withdraw(self, tag: int, receive: R) -> bool:
         """Forgets a receive. Returns False if it was not kept: it has its message already."""
-        return self._receives.take(tag, lambda _, other: other is receive) is not None
+        return self._receives.take(None, tag, receive) is not None
 
     def discard(self, tag: int, message: M) -> None:
         """Forgets a message that will never be complete; one that was not kept is no error."""
-        self._messages.take(tag, lambda _, other: other is message)
+        self._messages.take(None, tag, message)
 
     def should_read(self, source: int, a_send_is_stuck: bool) -> bool:
         """Whether the source's socket is to be read now (M6)."""

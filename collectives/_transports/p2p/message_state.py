@@ -17,10 +17,10 @@ from functools import partial
 import torch
 
 from rpcdist.collectives._transports.memory import copy_bytes
-from rpcdist.collectives._transports.p2p.byte_streams import InStream
+from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
 from rpcdist.collectives._transports.p2p.matching import Matcher
 from rpcdist.collectives._transports.p2p.message_format import Header, refusal
-from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, IncomingConnection, OutgoingConnection
+from rpcdist.collectives._transports.p2p.peer_sockets import IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, Target, UnexpectedMessage
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
 
@@ -56,14 +56,9 @@ class MessageState:
         self.outgoing: dict[int, OutgoingConnection] = {}
 
     @property
-    def is_calm(self) -> bool:
-        """Whether nothing is under way, kept or wrong."""
-        return self.error is None and not (self.pending or self.matcher or self.lost)
-
-    @property
     def has_work(self) -> bool:
         """Whether a request is pending, or bytes of a failed message are to be sent, since the next comes behind."""
-        return bool(self.pending) or any(connection.stream for connection in self.outgoing.values())
+        return bool(self.pending) or self.a_send_is_stuck
 
     @property
     def a_send_is_stuck(self) -> bool:
@@ -82,11 +77,8 @@ class MessageState:
 
     def post(self, receive: PostedReceive) -> None:
         """Takes a receive that was called."""
-        connection = None if receive.peer is None else self.outgoing.get(receive.peer)
-        if connection is not None and connection.refusals:
-            self.fail_refused(receive, connection)
+        if not self._admit(receive, None if receive.peer is None else self.outgoing.get(receive.peer)):
             return
-        self._add(receive)
         arrived = self.matcher.post(receive.peer, receive.tag, receive)
         if arrived is None:
             self._fail_if_gone(receive)
@@ -94,45 +86,47 @@ class MessageState:
             self._hand_over(arrived, receive)
 
     def put(self, request: Request, connection: OutgoingConnection, num_sent: int = 0) -> None:
-        """Takes a send to another rank, of which so many bytes were sent already."""
+        """Takes a send, of which so many bytes were sent already; a message to this rank itself arrives at once."""
         reason = connection.ended or self.lost.get(connection.peer)
         if reason is not None:
             self.complete(request, self._lost_error(request, connection.peer, reason))
-        else:
-            self._add(request)
-            connection.stream.put(request, num_sent)
+        elif self._admit(request, connection):
+            if connection.peer != self.rank:
+                connection.stream.put(request, num_sent)
+                connection.write()
+                return
+            target = self.begin(self.rank, request.header())
+            if target is not None:
+                copy_bytes(target.tensor.data_ptr(), request.tensor.data_ptr(), request.tensor.nbytes)
+                self.end(target)
+            self.complete(request)
 
-    def put_to_self(self, request: Request) -> Request:
-        """Takes a send to this rank itself: its message arrives at once."""
-        target = self.begin(self.rank, request.header())
-        if target is not None:
-            copy_bytes(target.tensor.data_ptr(), request.tensor.data_ptr(), request.size_bytes)
-            self.end(target)
-        self.complete(request)
-        return request
-
-    def _add(self, request: Request) -> None:
+    def _admit(self, request: Request, connection: OutgoingConnection | None) -> bool:
+        """Adds a request to those that are pending, unless it fails with a refusal that no earlier one could report."""
+        if connection is not None and connection.refusals:
+            error = self._refused_error(request, connection.peer, *connection.refusals.popleft())
+            self.complete(request, error)
+            return False
         self.pending[request] = None
         self.next_deadline = min(self.next_deadline, request.deadline_at)
-
-    def fail_refused(self, request: Request, connection: OutgoingConnection) -> Request:
-        """Fails a request with the peer's refusal of an earlier message, which no request could report."""
-        self.complete(request, self._refused_error(request, connection.peer, *connection.refusals.popleft()))
-        return request
+        return True
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
         """Fails a receive if its source, or every other rank for any source, is gone."""
-        others = (rank for rank in range(len(self.ranks)) if rank != self.rank)
-        reasons = {rank: self._why_gone(rank) for rank in (others if receive.peer is None else [receive.peer])}
-        if reasons and None not in reasons.values():
-            text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())
+        if receive.peer is None:
+            sources = [rank for rank in range(len(self.ranks)) if rank != self.rank]
+        else:
+            sources = [receive.peer]
+        reasons = []
+        for rank in sources:
+            connection = self.incoming.get(rank)
+            reason = self.lost.get(rank) if connection is None else connection.ended
+            if reason is None:
+                return  # something may come; the connection of a lost rank is read to its end
+            reasons.append(f"rank {self.ranks[rank]}: {reason}")
+        if reasons:
             prefix = "all other ranks are gone: " if receive.peer is None else ""
-            self._give_up(receive, RankLost(receive.title, prefix + text, list(reasons)))
-
-    def _why_gone(self, rank: int) -> str | None:
-        """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
-        connection = self.incoming.get(rank)
-        return self.lost.get(rank) if connection is None else connection.ended
+            self._give_up(receive, RankLost(receive.title, prefix + "; ".join(reasons), sources))
 
     # ------------------------------------------------------------ messages
 
@@ -170,7 +164,7 @@ class MessageState:
     def _accepts(self, receive: PostedReceive, source: int, header: Header) -> bool:
         """Returns whether the message is what the receive expects; else fails the receive and tells the sender."""
         receive.source = source
-        if header.size_bytes == receive.size_bytes and header.code == receive.code:
+        if header.size_bytes == len(receive.memory) and header.code == receive.code:
             return True
         expected = receive.header()
         text = f"rank {self.ranks[source]} sent {header}, rank {self.ranks[self.rank]} receives {expected}"
@@ -181,49 +175,52 @@ class MessageState:
 
     # ------------------------------------------------------------ connections
 
+    def connection_to(self, peer: int) -> OutgoingConnection:
+        """The connection on which this rank sends to `peer`; a new one is not open."""
+        connection = self.outgoing.get(peer)
+        if connection is None:
+            connection = OutgoingConnection(peer, partial(self._end_outgoing, peer), OutStream(self.complete))
+            self.outgoing[peer] = connection
+        return connection
+
     def attach(self, source: int, sock: socket.socket) -> None:
         """Takes a new connection from `source`, which replaces one on which nothing has come."""
         old = self.incoming.get(source)
+        if old is not None and (old.stream.num_messages or old.stream.inside_message):
+            sock.close()
+            raise ProtocolViolation(f"rank {self.ranks[source]} connected twice")
+        stream = InStream(partial(self.begin, source), self.end)
+        self.incoming[source] = IncomingConnection(source, partial(self._end_incoming, source), stream)
+        self.incoming[source].open(sock)
         if old is not None:
-            if old.stream.num_messages or old.stream.inside_message:
-                sock.close()
-                raise ProtocolViolation(f"rank {self.ranks[source]} connected twice")
-            old.close()
-        connection = IncomingConnection(source, InStream(partial(self.begin, source), self.end))
-        connection.open(sock)
-        self.incoming[source] = connection
+            old.end("another one took its place")
 
     def is_wanted(self, connection: IncomingConnection, a_send_is_stuck: bool) -> bool:
         """Whether to read a connection; that of a lost rank is read to its end."""
         return connection.ended is None and (
             isinstance(connection.stream.target, PostedReceive)
-            or self.matcher.should_read(connection.source, a_send_is_stuck)
-            or connection.source in self.lost
+            or self.matcher.should_read(connection.peer, a_send_is_stuck)
+            or connection.peer in self.lost
         )
 
-    def end_incoming(self, connection: IncomingConnection, reason: str) -> None:
-        """Ends a connection on which nothing more comes."""
-        connection.close(reason)
-        target, source = connection.stream.target, connection.source
+    def _end_incoming(self, source: int, reason: str) -> None:
+        """A connection has ended: nothing more comes on it."""
+        target = self.incoming[source].stream.target
         if isinstance(target, UnexpectedMessage):
             self.matcher.discard(target.header.tag, target)
         elif target is not None:
             self.complete(target, self._lost_error(target, source, reason))
         self._fail_receives(source)
 
-    def end_outgoing(self, connection: OutgoingConnection, reason: str) -> None:
-        """Ends a connection on which nothing more can be sent."""
-        for request in connection.stream.clear():
-            self.complete(request, self._lost_error(request, connection.peer, reason))
-        connection.close(reason)
+    def _end_outgoing(self, peer: int, reason: str) -> None:
+        """A connection has ended: nothing more can be sent on it."""
+        for request in self.outgoing[peer].stream.clear():
+            self.complete(request, self._lost_error(request, peer, reason))
 
     def read_refusals(self, connection: OutgoingConnection) -> None:
         """Takes what the peer refused since the last call."""
-        try:
-            for refused in connection.read_refusals() or ():
-                self._refused(connection, *refused)
-        except ConnectionEnded as exc:
-            self.end_outgoing(connection, str(exc))
+        for refused in connection.read_refusals() or ():
+            self._refused(connection, *refused)
 
     def _refused(self, connection: OutgoingConnection, expected: Header, header: Header) -> None:
         """Takes a refusal by the peer: fails the send and the receives from it, or else the next request with it."""
@@ -239,7 +236,7 @@ class MessageState:
         """Notes that a rank is gone. What it sent before can still be received: its connection is read to the end."""
         self.lost.setdefault(rank, reason)
         if rank in self.outgoing:
-            self.end_outgoing(self.outgoing[rank], reason)
+            self.outgoing[rank].end(reason)
         self._fail_receives(rank)
 
     def _fail_receives(self, rank: int) -> None:
@@ -260,8 +257,6 @@ class MessageState:
 
     def expire(self, now: float) -> None:
         """Fails what is overdue."""
-        if now < self.next_deadline:
-            return
         self.next_deadline = math.inf
         for request in list(self.pending):
             if request.deadline_at <= now:
@@ -284,7 +279,7 @@ class MessageState:
         text = f"rank {self.ranks[request.peer]} did not receive {request.header()} with tag {request.tag} {limit}"
         self.complete(request, CollectiveTimeout(request.title, text))
         if not connection.stream.withdraw(request):
-            self.end_outgoing(connection, f"{request.title} timed out in the middle of the message")
+            connection.end(f"{request.title} timed out in the middle of the message")
 
     def _give_up(self, request: Request, error: BaseException) -> None:
         """Fails a request. The message of a receive is dropped; the bytes of a send that has begun are still sent."""

@@ -21,7 +21,6 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from functools import partial
 from typing import Final
 
 import torch
@@ -30,7 +29,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.memory import memory_of
 from rpcdist.collectives._transports.p2p.message_format import MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, OutgoingConnection
+from rpcdist.collectives._transports.p2p.peer_sockets import OutgoingConnection
 from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
@@ -94,23 +93,21 @@ class Messenger:
             CollectiveTimeout: the peer did not read it in time.
         """
         title = self._title("send", peer, tag)
-        make_request = partial(Request, title, tensor, peer, tag, timeout_s, self._progress.drive)
         with self._lock:
             self._raise_error()
-            connection = self._state.outgoing.get(peer) or OutgoingConnection(peer)
-            request = self._start(connection, tensor, tag, make_request)
-            opens = peer not in self._state.outgoing and request is not None and not request.done
-            if opens:
-                self._state.outgoing[peer] = connection
-            if self._state.settled or (request is not None and asynchronous):
+            is_new = peer not in self._state.outgoing
+            connection = self._state.connection_to(peer)
+            num_sent, is_sent = self._send_small(connection, tensor, tag)
+            if not is_sent:
+                request = Request(title, tensor, peer, tag, timeout_s, self._progress)
+                self._state.put(request, connection, num_sent)
+            if self._state.settled or (asynchronous and not is_sent):
                 self._progress.changed()
-            elif request is not None:
-                self._progress.wake()
-        if opens and request is not None:
-            self._open(connection, request.timeout_s)
-        if request is None:
+        if is_sent:
             self._progress.settle()
             return Work.finished(title)
+        if is_new and not request.done:
+            self._open(connection, request.timeout_s)
         return self._finish(request, asynchronous)
 
     def recv(
@@ -131,17 +128,13 @@ class Messenger:
             CollectiveTimeout: none came, or not completely, in time.
         """
         title = self._title("recv", peer, tag)
-        if not asynchronous and peer is not None and tensor.nbytes <= SMALL_BYTES:
-            if self._progress.receive_small(tensor, peer, tag):
-                if finish is not None:
-                    finish()
-                return Work.finished(title, source=peer)
-        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress.drive)
+        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress)
         receive.finish = finish
         with self._lock:
             self._raise_error()
             self._state.post(receive)
-            self._progress.changed() if asynchronous else self._progress.wake()
+            if asynchronous:
+                self._progress.changed()
         return self._finish(receive, asynchronous)
 
     def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
@@ -174,54 +167,43 @@ class Messenger:
 
     # ------------------------------------------------------------ sending
 
+    def _send_small(self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int) -> tuple[int, bool]:
+        """Sends a small message that has nothing before it, without a request; the lock is held.
+
+        Returns:
+            How many bytes the socket took, and whether they are all.
+        """
+        stream, now = connection.stream, time.monotonic()
+        if connection.refusals or not connection.is_open:
+            return 0, False
+        if now - connection.refusals_read_at > REFUSAL_POLL_S:
+            connection.refusals_read_at = now
+            self._state.read_refusals(connection)
+        if stream or tensor.nbytes > SMALL_BYTES:
+            return 0, False
+        message = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
+        message += memory_of(tensor)
+        num_sent = connection.send(message) or 0
+        is_sent = num_sent == len(message)
+        stream.num_sent += is_sent
+        return num_sent, is_sent
+
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
         """Opens a new connection, which has messages already, also of other threads; it is ended if that fails."""
-        reason = "the connection was interrupted"
+        sock, reason = None, "the connection was interrupted"
         try:
-            connection.open(self._connect(connection.peer, timeout_s, self._raise_error))
+            sock = self._connect(connection.peer, timeout_s, self._raise_error)
         except (OSError, RpcdistError) as exc:
             reason = f"it cannot be reached: {exc}"
         finally:
             with self._lock:
+                if sock is not None:
+                    connection.open(sock)
                 if not connection.is_open:
+                    connection.end(reason)
                     del self._state.outgoing[connection.peer]  # the next send tries again
-                    self._state.end_outgoing(connection, reason)
-                self._progress.write(connection)
+                connection.write()
                 self._progress.changed()
-
-    def _start(
-        self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int, make_request: Callable[[], Request]
-    ) -> Request | None:
-        """Sends a message, or what the socket takes of it at once; the lock is held.
-
-        Returns:
-            The request for the rest, which may be done already; None if a small message was sent without one.
-        """
-        state, stream, now = self._state, connection.stream, time.monotonic()
-        code, data = dtype_code(tensor.dtype), b""
-        if connection.peer == self._rank:
-            return state.put_to_self(make_request())
-        if connection.refusals:
-            return state.fail_refused(make_request(), connection)
-        if connection.is_open and now - connection.refusals_read_at > REFUSAL_POLL_S:
-            connection.refusals_read_at = now
-            state.read_refusals(connection)
-        if connection.is_open and not stream and tensor.nbytes <= SMALL_BYTES:
-            data = pack_header(MessageFrame.MESSAGE, code, tag, stream.num_sent, tensor.nbytes) + memory_of(tensor)
-        try:
-            num_sent = connection.send(data) or 0 if data else 0
-            if data and num_sent == len(data):
-                return None
-            request = make_request()
-            state.put(request, connection, num_sent)
-            self._progress.write(connection)
-        except ConnectionEnded as exc:
-            state.end_outgoing(connection, str(exc))
-            return self._start(connection, tensor, tag, make_request)  # which fails with that
-        except BaseException:  # of a signal handler: the position in the stream is unknown
-            state.end_outgoing(connection, "a send was interrupted")
-            raise
-        return request
 
     # ------------------------------------------------------------ events from outside (any thread; never blocks)
 

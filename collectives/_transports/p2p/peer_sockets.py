@@ -6,46 +6,57 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Final, ParamSpec, TypeVar
+from typing import Concatenate, Final, ParamSpec, TypeVar
 
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
-from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["ConnectionEnded", "IncomingConnection", "OutgoingConnection"]
+__all__ = ["IncomingConnection", "OutgoingConnection"]
 
 _REFUSALS_READ: Final = 4096
-_MOST_BYTES: Final = 1 << 20  # in one read: other threads wait for it
+_MOST_BYTES: Final = 1 << 20  # in one read: then it is the turn of other sockets and other threads
 
+C = TypeVar("C", bound="_MessageConnection")
 P = ParamSpec("P")
 T = TypeVar("T")
 
 
-class ConnectionEnded(Exception):
-    """The connection cannot be used any more; the text says why."""
+class _Ended(Exception):
+    """The peer has ended the connection; the text says how."""
 
 
-def _step(function: Callable[P, T]) -> Callable[P, T | None]:
-    """Makes a function on a socket return None when it would block, and raise `ConnectionEnded` for any other error."""
+def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T | None]:
+    """Makes a method on a socket return None when it would block, and end the connection for any other error."""
 
-    def run(*args: P.args, **kwargs: P.kwargs) -> T | None:
+    def run(self: C, /, *args: P.args, **kwargs: P.kwargs) -> T | None:
         try:
-            return function(*args, **kwargs)
+            return function(self, *args, **kwargs)
         except (BlockingIOError, InterruptedError):
             return None
+        except _Ended as exc:
+            reason = str(exc)
         except ProtocolViolation as exc:
-            raise ConnectionEnded(f"it does not follow the protocol ({exc}); the connection was closed") from exc
+            reason = f"it does not follow the protocol ({exc}); the connection was closed"
         except OSError as exc:
-            raise ConnectionEnded(f"the connection with it failed: {exc.strerror or exc}") from exc
+            reason = f"the connection with it failed: {exc.strerror or exc}"
         except MemoryError as exc:
-            raise ConnectionEnded(f"there is no memory to keep its message ({exc}); the connection was closed") from exc
+            reason = f"there is no memory to keep its message ({exc}); the connection was closed"
+        except BaseException:  # of a signal handler: the position in the stream is unknown
+            self.end(f"a {function.__name__} was interrupted")
+            raise
+        self.end(reason)
+        return None
 
     return run
 
 
 class _MessageConnection:
     """One of the two.
+
+    Args:
+        peer: the other rank.
+        on_end: called when the connection cannot be used any more, with the reason.
 
     Attributes:
         sock: the socket, from `open` on.
@@ -55,7 +66,9 @@ class _MessageConnection:
 
     sock: socket.socket
 
-    def __init__(self) -> None:
+    def __init__(self, peer: int, on_end: Callable[[str], None]) -> None:
+        self.peer = peer
+        self._on_end = on_end
         self.is_open = False
         self.ended: str | None = None
 
@@ -71,92 +84,75 @@ class _MessageConnection:
         self.sock = sock
         self.is_open = True
 
-    def close(self, reason: str = "the connection was closed here") -> None:
+    def end(self, reason: str) -> None:
+        """Closes the socket and tells `on_end`; only the first call counts."""
         if self.ended is None:
             self.ended = reason
-        if self.is_open:
-            self.is_open = False
-            self.sock.close()
+            if self.is_open:
+                self.is_open = False
+                self.sock.close()
+            self._on_end(reason)
 
 
 class IncomingConnection(_MessageConnection):
-    """The connection on which messages of `source` come; the leader reads it."""
+    """The connection on which messages of `peer` come."""
 
-    def __init__(self, source: int, stream: InStream) -> None:
-        super().__init__()
-        self.source = source
+    def __init__(self, peer: int, on_end: Callable[[str], None], stream: InStream) -> None:
+        super().__init__(peer, on_end)
         self.stream = stream
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether a message may come, and none has begun."""
-        return self.is_open and not (self.stream.inside_message or self.stream.said_goodbye)
-
     @_step
-    def receive(self, space: memoryview) -> int:
-        """Receives into this memory; returns the number of bytes, which is not 0."""
-        num_bytes = self.sock.recv_into(space)
+    def receive(self) -> bool:
+        """Receives what the socket has, up to a limit; returns whether it had anything."""
+        num_bytes = self.sock.recv_into(self.stream.space()[:_MOST_BYTES])
         if num_bytes == 0:
             where = " in the middle of a message" if self.stream.inside_message else ""
-            raise ConnectionEnded(
-                "it left the group" if self.stream.said_goodbye else f"it closed the connection{where}"
-            )
-        return num_bytes
-
-    @_step
-    def take(self, num_bytes: int) -> None:
-        """Hands so many bytes that have come to the stream."""
+            raise _Ended("it left the group" if self.stream.said_goodbye else f"it closed the connection{where}")
         self.stream.advance(num_bytes)
-
-    def read(self) -> bool:
-        """Receives what the socket has, up to a limit; returns whether it had anything."""
-        num_bytes = self.receive(self.stream.space()[:_MOST_BYTES])
-        if num_bytes is not None:
-            self.take(num_bytes)
-        return num_bytes is not None
+        return True
 
     def refuse(self, data: bytes) -> None:
         """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
         try:
             self.sock.send(data)
         except OSError:
-            self.close()
+            self.end("it does not read what is refused; the connection was closed")
 
 
 class OutgoingConnection(_MessageConnection):
     """The connection on which messages go to `peer`.
 
     Attributes:
-        refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
         refusals: refusals of messages that were sent completely; the next operations with the peer raise them.
+        refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
     """
 
-    def __init__(self, peer: int) -> None:
-        super().__init__()
-        self.peer = peer
-        self.stream = OutStream()
+    def __init__(self, peer: int, on_end: Callable[[str], None], stream: OutStream) -> None:
+        super().__init__(peer, on_end)
+        self.stream = stream
         self.refusals: deque[tuple[Header, Header]] = deque(maxlen=16)
         self.refusals_read_at = 0.0
         self._refusal_bytes = bytearray()
 
     @_step
-    def send(self, data: bytes) -> int:
+    def send(self, message: bytes) -> int:
         """Sends a message with nothing before it; returns the number of bytes that were sent."""
-        num_sent = self.sock.send(data)
-        self.stream.num_sent += num_sent == len(data)
-        return num_sent
+        return self.sock.send(message)
 
     @_step
-    def write(self) -> list[Request]:
-        """Sends from the stream; returns the requests that are sent completely."""
-        return self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+    def write(self) -> bool:
+        """Sends what the socket takes of the stream, if it is open; returns whether that was anything."""
+        if not (self.is_open and self.stream):
+            return False
+        self.stream.advance(self.sock.sendmsg(self.stream.parts()))
+        return True
 
     @_step
     def read_refusals(self) -> list[tuple[Header, Header]]:
         """Returns the refusals that came since the last call."""
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
-            raise ConnectionEnded("it closed the connection")
+            raise _Ended("it closed the connection")
         self._refusal_bytes += data
         return take_refusals(self._refusal_bytes)
 

@@ -1,12 +1,12 @@
 """The progress engine: moves the bytes of one rank's messages between its sockets and its `MessageState`.
 
-1. One thread at a time leads: it alone reads the sockets and sleeps in poll. Everything but the sleep, and the moment
-   in which `receive_small` spins, is done with the lock held; no system call under it blocks.
-2. While a request is pending, some thread leads or has been called to: a thread that blocks in `send` or `recv`, else
-   the group's own thread, which is started when it is first needed.
+1. One thread at a time leads: it alone reads the sockets and sleeps in poll. Everything but the sleep is done with the
+   lock held; no system call under it blocks.
+2. While a request is pending, some thread leads or will do so within `PROGRESS_GRACE_S`: a thread that blocks in
+   `send`, `recv` or `wait`, else the group's own thread, which is started when it is first needed.
 3. A leader stops when its own request is done, and for callbacks, which may do anything: also wait for another request,
    and so lead again. A thread that waits then takes the lead, else the group's thread.
-4. Whoever changes what concerns the leader or those who follow calls `changed`, or `wake` if that is only the leader.
+4. Whoever changes what concerns the leader or those who follow calls `changed`.
 """
 
 from __future__ import annotations
@@ -16,22 +16,13 @@ import select
 import threading
 import time
 from collections.abc import Collection
-from typing import Final
 
-import torch
-
-from rpcdist.collectives._operations.operation import dtype_code
-from rpcdist.collectives._transports.memory import memory_of
-from rpcdist.collectives._transports.p2p.message_format import HEADER_BYTES, MessageFrame, pack_header
 from rpcdist.collectives._transports.p2p.message_state import MessageState
-from rpcdist.collectives._transports.p2p.peer_sockets import ConnectionEnded, IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.pollers import Pollers, Waker
-from rpcdist.time_limits import PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
+from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
 
 __all__ = ["ProgressEngine"]
-
-_MOST_STEPS: Final = 64  # on one socket before it is the others' turn
 
 
 class ProgressEngine:
@@ -53,21 +44,23 @@ class ProgressEngine:
         self.lock = threading.Lock()
         self.sleeping = False
         self.thread: threading.Thread | None = None
+        self.stopped = False
         self._state = state
         self._spin_s = spin_s
         self._name = name
         self._pollers = Pollers()
         self._waker = Waker()
         self._leading = False
-        self._moved = False  # whether any bytes were in the leader's turn
+        self._num_leads = 0  # by threads that wait for a request
+        self._num_leads_seen = -1  # how many of them were when the group's thread looked
         self._num_followers = 0
         self._lead_is_free = threading.Condition(self.lock)  # or a request is done
         self._called = threading.Condition(self.lock)  # the group's own thread
-        self.stopped = False
+        self._watching = False  # the group's own thread needs no call: it looks by itself soon
 
     # ------------------------------------------------------------ with the lock held
 
-    def wake(self) -> None:
+    def _wake(self) -> None:
         """Ends the leader's sleep."""
         if self.sleeping:
             self.sleeping = False
@@ -79,30 +72,48 @@ class ProgressEngine:
         Args:
             settles: that thread shall call `settle`, too: the caller does not.
         """
-        self.wake()
+        self._wake()
         if self._num_followers:
             self._lead_is_free.notify_all()
-        elif not (self._leading or self.stopped) and (settles or self._state.has_work):
+        elif not (self._leading or self._watching or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self.thread.start()
+            self._watching = True
             self._called.notify()
 
-    def _follow(self, mine: Request | None) -> None:
-        """Waits until no other thread leads, or a request is done; the group's thread, until it is needed."""
-        if mine is None:
-            state = self._state
-            while not self.stopped and (self._leading or self._num_followers or not (state.has_work or state.settled)):
-                self._called.wait()
-            return
+    def _follow(self, mine: Request) -> None:
+        """Waits until no other thread leads, or the request is done."""
         self._num_followers += 1
         try:
+            self._wake()  # the group's own thread gives way
             while self._leading and not mine.done:
-                self._lead_is_free.wait()
+                self._lead_is_free.wait(IDLE_RECHECK_S)
         finally:
             self._num_followers -= 1
 
+    def _watch(self) -> None:
+        """Lets the group's own thread wait until requests are left alone.
+
+        Who has called `isend` or `irecv` usually waits soon, and a thread that moves its own messages is faster than
+        one that is woken for them. So this thread does nothing while other threads lead again and again.
+        """
+        state = self._state
+        while not self.stopped:
+            is_needed = not (self._leading or self._num_followers) and (state.has_work or bool(state.settled))
+            self._watching = self._num_leads != self._num_leads_seen
+            if is_needed and not self._watching:
+                return
+            self._num_leads_seen = self._num_leads if self._watching else -1
+            self._called.wait(PROGRESS_GRACE_S if self._watching else IDLE_RECHECK_S)
+
     # ------------------------------------------------------------ without the lock
+
+    def hurry(self) -> None:
+        """Lets the group's own thread lead at once, if none does: something waits for a request, but no thread does."""
+        with self.lock:
+            self._num_leads_seen, self._watching = self._num_leads, False
+            self.changed()
 
     def settle(self) -> None:
         """Notifies the waiters of complete requests, one by one: a callback may wait for the next of them."""
@@ -118,12 +129,11 @@ class ProgressEngine:
 
         After an exception from a signal handler (KeyboardInterrupt) the other threads go on with the request.
         """
-        try:
-            while not mine.done:
+        while not mine.done:
+            try:
                 self._lead(mine)
+            finally:
                 self.settle()
-        finally:
-            self.settle()
 
     def _run(self) -> None:
         while not self.stopped:
@@ -131,151 +141,81 @@ class ProgressEngine:
             self.settle()
 
     def _lead(self, mine: Request | None) -> None:
-        """Moves bytes until its request is done or callbacks are due; without one, until another thread can lead."""
-        state, leads = self._state, False
-        spin_s = 0.0 if mine is None else self._spin_s
-        ready: Collection[int] = ()
-        has_rested = mine is not None
-        try:
-            with self.lock:
-                self._follow(mine)
-                leads = not (self._leading or self.stopped)
-                self._leading |= leads
-            until = time.monotonic() + spin_s
-            while leads:
-                with self.lock:
-                    now = time.monotonic()
-                    # The group's thread begins with a sleep: the callers have tried their sockets, and may call for
-                    # more. But no sleep ends because nothing more comes from a lost rank.
-                    moved = (has_rested or bool(state.lost)) and self._step(now, ready)
-                    if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
-                        return
-                    rests = self.sleeping = not moved and now >= until
-                    masks = self._masks() if rests else {}
-                    limit_s = max(0.0, state.next_deadline - now)
-                ready = ()
-                if moved:
-                    until = now + spin_s
-                elif rests:
-                    ready, has_rested = self._sleep(masks, limit_s), True
-                else:
-                    os.sched_yield()  # the peer may share this core
-        finally:
-            with self.lock:
-                self._leading &= not leads
-                if not self._leading:
+        """Leads, if no other thread does, until its request is done or callbacks are due."""
+        with self.lock:
+            if mine is None:
+                self._watch()
+            else:
+                self._num_leads += 1
+                if self._leading:
+                    self._follow(mine)
+            if not (self._leading or self.stopped):
+                self._leading = True
+                try:
+                    self._move(mine)
+                finally:
+                    self._leading = False
                     self.changed()
 
-    def _sleep(self, masks: dict[int, int], limit_s: float) -> Collection[int]:
-        """Sleeps until a socket is ready, time is over, or `wake`; returns the descriptors that are ready."""
-        poller = self._pollers.get(masks, self._waker.fileno())
-        ready = {descriptor for descriptor, _ in poller.poll(min(limit_s * 1000, SELECT_LIMIT_MS))}
-        self.sleeping = False
+    # ------------------------------------------------------------ the leader; the lock is held but while it rests
+
+    def _move(self, mine: Request | None) -> None:
+        """Moves bytes until the request is done or callbacks are due; without one, until another thread can lead."""
+        state, spin_s, spins_until = self._state, 0.0 if mine is None else self._spin_s, 0.0
+        ready: Collection[int] = ()
+        while True:
+            now = time.monotonic()
+            moved = self._step(now, ready)
+            if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
+                return
+            if moved or not spins_until:
+                spins_until = now + spin_s
+            ready = self._rest(now >= spins_until, state.next_deadline - now)
+
+    def _rest(self, sleeps: bool, limit_s: float) -> Collection[int]:
+        """Leaves the lock to other threads, for a moment or until a socket is ready, time is over, or `changed`.
+
+        Returns:
+            The descriptors that are ready.
+        """
+        poller = self._pollers.get(self._masks(), self._waker.fileno()) if sleeps else None
+        ready: Collection[int] = ()
+        self.sleeping = sleeps
+        self.lock.release()
+        try:
+            if poller is None:
+                os.sched_yield()  # the peer may share this core
+            else:
+                limit_ms = min(max(0.0, limit_s) * 1000, SELECT_LIMIT_MS)
+                ready = {descriptor for descriptor, _ in poller.poll(limit_ms)}
+        finally:
+            self.lock.acquire()
+            self.sleeping = False
         if self._waker.fileno() in ready:
             self._waker.drain()
         return ready
 
-    def receive_small(self, tensor: torch.Tensor, peer: int, tag: int) -> bool:
-        """Receives a message that comes within a moment, if nothing else is under way: the shortest way.
-
-        In most programs a rank sends or receives one message at a time. Then neither a request, nor the matcher is
-        needed. What it spares is Python code: two ranks that take turns on one core find the processor's caches and
-        branch predictors cold after each message, and then every line counts.
-
-        Args:
-            tensor: no larger than `SMALL_BYTES`.
-            peer: the sender's rank in the group.
-            tag: the message's.
-
-        Returns:
-            Whether it did. What came instead is where the usual way finds it.
-        """
-        state = self._state
-        with self.lock:
-            connection = state.incoming.get(peer)
-            if connection is None or not connection.is_idle or self._leading or not state.is_calm:
-                return False
-            self._leading = True
-        stream, num_bytes, is_here = connection.stream, 0, False
-        whole = HEADER_BYTES + tensor.nbytes
-        try:
-            code = dtype_code(tensor.dtype)
-            header = pack_header(MessageFrame.MESSAGE, code, tag, stream.num_messages, tensor.nbytes)
-            until = time.monotonic() + self._spin_s
-            while state.is_calm and time.monotonic() < until:
-                num_bytes += connection.receive(stream.staging[num_bytes:]) or 0
-                known = min(num_bytes, HEADER_BYTES)
-                if num_bytes >= whole or stream.staging[:known] != header[:known]:
-                    break
-                os.sched_yield()  # the peer may share this core
-            is_here = num_bytes == whole and stream.staging[:HEADER_BYTES] == header
-            if is_here:
-                stream.num_messages += 1
-                memory_of(tensor)[:] = stream.staging[HEADER_BYTES:whole]
-            elif num_bytes:
-                with self.lock:
-                    connection.take(num_bytes)
-        except ConnectionEnded as exc:
-            with self.lock:
-                state.end_incoming(connection, str(exc))
-        except BaseException as exc:  # of a signal handler: the position in the stream is unknown
-            with self.lock:
-                state.fail(exc)
-            raise
-        finally:
-            with self.lock:
-                self._leading = False
-                self.changed(bool(state.settled))
-        return is_here
-
-    # ------------------------------------------------------------ all sockets; the lock is held
-
     def _step(self, now: float, ready: Collection[int]) -> bool:
         """Does what can be done without waiting; returns whether any bytes were moved."""
-        state = self._state
-        self._moved = False
+        state, moved = self._state, False
         try:
-            state.expire(now)
-            for outgoing in list(state.outgoing.values()):
+            if now >= state.next_deadline:
+                state.expire(now)
+            for outgoing in state.outgoing.values():
                 if ready and outgoing.is_open and outgoing.sock.fileno() in ready:
                     state.read_refusals(outgoing)
-                self.write(outgoing)
+                moved |= bool(outgoing.write())
             stuck = state.a_send_is_stuck
-            for incoming in list(state.incoming.values()):
-                self._read(incoming, stuck)
-            return self._moved
+            for incoming in state.incoming.values():
+                if state.is_wanted(incoming, stuck):
+                    came = bool(incoming.receive())
+                    moved |= came
+                    if not came and incoming.peer in state.lost:
+                        incoming.end(state.lost[incoming.peer])
+            return moved
         except BaseException as exc:  # of a signal handler: the positions in the streams are unknown
             state.fail(exc)
             raise
-
-    def write(self, connection: OutgoingConnection) -> None:
-        """Sends what the socket takes."""
-        try:
-            for _ in range(_MOST_STEPS):
-                if not (connection.is_open and connection.stream) or (sent := connection.write()) is None:
-                    return
-                self._moved = True
-                for request in sent:
-                    self._state.complete(request)
-        except ConnectionEnded as exc:
-            self._state.end_outgoing(connection, str(exc))
-        except BaseException:  # of a signal handler: the position in the stream is unknown
-            self._state.end_outgoing(connection, "a send was interrupted")
-            raise
-
-    def _read(self, connection: IncomingConnection, stuck: bool) -> None:
-        state = self._state
-        try:
-            for _ in range(_MOST_STEPS):
-                if state.settled or not state.is_wanted(connection, stuck):
-                    return
-                if not connection.read():
-                    if connection.source in state.lost:
-                        raise ConnectionEnded(state.lost[connection.source])
-                    return
-                self._moved = True
-        except ConnectionEnded as exc:
-            state.end_incoming(connection, str(exc))
 
     def _masks(self) -> dict[int, int]:
         """What the leader waits for: the events by descriptor."""
@@ -291,7 +231,7 @@ class ProgressEngine:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
         with self.lock:
             self.stopped = True
-            self.wake()
+            self._wake()
             self._called.notify()
             self._num_followers += 1
             self._lead_is_free.wait_for(lambda: not self._leading, PROGRESS_STOP_LIMIT_S)
@@ -299,7 +239,7 @@ class ProgressEngine:
             for outgoing in self._state.outgoing.values():
                 outgoing.say_goodbye()
             for connection in (*self._state.outgoing.values(), *self._state.incoming.values()):
-                connection.close()
+                connection.end("the connection was closed here")
             self._waker.close()
         self.settle()
         if self.thread is not None and self.thread is not threading.current_thread():

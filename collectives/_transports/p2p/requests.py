@@ -6,16 +6,16 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from rpcdist.collectives._operations.operation import dtype_code
-from rpcdist.collectives._transports.memory import copy_bytes
+from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame
 from rpcdist.collectives.work import Work
 
-__all__ = ["MessageTitle", "PostedReceive", "Request", "Target", "UnexpectedMessage"]
+__all__ = ["Driver", "MessageTitle", "PostedReceive", "Request", "Target", "UnexpectedMessage"]
 
 
 class MessageTitle(NamedTuple):
@@ -41,6 +41,16 @@ class MessageTitle(NamedTuple):
         return f"{self.verb} #{self.number} {to} {whom} with tag {self.tag} of group {self.group!r}"
 
 
+class Driver(Protocol):
+    """What moves messages."""
+
+    def drive(self, mine: Request) -> None:
+        """Moves them on the calling thread until the request is done."""
+
+    def hurry(self) -> None:
+        """Moves them on another thread, which begins at once."""
+
+
 class Request(Work):
     """A send, or a receive: the work that its caller waits for. The messenger's lock guards what it adds to `Work`.
 
@@ -50,9 +60,10 @@ class Request(Work):
         peer: the other rank in the group; None for any.
         tag: the message's.
         timeout_s: the time limit, in seconds.
-        drive: moves messages on the calling thread until the request is done.
+        driver: moves the messages.
 
     Attributes:
+        memory: the bytes of the tensor.
         deadline_at: when its time is over, on the monotonic clock.
         error: the error with which it failed; set before `done`.
         source: the sender's rank, for a receive that has its message.
@@ -66,7 +77,7 @@ class Request(Work):
         peer: int | None,
         tag: int,
         timeout_s: float | None,
-        drive: Callable[[Request], None] | None = None,
+        driver: Driver | None = None,
     ) -> None:
         super().__init__(title)
         self.tensor = tensor
@@ -74,16 +85,16 @@ class Request(Work):
         self.tag = tag
         self.timeout_s = math.inf if timeout_s is None else timeout_s
         self.deadline_at = time.monotonic() + self.timeout_s
-        self.size_bytes = tensor.nbytes
+        self.memory = memory_of(tensor)
         self.code = dtype_code(tensor.dtype)
-        self._drive = drive
+        self._driver = driver
         self.error: BaseException | None = None
         self.source = -1
         self.done = False
 
     def header(self, sequence: int = 0) -> Header:
         """The header of its message, of this number."""
-        return Header(MessageFrame.MESSAGE, self.code, self.tag, sequence, self.size_bytes)
+        return Header(MessageFrame.MESSAGE, self.code, self.tag, sequence, len(self.memory))
 
     def settle(self) -> None:
         """Notifies all waiters. Call it once, when `done`, without the lock: it runs callbacks of the caller."""
@@ -93,9 +104,14 @@ class Request(Work):
             self.fail(self.error)
 
     def _block(self, timeout_s: float | None) -> None:
-        if timeout_s is None and self._drive is not None:
-            self._drive(self)
-        super()._block(timeout_s)  # another thread may be about to settle it
+        if timeout_s is None and self._driver is not None:
+            self._driver.drive(self)
+        if not self._done:
+            super()._block(timeout_s)  # another thread may be about to settle it
+
+    def _hurry(self) -> None:
+        if self._driver is not None:
+            self._driver.hurry()
 
 
 class PostedReceive(Request):
@@ -114,7 +130,7 @@ class PostedReceive(Request):
         self._result = [self.tensor]
         try:
             if self.error is None and self.arrived is not None:
-                copy_bytes(self.tensor.data_ptr(), self.arrived.tensor.data_ptr(), self.size_bytes)
+                copy_bytes(self.tensor.data_ptr(), self.arrived.tensor.data_ptr(), self.tensor.nbytes)
             if self.error is None and self.finish is not None:
                 self.finish()
         except Exception as exc:
@@ -135,6 +151,11 @@ class UnexpectedMessage:
     source: int
     header: Header
     tensor: torch.Tensor
+
+    @property
+    def memory(self) -> memoryview:
+        """The bytes of the tensor."""
+        return memory_of(self.tensor)
 
 
 Target = PostedReceive | UnexpectedMessage
