@@ -21,12 +21,13 @@ from rpcdist.collectives._transports.p2p.message_format import (
 from rpcdist.collectives._transports.p2p.requests import Request, Target
 from rpcdist.errors import ProtocolViolation
 
-__all__ = ["InStream", "OutStream"]
+__all__ = ["MOST_BYTES", "InStream", "OutStream"]
 
 _STAGING_BYTES: Final = 1 << 18
 _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied when it is put
 _MOST_MESSAGES: Final = 16  # in one system call
-_ENOUGH_BYTES: Final = 1 << 18  # for one system call
+MOST_BYTES: Final = 1 << 22
+"""In one system call: then it is the turn of the other direction, of other sockets and of other threads."""
 
 
 class InStream:
@@ -157,16 +158,14 @@ class OutStream:
     def parts(self) -> list[bytes | memoryview]:
         """Returns the next bytes to send; not empty while there are messages."""
         parts: list[bytes | memoryview] = []
-        num_bytes = 0
+        skip, room = self._offset, MOST_BYTES
         for index, (request, payload) in enumerate(islice(self._queue, _MOST_MESSAGES)):
-            parts += [pack_header(*request.header(self.num_sent + index)), payload]
-            num_bytes += len(payload)
-            if num_bytes > _ENOUGH_BYTES:
+            for part in (pack_header(*request.header(self.num_sent + index)), payload):
+                parts.append(part[skip : skip + room])
+                skip = max(0, skip - len(part))
+                room -= len(parts[-1])
+            if room <= 0:
                 break
-        if self._offset < HEADER_BYTES:
-            parts[0] = parts[0][self._offset :]
-        else:
-            parts[:2] = [parts[1][self._offset - HEADER_BYTES :]]
         return parts
 
     def advance(self, num_bytes: int) -> None:

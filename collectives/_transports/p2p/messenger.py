@@ -76,6 +76,7 @@ class Messenger:
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
         self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
         self._lock = self._progress.lock
+        self._entrance = self._progress.entrance
         self._num_calls = {"send": 0, "recv": 0}
 
     def __repr__(self) -> str:
@@ -93,7 +94,7 @@ class Messenger:
             CollectiveTimeout: the peer did not read it in time.
         """
         title = self._title("send", peer, tag)
-        with self._lock:
+        with self._entrance, self._lock:
             self._raise_error()
             is_new = peer not in self._state.outgoing
             connection = self._state.connection_to(peer)
@@ -130,7 +131,7 @@ class Messenger:
         title = self._title("recv", peer, tag)
         receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress)
         receive.finish = finish
-        with self._lock:
+        with self._entrance, self._lock:
             self._raise_error()
             self._state.post(receive)
             if asynchronous:
@@ -158,7 +159,7 @@ class Messenger:
             try:
                 request.wait()
             except BaseException:
-                with self._lock:
+                with self._entrance, self._lock:
                     if not request.done:  # the caller was interrupted
                         self._state.withdraw(request)
                         self._progress.changed()
@@ -196,7 +197,7 @@ class Messenger:
         except (OSError, RpcdistError) as exc:
             reason = f"it cannot be reached: {exc}"
         finally:
-            with self._lock:
+            with self._entrance, self._lock:
                 if sock is not None:
                     connection.open(sock)
                 if not connection.is_open:
@@ -213,7 +214,7 @@ class Messenger:
         Raises:
             ProtocolViolation: there is one already; the socket is closed.
         """
-        with self._lock:
+        with self._entrance, self._lock:
             if self._progress.stopped:
                 sock.close()
             else:
@@ -222,13 +223,13 @@ class Messenger:
 
     def fail(self, error: BaseException) -> None:
         """Fails everything that is pending, and everything later, with this error; idempotent."""
-        with self._lock:
+        with self._entrance, self._lock:
             self._state.fail(error)
             self._progress.changed(bool(self._state.settled))
 
     def peer_lost(self, rank: int, reason: str) -> None:
         """Notes that a rank of the group is gone. Messages that it sent before can still be received."""
-        with self._lock:
+        with self._entrance, self._lock:
             self._state.lose(rank, reason)
             self._progress.changed(bool(self._state.settled))
 
@@ -238,7 +239,7 @@ class Messenger:
         It does not wait for receives: their messages may never come.
         """
         limit = time.monotonic() + timeout_s
-        with self._lock:
+        with self._entrance, self._lock:
             sends = [request for request in self._state.pending if not isinstance(request, PostedReceive)]
         for request in sends:
             with suppress(CollectiveError):  # the owner of the work gets the error

@@ -8,14 +8,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Concatenate, Final, ParamSpec, TypeVar
 
-from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
+from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
 from rpcdist.errors import ProtocolViolation
 
 __all__ = ["IncomingConnection", "OutgoingConnection"]
 
 _REFUSALS_READ: Final = 4096
-_MOST_BYTES: Final = 1 << 20  # in one read: then it is the turn of other sockets and other threads
 
 C = TypeVar("C", bound="_MessageConnection")
 P = ParamSpec("P")
@@ -104,7 +103,7 @@ class IncomingConnection(_MessageConnection):
     @_step
     def receive(self) -> bool:
         """Receives what the socket has, up to a limit; returns whether it had anything."""
-        num_bytes = self.sock.recv_into(self.stream.space()[:_MOST_BYTES])
+        num_bytes = self.sock.recv_into(self.stream.space()[:MOST_BYTES])
         if num_bytes == 0:
             where = " in the middle of a message" if self.stream.inside_message else ""
             raise _Ended("it left the group" if self.stream.said_goodbye else f"it closed the connection{where}")

@@ -42,6 +42,7 @@ class ProgressEngine:
 
     def __init__(self, state: MessageState, spin_s: float, name: str) -> None:
         self.lock = threading.Lock()
+        self.entrance = threading.Lock()
         self.sleeping = False
         self.thread: threading.Thread | None = None
         self.stopped = False
@@ -189,7 +190,8 @@ class ProgressEngine:
                 limit_ms = min(max(0.0, limit_s) * 1000, SELECT_LIMIT_MS)
                 ready = {descriptor for descriptor, _ in poller.poll(limit_ms)}
         finally:
-            self.lock.acquire()
+            with self.entrance:  # held by the next of the others, who may not be awake yet
+                self.lock.acquire()
             self.sleeping = False
         if self._waker.fileno() in ready:
             self._waker.drain()
