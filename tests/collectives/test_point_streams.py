@@ -20,7 +20,13 @@ from rpcdist.collectives._transports.p2p.message_format import (
     take_refusals,
     unpack_header,
 )
-from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, Target, UnexpectedMessage
+from rpcdist.collectives._transports.p2p.requests import (
+    MessageTitle,
+    PostedReceive,
+    Request,
+    Target,
+    UnexpectedMessage,
+)
 from rpcdist.errors import ProtocolViolation
 
 LARGE = 70_000  # does not fit into the buffer of a stream
@@ -30,8 +36,24 @@ def ignore(_: Request) -> None:
     """What is sent completely."""
 
 
+class NoDriver:
+    """Moves nothing: nobody waits here."""
+
+    def drive(self, mine: Request) -> None:
+        raise AssertionError("somebody waits")
+
+    def hurry(self) -> None:
+        raise AssertionError("somebody waits")
+
+
 def message(size: int, tag: int = 0) -> Request:
-    return Request(f"message {tag}", torch.randint(0, 256, (size,), dtype=torch.uint8), 1, tag, math.inf)
+    title = MessageTitle("send", tag, 1, tag, "test")
+    return Request(title, torch.randint(0, 256, (size,), dtype=torch.uint8), 1, math.inf, NoDriver())
+
+
+def receive(size: int, tag: int) -> PostedReceive:
+    title = MessageTitle("recv", tag, 0, tag, "test")
+    return PostedReceive(title, torch.zeros(size, dtype=torch.uint8), 0, math.inf, NoDriver())
 
 
 class Sink:
@@ -47,7 +69,7 @@ class Sink:
         if header.tag % 5 == 0:
             return None
         if header.tag % 2:
-            return PostedReceive("recv", torch.zeros(header.size_bytes, dtype=torch.uint8), 0, header.tag, math.inf)
+            return receive(header.size_bytes, header.tag)
         return UnexpectedMessage(0, header, torch.zeros(header.size_bytes, dtype=torch.uint8))
 
     def end(self, target: Target) -> None:

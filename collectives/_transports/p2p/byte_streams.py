@@ -75,7 +75,7 @@ class InStream:
         while used < len(staged) and (taken := self._take(staged[used:])):
             used += taken
         self._num_staged = len(staged) - used
-        if self._num_staged and used:
+        if used:
             self._staging[: self._num_staged] = bytes(staged[used:])
 
     def redirect(self, target: Target) -> None:

@@ -38,9 +38,6 @@ class _Kept(Generic[T]):
         self._by_tag: dict[int, list[tuple[_Source, T, int]]] = {}
         self.weights: Counter[_Source] = Counter()
 
-    def __bool__(self) -> bool:
-        return bool(self._by_tag)
-
     def add(self, source: _Source, tag: int, item: T, weight: int) -> None:
         self._by_tag.setdefault(tag, []).append((source, item, weight))
         self.weights[source] += weight
@@ -75,10 +72,6 @@ class Matcher(Generic[R, M]):
 
     def __repr__(self) -> str:
         return f"<Matcher: {len(self._receives.items())} receives, {self.num_messages} messages>"
-
-    def __bool__(self) -> bool:
-        """Whether anything is kept."""
-        return bool(self._receives or self._messages)
 
     @property
     def num_messages(self) -> int:

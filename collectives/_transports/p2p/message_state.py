@@ -23,6 +23,7 @@ from rpcdist.collectives._transports.p2p.message_format import Header, refusal
 from rpcdist.collectives._transports.p2p.peer_sockets import IncomingConnection, OutgoingConnection
 from rpcdist.collectives._transports.p2p.requests import PostedReceive, Request, Target, UnexpectedMessage
 from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolation, RankLost
+from rpcdist.time_limits import REFUSAL_POLL_S
 
 __all__ = ["MessageState"]
 
@@ -46,6 +47,7 @@ class MessageState:
     def __init__(self, rank: int, ranks: Sequence[int], limit_bytes: int) -> None:
         self.rank = rank
         self.ranks = tuple(ranks)
+        self._others = [other for other in range(len(ranks)) if other != rank]
         self.pending: dict[Request, None] = {}
         self.settled: deque[Request] = deque()
         self.lost: dict[int, str] = {}
@@ -113,20 +115,17 @@ class MessageState:
 
     def _fail_if_gone(self, receive: PostedReceive) -> None:
         """Fails a receive if its source, or every other rank for any source, is gone."""
-        if receive.peer is None:
-            sources = [rank for rank in range(len(self.ranks)) if rank != self.rank]
-        else:
-            sources = [receive.peer]
-        reasons = []
-        for rank in sources:
-            connection = self.incoming.get(rank)
-            reason = self.lost.get(rank) if connection is None else connection.ended
-            if reason is None:
-                return  # something may come; the connection of a lost rank is read to its end
-            reasons.append(f"rank {self.ranks[rank]}: {reason}")
-        if reasons:
+        sources = self._others if receive.peer is None else [receive.peer]
+        reasons = {rank: reason for rank in sources if (reason := self._why_gone(rank)) is not None}
+        if 0 < len(sources) == len(reasons):
+            text = "; ".join(f"rank {self.ranks[rank]}: {reason}" for rank, reason in reasons.items())
             prefix = "all other ranks are gone: " if receive.peer is None else ""
-            self._give_up(receive, RankLost(receive.title, prefix + "; ".join(reasons), sources))
+            self._give_up(receive, RankLost(receive.title, prefix + text, sources))
+
+    def _why_gone(self, rank: int) -> str | None:
+        """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
+        connection = self.incoming.get(rank)
+        return self.lost.get(rank) if connection is None else connection.ended
 
     # ------------------------------------------------------------ messages
 
@@ -179,7 +178,7 @@ class MessageState:
         """The connection on which this rank sends to `peer`; a new one is not open."""
         connection = self.outgoing.get(peer)
         if connection is None:
-            connection = OutgoingConnection(peer, partial(self._end_outgoing, peer), OutStream(self.complete))
+            connection = OutgoingConnection(peer, OutStream(self.complete), partial(self._end_outgoing, peer))
             self.outgoing[peer] = connection
         return connection
 
@@ -190,7 +189,7 @@ class MessageState:
             sock.close()
             raise ProtocolViolation(f"rank {self.ranks[source]} connected twice")
         stream = InStream(partial(self.begin, source), self.end)
-        self.incoming[source] = IncomingConnection(source, partial(self._end_incoming, source), stream)
+        self.incoming[source] = IncomingConnection(source, stream, partial(self._end_incoming, source))
         self.incoming[source].open(sock)
         if old is not None:
             old.end("another one took its place")
@@ -217,10 +216,12 @@ class MessageState:
         for request in self.outgoing[peer].stream.clear():
             self.complete(request, self._lost_error(request, peer, reason))
 
-    def read_refusals(self, connection: OutgoingConnection) -> None:
-        """Takes what the peer refused since the last call."""
-        for refused in connection.read_refusals() or ():
-            self._refused(connection, *refused)
+    def read_refusals(self, connection: OutgoingConnection, now: float) -> None:
+        """Takes what the peer refused since the last time."""
+        if connection.is_open and now - connection.refusals_read_at > REFUSAL_POLL_S:
+            connection.refusals_read_at = now
+            for refused in connection.read_refusals() or ():
+                self._refused(connection, *refused)
 
     def _refused(self, connection: OutgoingConnection, expected: Header, header: Header) -> None:
         """Takes a refusal by the peer: fails the send and the receives from it, or else the next request with it."""

@@ -34,7 +34,7 @@ from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, RpcdistError
-from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, REFUSAL_POLL_S
+from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S
 from rpcdist.transport import fork
 
 __all__ = ["BUFFER_LIMIT_BYTES", "SMALL_BYTES", "Connect", "Messenger"]
@@ -85,7 +85,7 @@ class Messenger:
 
     # ------------------------------------------------------------ operations
 
-    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float | None) -> Work:
+    def send(self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool, timeout_s: float) -> Work:
         """See `GroupBackend.send`. The first one to a peer opens the connection, blocking, also when asynchronous.
 
         Raises:
@@ -100,7 +100,7 @@ class Messenger:
             connection = self._state.connection_to(peer)
             num_sent, is_sent = self._send_small(connection, tensor, tag)
             if not is_sent:
-                request = Request(title, tensor, peer, tag, timeout_s, self._progress)
+                request = Request(title, tensor, peer, timeout_s, self._progress)
                 self._state.put(request, connection, num_sent)
             if self._state.settled or (asynchronous and not is_sent):
                 self._progress.changed()
@@ -118,7 +118,7 @@ class Messenger:
         tag: int,
         *,
         asynchronous: bool,
-        timeout_s: float | None,
+        timeout_s: float,
         finish: Callable[[], None] | None = None,
     ) -> Work:
         """See `GroupBackend.recv`.
@@ -129,7 +129,7 @@ class Messenger:
             CollectiveTimeout: none came, or not completely, in time.
         """
         title = self._title("recv", peer, tag)
-        receive = PostedReceive(title, tensor, peer, tag, timeout_s, self._progress)
+        receive = PostedReceive(title, tensor, peer, timeout_s, self._progress)
         receive.finish = finish
         with self._entrance, self._lock:
             self._raise_error()
@@ -174,14 +174,10 @@ class Messenger:
         Returns:
             How many bytes the socket took, and whether they are all.
         """
-        stream, now = connection.stream, time.monotonic()
-        if connection.refusals or not connection.is_open:
+        stream = connection.stream
+        if connection.refusals or stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
             return 0, False
-        if now - connection.refusals_read_at > REFUSAL_POLL_S:
-            connection.refusals_read_at = now
-            self._state.read_refusals(connection)
-        if stream or tensor.nbytes > SMALL_BYTES:
-            return 0, False
+        self._state.read_refusals(connection, time.monotonic())  # the next operation raises what it finds
         message = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
         message += memory_of(tensor)
         num_sent = connection.send(message) or 0

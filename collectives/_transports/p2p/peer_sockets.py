@@ -6,7 +6,7 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Concatenate, Final, ParamSpec, TypeVar
+from typing import Any, Concatenate, Final, Generic, ParamSpec, TypeVar
 
 from rpcdist.collectives._transports.p2p.byte_streams import MOST_BYTES, InStream, OutStream
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame, pack_header, take_refusals
@@ -16,8 +16,9 @@ __all__ = ["IncomingConnection", "OutgoingConnection"]
 
 _REFUSALS_READ: Final = 4096
 
-C = TypeVar("C", bound="_MessageConnection")
+C = TypeVar("C", bound="_MessageConnection[Any]")
 P = ParamSpec("P")
+S = TypeVar("S", bound=InStream | OutStream)
 T = TypeVar("T")
 
 
@@ -50,11 +51,12 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
     return run
 
 
-class _MessageConnection:
+class _MessageConnection(Generic[S]):
     """One of the two.
 
     Args:
         peer: the other rank.
+        stream: its bytes as messages.
         on_end: called when the connection cannot be used any more, with the reason.
 
     Attributes:
@@ -65,8 +67,9 @@ class _MessageConnection:
 
     sock: socket.socket
 
-    def __init__(self, peer: int, on_end: Callable[[str], None]) -> None:
+    def __init__(self, peer: int, stream: S, on_end: Callable[[str], None]) -> None:
         self.peer = peer
+        self.stream = stream
         self._on_end = on_end
         self.is_open = False
         self.ended: str | None = None
@@ -93,12 +96,8 @@ class _MessageConnection:
             self._on_end(reason)
 
 
-class IncomingConnection(_MessageConnection):
+class IncomingConnection(_MessageConnection[InStream]):
     """The connection on which messages of `peer` come."""
-
-    def __init__(self, peer: int, on_end: Callable[[str], None], stream: InStream) -> None:
-        super().__init__(peer, on_end)
-        self.stream = stream
 
     @_step
     def receive(self) -> bool:
@@ -118,7 +117,7 @@ class IncomingConnection(_MessageConnection):
             self.end("it does not read what is refused; the connection was closed")
 
 
-class OutgoingConnection(_MessageConnection):
+class OutgoingConnection(_MessageConnection[OutStream]):
     """The connection on which messages go to `peer`.
 
     Attributes:
@@ -126,9 +125,8 @@ class OutgoingConnection(_MessageConnection):
         refusals_read_at: when a sender last read refusals, in seconds on the monotonic clock.
     """
 
-    def __init__(self, peer: int, on_end: Callable[[str], None], stream: OutStream) -> None:
-        super().__init__(peer, on_end)
-        self.stream = stream
+    def __init__(self, peer: int, stream: OutStream, on_end: Callable[[str], None]) -> None:
+        super().__init__(peer, stream, on_end)
         self.refusals: deque[tuple[Header, Header]] = deque(maxlen=16)
         self.refusals_read_at = 0.0
         self._refusal_bytes = bytearray()

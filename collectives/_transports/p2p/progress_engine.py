@@ -15,7 +15,6 @@ import os
 import select
 import threading
 import time
-from collections.abc import Collection
 
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
@@ -35,6 +34,8 @@ class ProgressEngine:
 
     Attributes:
         lock: guards the state and all that is here.
+        entrance: taken before the lock by all but those who lead or may do so next; the leader comes through it after
+            each turn, so that nobody else waits for longer than a turn, and one after the other.
         sleeping: the leader sleeps, or is about to.
         thread: the group's own thread; None until it is needed.
         stopped: the end has begun: no thread leads any more.
@@ -85,9 +86,10 @@ class ProgressEngine:
 
     def _follow(self, mine: Request) -> None:
         """Waits until no other thread leads, or the request is done."""
+        self._num_leads += 1
         self._num_followers += 1
+        self._wake()  # the group's own thread gives way
         try:
-            self._wake()  # the group's own thread gives way
             while self._leading and not mine.done:
                 self._lead_is_free.wait(IDLE_RECHECK_S)
         finally:
@@ -112,7 +114,7 @@ class ProgressEngine:
 
     def hurry(self) -> None:
         """Lets the group's own thread lead at once, if none does: something waits for a request, but no thread does."""
-        with self.lock:
+        with self.entrance, self.lock:
             self._num_leads_seen, self._watching = self._num_leads, False
             self.changed()
 
@@ -147,9 +149,7 @@ class ProgressEngine:
             if mine is None:
                 self._watch()
             else:
-                self._num_leads += 1
-                if self._leading:
-                    self._follow(mine)
+                self._follow(mine)
             if not (self._leading or self.stopped):
                 self._leading = True
                 try:
@@ -163,49 +163,39 @@ class ProgressEngine:
     def _move(self, mine: Request | None) -> None:
         """Moves bytes until the request is done or callbacks are due; without one, until another thread can lead."""
         state, spin_s, spins_until = self._state, 0.0 if mine is None else self._spin_s, 0.0
-        ready: Collection[int] = ()
         while True:
             now = time.monotonic()
-            moved = self._step(now, ready)
+            moved = self._step(now)
             if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
                 return
             if moved or not spins_until:
                 spins_until = now + spin_s
-            ready = self._rest(now >= spins_until, state.next_deadline - now)
+            self._rest(now >= spins_until, max(0.0, state.next_deadline - now))
 
-    def _rest(self, sleeps: bool, limit_s: float) -> Collection[int]:
-        """Leaves the lock to other threads, for a moment or until a socket is ready, time is over, or `changed`.
-
-        Returns:
-            The descriptors that are ready.
-        """
+    def _rest(self, sleeps: bool, limit_s: float) -> None:
+        """Leaves the lock to other threads, for a moment or until a socket is ready, time is over, or `changed`."""
         poller = self._pollers.get(self._masks(), self._waker.fileno()) if sleeps else None
-        ready: Collection[int] = ()
         self.sleeping = sleeps
         self.lock.release()
         try:
             if poller is None:
                 os.sched_yield()  # the peer may share this core
             else:
-                limit_ms = min(max(0.0, limit_s) * 1000, SELECT_LIMIT_MS)
-                ready = {descriptor for descriptor, _ in poller.poll(limit_ms)}
+                poller.poll(min(limit_s * 1000, SELECT_LIMIT_MS))
+                self._waker.drain()
         finally:
             with self.entrance:  # held by the next of the others, who may not be awake yet
                 self.lock.acquire()
             self.sleeping = False
-        if self._waker.fileno() in ready:
-            self._waker.drain()
-        return ready
 
-    def _step(self, now: float, ready: Collection[int]) -> bool:
+    def _step(self, now: float) -> bool:
         """Does what can be done without waiting; returns whether any bytes were moved."""
         state, moved = self._state, False
         try:
             if now >= state.next_deadline:
                 state.expire(now)
             for outgoing in state.outgoing.values():
-                if ready and outgoing.is_open and outgoing.sock.fileno() in ready:
-                    state.read_refusals(outgoing)
+                state.read_refusals(outgoing, now)
                 moved |= bool(outgoing.write())
             stuck = state.a_send_is_stuck
             for incoming in state.incoming.values():
@@ -231,7 +221,7 @@ class ProgressEngine:
 
     def stop(self) -> None:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
-        with self.lock:
+        with self.entrance, self.lock:
             self.stopped = True
             self._wake()
             self._called.notify()
@@ -240,8 +230,9 @@ class ProgressEngine:
             self._num_followers -= 1
             for outgoing in self._state.outgoing.values():
                 outgoing.say_goodbye()
-            for connection in (*self._state.outgoing.values(), *self._state.incoming.values()):
-                connection.end("the connection was closed here")
+                outgoing.end("the connection was closed here")
+            for incoming in self._state.incoming.values():
+                incoming.end("the connection was closed here")
             self._waker.close()
         self.settle()
         if self.thread is not None and self.thread is not threading.current_thread():

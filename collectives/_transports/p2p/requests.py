@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,10 +54,9 @@ class Request(Work):
     """A send, or a receive: the work that its caller waits for. The messenger's lock guards what it adds to `Work`.
 
     Args:
-        title: its name in errors, e.g. "recv #3 from rank 1 with tag 0 of group 'default'".
+        title: its name in errors, with the message's tag.
         tensor: dense; read or written until the request is done.
         peer: the other rank in the group; None for any.
-        tag: the message's.
         timeout_s: the time limit, in seconds.
         driver: moves the messages.
 
@@ -71,19 +69,13 @@ class Request(Work):
     """
 
     def __init__(
-        self,
-        title: object,
-        tensor: torch.Tensor,
-        peer: int | None,
-        tag: int,
-        timeout_s: float | None,
-        driver: Driver | None = None,
+        self, title: MessageTitle, tensor: torch.Tensor, peer: int | None, timeout_s: float, driver: Driver
     ) -> None:
         super().__init__(title)
         self.tensor = tensor
         self.peer = peer
-        self.tag = tag
-        self.timeout_s = math.inf if timeout_s is None else timeout_s
+        self.tag = title.tag
+        self.timeout_s = timeout_s
         self.deadline_at = time.monotonic() + self.timeout_s
         self.memory = memory_of(tensor)
         self.code = dtype_code(tensor.dtype)
@@ -104,14 +96,13 @@ class Request(Work):
             self.fail(self.error)
 
     def _block(self, timeout_s: float | None) -> None:
-        if timeout_s is None and self._driver is not None:
+        if timeout_s is None:
             self._driver.drive(self)
         if not self._done:
             super()._block(timeout_s)  # another thread may be about to settle it
 
     def _hurry(self) -> None:
-        if self._driver is not None:
-            self._driver.hurry()
+        self._driver.hurry()
 
 
 class PostedReceive(Request):
