@@ -170,24 +170,19 @@ class ProgressEngine:
                 return
             if moved or not spins_until:
                 spins_until = now + spin_s
-            self._rest(now >= spins_until, max(0.0, state.next_deadline - now))
-
-    def _rest(self, sleeps: bool, limit_s: float) -> None:
-        """Leaves the lock to other threads, for a moment or until a socket is ready, time is over, or `changed`."""
-        poller = self._pollers.get(self._masks(), self._waker.fileno()) if sleeps else None
-        self.sleeping = sleeps
-        self.lock.release()
-        try:
-            if poller is None:
-                os.sched_yield()  # the peer may share this core
-            else:
-                poller.poll(min(limit_s * 1000, SELECT_LIMIT_MS))
-                self._waker.drain()
-        finally:
-            with self.entrance:  # held by the next of the others, who may not be awake yet
-                self.lock.acquire()
-            self.sleeping = False
-
+            self.sleeping = not moved and now >= spins_until
+            poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
+            self.lock.release()
+            try:
+                if poller is not None:
+                    poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
+                    self._waker.drain()
+                elif not moved:
+                    os.sched_yield()  # the peer may share this core
+            finally:
+                with self.entrance:  # held by the next of the others, who may not be awake yet
+                    self.lock.acquire()
+                self.sleeping = False
     def _step(self, now: float) -> bool:
         """Does what can be done without waiting; returns whether any bytes were moved."""
         state, moved = self._state, False
@@ -221,7 +216,7 @@ class ProgressEngine:
 
     def stop(self) -> None:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
-        with self.entrance, self.lock:
+        with self.lock:
             self.stopped = True
             self._wake()
             self._called.notify()
