@@ -76,6 +76,19 @@ def _ping_pong(module: Any, group: Any, size: int, rank: int, world: int) -> Run
     return {0: ping, 1: pong}.get(rank, lambda: None)
 
 
+def _exchange(module: Any, group: Any, size: int, rank: int, world: int) -> Runner:
+    """Every rank with its neighbour: both send and receive at once."""
+    sent, received = torch.zeros(size // 4), torch.zeros(size // 4)
+    peer = rank ^ 1
+
+    def exchange() -> None:
+        works = [module.isend(sent, peer, group=group), module.irecv(received, peer, group=group)]
+        for work in works:
+            work.wait()
+
+    return exchange if peer < world else lambda: None
+
+
 CASES = (
     Case("all_reduce", _all_reduce),
     Case("broadcast", _broadcast),
@@ -84,6 +97,7 @@ CASES = (
     Case("all_to_all", _all_to_all),
     Case("barrier", _barrier, sizes=(0,)),
     Case("ping-pong", _ping_pong),
+    Case("exchange", _exchange),
 )
 
 
