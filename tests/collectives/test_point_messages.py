@@ -13,6 +13,7 @@ import torch
 from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, number, recv, send
 
 from rpcdist.collectives._operations.operation import DTYPES
+from rpcdist.collectives._transports.p2p import progress_engine
 from rpcdist.collectives.work import Work
 
 
@@ -319,6 +320,46 @@ def test_the_own_thread_starts_when_it_is_needed_and_sleeps(pair: Mesh) -> None:
     send(a, number(1), 1)
     assert work.wait(LIMIT_S)
     assert b._progress.thread is not None and b._progress.thread.is_alive()
+
+
+@pytest.fixture
+def endless_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The groups' own threads leave messages alone until they are told that no thread will wait."""
+    monkeypatch.setattr(progress_engine, "PROGRESS_GRACE_S", 10 * LIMIT_S)
+
+
+@pytest.mark.usefixtures("endless_grace")
+def test_the_own_thread_begins_at_once_for_futures_and_waits_with_a_limit(pair: Mesh) -> None:
+    a, b = pair.members
+    ways: list[Callable[[Work], object]] = [lambda work: work.wait(LIMIT_S), lambda work: work.get_future().wait()]
+    for wait in ways:
+        for _ in range(3):
+            send(a, number(7), 1)  # threads that wait lead in between, so there is a new grace
+            recv(b, number(0), 0)
+            got = number(0)
+            work = irecv(b, got, 0)
+            in_threads(lambda: wait(work), lambda: send(a, number(8), 1))  # noqa: B023  # they end in this round
+            assert got == 8
+
+
+@pytest.mark.usefixtures("endless_grace")
+async def test_the_own_thread_begins_at_once_for_an_event_loop() -> None:
+    with mesh() as made:
+        a, b = made.members
+        sent, got = torch.rand(BIG), torch.zeros(BIG)
+        async with asyncio.timeout(LIMIT_S):
+            await asyncio.gather(irecv(b, got, 0), isend(a, sent, 1))
+        assert torch.equal(sent, got)
+
+
+@pytest.mark.usefixtures("endless_grace")
+def test_threads_that_wait_need_no_other_thread(pair: Mesh) -> None:
+    def exchange(me: int) -> bool:
+        member, sent, got = pair.members[me], torch.full((BIG,), float(me)), torch.zeros(BIG)
+        works = [isend(member, sent, 1 - me), irecv(member, got, 1 - me)]
+        return all(work.wait() for work in works) and bool((got == 1 - me).all())
+
+    assert in_threads(lambda: exchange(0), lambda: exchange(1)) == [True, True]
 
 
 def test_tags_have_64_bits(pair: Mesh) -> None:

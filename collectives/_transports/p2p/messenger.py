@@ -1,13 +1,13 @@
 """Sends and receives between the ranks of a group, over one stream socket per direction.
 
 [Note: progress] A send tries its socket at once, on the caller's thread and under the lock. A small one with nothing
-before it needs no request if the socket takes all of it. A blocking receive of a small message tries for a moment, if
-nothing else is under way (`receive_small`). Whatever is left has a `Request`, and whoever waits for it leads or follows
-(`ProgressEngine`); what nobody waits for is moved by the group's own thread. The leader reads the sockets that a
-request waits for (rule M6 of `Matcher`), writes the rest of the messages, observes the deadlines, and sleeps in poll
-when nothing can be done. A send that the receiver does not read is stuck, and while it is stuck this rank reads what
-others send to it, up to a limit; so two ranks that send to each other first and receive then do not block each other
-below that limit, and not at all when their receives are posted.
+before it needs no request if the socket takes all of it. Whatever is left, and every receive, has a `Request`, and
+whoever waits for it leads or follows (`ProgressEngine`); what nobody waits for is moved by the group's own thread. The
+leader has a turn at each socket after the other, so that both directions of an exchange move: it reads the sockets that
+a request waits for (rule M6 of `Matcher`), and writes the rest of the messages. It observes the deadlines, and sleeps
+in poll when nothing can be done. A send that the receiver does not read is stuck, and while it is stuck this rank reads
+what others send to it, up to a limit; so two ranks that send to each other first and receive then do not block each
+other below that limit, and not at all when their receives are posted.
 
 [Note: what an error leaves behind] A mismatch fails the receive and the send, or the sender's next operation with that
 rank; the payload is dropped, and the connection goes on. A receive that timed out is withdrawn; when its message had

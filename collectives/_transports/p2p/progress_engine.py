@@ -183,6 +183,7 @@ class ProgressEngine:
                 with self.entrance:  # held by the next of the others, who may not be awake yet
                     self.lock.acquire()
                 self.sleeping = False
+
     def _step(self, now: float) -> bool:
         """Does what can be done without waiting; returns whether any bytes were moved."""
         state, moved = self._state, False
