@@ -444,7 +444,7 @@ IDLE_RECHECK_S: Final = 60.0
 FUTEX_WAIT_S: Final = 0.01
 """A rank that sleeps on shared memory looks this often whether its group has failed; others wake it at once."""
 PROGRESS_GRACE_S: Final = 0.001
-"""Messages whose sender or receiver may be about to wait for them are left alone this long by the group's own thread."""
+"""Messages whose owner may be about to wait for them are left alone this long by the own thread of their group."""
 MESSAGE_SPIN_S: Final = 50e-6
 """A thread that waits for a message tries its socket this long before it sleeps."""
 REFUSAL_POLL_S: Final = 0.001

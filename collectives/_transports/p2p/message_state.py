@@ -1,4 +1,4 @@
-"""The state of a rank's messages. It never waits; a socket is written to only for a refusal, and when it is closed.
+"""The state of a rank's messages: requests, what has come for none of them, and connections. It never waits.
 
 1. Every method needs the messenger's lock.
 2. A request is completed once: it leaves `pending` and enters `settled`, from where a thread notifies its waiters.

@@ -7,6 +7,7 @@
 3. A leader stops when its own request is done, and for callbacks, which may do anything: also wait for another request,
    and so lead again. A thread that waits then takes the lead, else the group's thread.
 4. Whoever changes what concerns the leader or those who follow calls `changed`.
+5. A leader gives the lock away after each turn, in which every socket is read and written once (`entrance`).
 """
 
 from __future__ import annotations
