@@ -17,6 +17,7 @@ from rpcdist.collectives.backends import Backend, BackendConfig, make_backend
 from rpcdist.collectives.constants import default_pg_nccl_timeout, default_pg_timeout
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.errors import ConfigError, RankLost
+from rpcdist.freed_memory import keep_freed_memory
 
 __all__ = ["MakeBackend", "check_split", "default_timeout", "make_group", "open_group", "split_off"]
 
@@ -45,6 +46,7 @@ def open_group(
     outlives_ranks: bool = False,
 ) -> ProcessGroup:
     """Connects the backends of a group whose ranks have come; closes what was opened when one of them fails."""
+    keep_freed_memory()
     opened: dict[str, GroupBackend] = {}
     by_device: dict[str, GroupBackend] = {}
     process = current_world().process

@@ -18,6 +18,7 @@ from rpcdist.collectives import Store
 from rpcdist.collectives._stores.signed_records import SignedRecords
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, ConnectFailed, RendezvousError, StoreTimeout
+from rpcdist.freed_memory import keep_freed_memory
 from rpcdist.ids import Identity, check_worker_name, new_incarnation
 from rpcdist.rpc._agent import ROLE, Agent, UpperParts
 from rpcdist.rpc._current import context_of
@@ -72,6 +73,7 @@ def start_agent(
     """
     check_worker_name(name)
     _check_rank(rank, world_size)
+    keep_freed_memory()
     place: Network = network if network is not None else acquire_node(node_options(options))
     place.expect_role(ROLE)
     try:

@@ -104,15 +104,16 @@ class PlanRunner:
         operand = self._buffers[step.operand.buffer].numbers(step.operand, start, stop)
         buffer = self._buffers[step.region.buffer]
         target = buffer.numbers(step.region, start, stop)
+        size = slice_bytes(target.element_size())
         if target.data_ptr() != operand.data_ptr():
             staging, memory = target, buffer.bytes_of(step.region)[start:stop]
         else:
-            size = target.nbytes if step.deferred else min(target.nbytes, slice_bytes(target.element_size()))
-            staging = self._scratch.get(_STAGING_SLOT - channel, size // target.element_size(), target.dtype)
+            length = target.nbytes if step.deferred else min(target.nbytes, size)
+            staging = self._scratch.get(_STAGING_SLOT - channel, length // target.element_size(), target.dtype)
             memory = memory_of(staging)
         return Reduction(
-            self._reducer.combine, target, operand, staging, memory, step.peer < self._rank, step.deferred,
-            self._finish if final else None,
+            self._reducer.combine, target, operand, staging, memory, step.peer < self._rank, size,
+            step.deferred, self._finish if final else None,
         )  # fmt: skip
 
     # ------------------------------------------------------------ transfers

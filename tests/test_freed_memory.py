@@ -1,0 +1,88 @@
+"""When the C library is asked to keep freed memory, and that it then does."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rpcdist import freed_memory
+from rpcdist.errors import ConfigError
+from rpcdist.freed_memory import KEEP_FREED_MEMORY_VARIABLE, apply, is_wanted
+
+ROUNDS, BLOCKS, BLOCK_BYTES = 4, 5, 8 << 20
+
+STEPS = f"""
+import resource
+from rpcdist.freed_memory import keep_freed_memory
+
+keep_freed_memory()
+
+def step():
+    for block in [bytearray({BLOCK_BYTES}) for _ in range({BLOCKS})]:
+        block[::4096] = bytes({BLOCK_BYTES // 4096})
+
+for _ in range(3):
+    step()
+before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+for _ in range({ROUNDS}):
+    step()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, True),
+        ({KEEP_FREED_MEMORY_VARIABLE: "auto"}, True),
+        ({KEEP_FREED_MEMORY_VARIABLE: "off"}, False),
+        ({"MALLOC_TRIM_THRESHOLD_": "1000000"}, False),
+        ({"MALLOC_MMAP_THRESHOLD_": "1000000"}, False),
+        ({"MALLOC_ARENA_MAX": "2"}, True),
+        ({"GLIBC_TUNABLES": "glibc.malloc.trim_threshold=128"}, False),
+        ({"GLIBC_TUNABLES": "glibc.pthread.rseq=0"}, True),
+    ],
+)
+def test_whose_choice_it_is(environment: dict[str, str], expected: bool) -> None:
+    assert is_wanted(environment) is expected
+
+
+def test_a_value_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match="RPCDIST_KEEP_FREED_MEMORY is 'auto' or 'off', not 'yes'"):
+        is_wanted({KEEP_FREED_MEMORY_VARIABLE: "yes"})
+
+
+def test_what_is_set_and_what_is_refused(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("DEBUG", freed_memory.__name__)
+    taken: dict[int, int] = {}
+
+    def mallopt(name: int, value: int) -> int:
+        taken[name] = value
+        return int(name != -2)
+
+    apply(mallopt)
+    assert taken == {-3: 32 << 20, -1: 256 << 20, -2: 16 << 20}
+    assert "did not take the settings (number, bytes) [(-2, 16777216)]" in caplog.text
+    apply(None)  # another C library has none
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="glibc is Linux's")
+def test_pages_do_not_come_again_in_each_step() -> None:
+    """Of 40 MiB that each step allocates and frees; by glibc's own rule most of them do."""
+    if freed_memory._find_mallopt() is None:
+        pytest.skip("the C library is not glibc")
+    num_pages = ROUNDS * BLOCKS * BLOCK_BYTES // 4096
+    assert _num_faults("off") > num_pages // 2
+    assert _num_faults("auto") < num_pages // 20
+
+
+def _num_faults(choice: str) -> int:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_"))}
+    environment[KEEP_FREED_MEMORY_VARIABLE] = choice
+    result = subprocess.run(
+        [sys.executable, "-c", STEPS], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    return int(result.stdout)
