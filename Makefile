@@ -2,7 +2,7 @@
 BIN := .venv/bin
 READY := .venv/.ready
 # Processes that share the tests, whose time is mostly waiting.
-TEST_WORKERS ?= 3
+TEST_WORKERS ?= 4
 # For each decoder of `make fuzz`.
 FUZZ_S ?= 300
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do $$p -c 'import ensurepip, sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
@@ -24,6 +24,8 @@ $(READY): pyproject.toml constraints.txt tools/generate_proto.py tools/link_for_
 demo: $(READY)  ## trains the parameter-server example
 	$(BIN)/python examples/parameter_server.py --min-accuracy 95
 
+# The tests start hundreds of processes, each of which would compile the package.
+test: export PYTHONDONTWRITEBYTECODE :=
 test: check  ## every check there is
 	$(BIN)/pytest -n $(TEST_WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -129,10 +129,13 @@ class ChaosWorld:
         return code
 
     def wait_until_nothing_is_held(self) -> None:
-        """No reference, context, call or stream anywhere; or says what is left."""
-        for name in self.names:
-            left = self[name].run(wait_until_nothing_is_held)
-            assert left == "", f"{name} still holds {left}"
+        """No reference, context, call or stream anywhere; or says what is left.
+
+        All look at once: what one still owns, another one may hold in garbage that nobody has collected.
+        """
+        waiting = {name: self[name].begin(wait_until_nothing_is_held) for name in self.names}
+        left = {name: pending.result() for name, pending in waiting.items()}
+        assert not any(left.values()), f"still held: {left}"
 
     def leave(self) -> None:
         """All shut down, within a limit, and leave nothing behind in their processes."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from full_sets import FULL_ONLY
 
 from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
 from rpcdist.collectives._stores.table_server import TABLE_SERVER
@@ -326,8 +327,14 @@ STORES = {
 
 
 @pytest.mark.multiproc
-@pytest.mark.parametrize("call", ["get('never')", "queue_pop('never')"])
-@pytest.mark.parametrize("kind", STORES)
+@pytest.mark.parametrize(
+    ("kind", "call"),
+    [
+        pytest.param(kind, call, marks=FULL_ONLY if kind in seldom else [])
+        for call, seldom in (("get('never')", ()), ("queue_pop('never')", ("hash", "file", "prefix", "torch")))
+        for kind in STORES
+    ],
+)
 def test_ctrl_c_interrupts_a_wait(tmp_path: Path, kind: str, call: str) -> None:
     code = f"""
         import sys

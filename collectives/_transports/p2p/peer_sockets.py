@@ -22,7 +22,7 @@ S = TypeVar("S", bound=InStream | OutStream)
 T = TypeVar("T")
 
 
-class _Ended(Exception):
+class _ConnectionEnded(Exception):
     """The peer has ended the connection; the text says how."""
 
 
@@ -34,7 +34,7 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
             return function(self, *args, **kwargs)
         except (BlockingIOError, InterruptedError):
             return None
-        except _Ended as exc:
+        except _ConnectionEnded as exc:
             reason = str(exc)
         except ProtocolViolation as exc:
             reason = f"it does not follow the protocol ({exc}); the connection was closed"
@@ -105,7 +105,9 @@ class IncomingConnection(_MessageConnection[InStream]):
         num_bytes = self.sock.recv_into(self.stream.space()[:MOST_BYTES])
         if num_bytes == 0:
             where = " in the middle of a message" if self.stream.inside_message else ""
-            raise _Ended("it left the group" if self.stream.said_goodbye else f"it closed the connection{where}")
+            raise _ConnectionEnded(
+                "it left the group" if self.stream.said_goodbye else f"it closed the connection{where}"
+            )
         self.stream.advance(num_bytes)
         return True
 
@@ -149,7 +151,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         """Returns the refusals that came since the last call."""
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
-            raise _Ended("it closed the connection")
+            raise _ConnectionEnded("it closed the connection")
         self._refusal_bytes += data
         return take_refusals(self._refusal_bytes)
 
