@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 LIBRARIES = ("rpcdist", "torch")
-STEP_BUDGET = 0.8
+STEP_BUDGET = 0.75
 MEMORY_BUDGET = 1.0
 
 
