@@ -6,6 +6,7 @@ take two, and work with NCCL only), so a rank receives world_size bytes for each
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Final
 
 import torch
@@ -20,6 +21,7 @@ __all__ = ["quantization_perchannel_hook", "quantization_pertensor_hook"]
 LARGEST: Final = 255
 LEAST_SCALE: Final = torch.finfo(torch.float32).eps
 SCALE_BYTES: Final = 8  # a scale and a zero point, both float32
+BLOCK: Final = 128 << 10  # numbers, 512 KiB of float32
 
 TensorFuture = torch.futures.Future[torch.Tensor]
 
@@ -38,34 +40,69 @@ def quantization_perchannel_hook(
 
 def _average(group: ProcessGroup | None, buffer: torch.Tensor, row: int) -> TensorFuture:
     size = collectives.get_world_size(group)
-    message, num_rows = _encode(buffer, row)
+    rows = _rows_of(buffer, row)
+    message = _encode(rows)
     gathered = torch.empty(size * message.numel(), dtype=torch.uint8, device=buffer.device)
     work = collectives.all_gather_into_tensor(gathered, message, group=group, async_op=True)
     assert work is not None
 
     def decode(done: torch.futures.Future[list[torch.Tensor]]) -> torch.Tensor:
         done.value()  # raises what went wrong
-        total = torch.zeros(num_rows, row, dtype=torch.float32, device=buffer.device)
-        for part in gathered.view(size, -1):
-            total += _decode(part, num_rows, row)
-        return buffer.copy_(total.view(-1)[: buffer.numel()].div_(size))
+        _average_into(rows, list(gathered.view(size, -1)))
+        if rows.data_ptr() != buffer.data_ptr():
+            buffer.copy_(rows.view(-1)[: buffer.numel()])
+        return buffer
 
     return work.get_future().then(decode)
 
 
-def _encode(buffer: torch.Tensor, row: int) -> tuple[torch.Tensor, int]:
-    """Scales and zero points of all rows, then the codes, as bytes; and the number of rows."""
-    rows = F.pad(buffer.float(), (0, -buffer.numel() % row)).view(-1, row)
-    low, high = rows.amin(1).clamp_(max=0), rows.amax(1).clamp_(min=0)
+def _rows_of(buffer: torch.Tensor, row: int) -> torch.Tensor:
+    """The numbers as float32 in rows of this length, the last one filled with zeros: a view where possible."""
+    missing = -buffer.numel() % row
+    return (F.pad(buffer.float(), (0, missing)) if missing else buffer.float()).view(-1, row)
+
+
+def _encode(rows: torch.Tensor) -> torch.Tensor:
+    """Scales and zero points of all rows, then the codes, as bytes."""
+    low, high = rows.amin(1, keepdim=True).clamp_(max=0), rows.amax(1, keepdim=True).clamp_(min=0)
     scale = ((high - low) / LARGEST).clamp_(min=LEAST_SCALE)
     zero = low.div(scale).round_().neg_().clamp_(0, LARGEST)
-    codes = rows.div(scale[:, None]).round_().add_(zero[:, None]).clamp_(0, LARGEST).to(torch.uint8)
-    return torch.cat([torch.cat([scale, zero]).view(torch.uint8), codes.view(-1)]), len(rows)
+    head = torch.cat([scale, zero]).view(-1).view(torch.uint8)
+    message = torch.empty(len(head) + rows.numel(), dtype=torch.uint8, device=rows.device)
+    message[: len(head)] = head
+    codes = message[len(head) :].view(rows.shape)
+    for numbers, out, divisor, offset in _blocks(rows, codes, scale, zero):
+        out.copy_(numbers.div(divisor).round_().add_(offset).clamp_(0, LARGEST))
+    return message
 
 
-def _decode(message: torch.Tensor, num_rows: int, row: int) -> torch.Tensor:
-    head = SCALE_BYTES * num_rows
+def _average_into(rows: torch.Tensor, messages: Sequence[torch.Tensor]) -> None:
+    """Replaces the numbers by the averages of those in the messages."""
+    parts = [_blocks(rows, *_decoded(message, rows)) for message in messages]
+    for ranks in zip(*parts, strict=True):
+        total = ranks[0][0].zero_()
+        for _, codes, scale, zero in ranks:
+            total.add_(codes.float().sub_(zero).mul_(scale))
+        total.div_(len(messages))
+
+
+def _decoded(message: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The codes in a message, as many as there are in `rows`, and the scales and zero points of the rows."""
+    head = SCALE_BYTES * len(rows)
     # A copy: the part of another rank may begin at an address that floats must not have.
-    scale, zero = message[:head].clone().view(torch.float32).view(2, num_rows, 1)
-    codes = message[head:].view(num_rows, row).float()
-    return codes.sub_(zero).mul_(scale)
+    scale, zero = message[:head].clone().view(torch.float32).view(2, len(rows), 1)
+    return message[head:].view(rows.shape), scale, zero
+
+
+def _blocks(rows: torch.Tensor, *others: torch.Tensor) -> Iterator[tuple[torch.Tensor, ...]]:
+    """Parts of rows with those of what belongs to them, a number for each of theirs or one for each row.
+
+    On the CPU a part stays in the processor's cache until all is computed of it: with whole buckets, each of six
+    operators would write tens of megabytes and read them again.
+    """
+    num_rows, row = rows.shape
+    wide = [other.expand(num_rows, row) for other in (rows, *others)]
+    if rows.device.type != "cpu":
+        return iter([tuple(wide)])
+    parts = (one.split(BLOCK, 1) if num_rows == 1 else one.split(max(1, BLOCK // row)) for one in wide)
+    return zip(*parts, strict=True)
