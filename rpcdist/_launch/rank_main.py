@@ -7,7 +7,6 @@ before the process is tied to its parent, so a parent that is killed at any time
 from __future__ import annotations
 
 import ctypes
-import gc
 import multiprocessing
 import os
 import pickle
@@ -58,7 +57,6 @@ def main() -> None:
     if os.getpid() != rank_pid:
         _end_forked_child(report)
     _write(task.report_fd, frame(report))  # and not closed: it ends with the process
-    gc.freeze()  # the interpreter collects garbage as it ends, among all objects of torch: 0.8 s that free nothing
     if not isinstance(report, Returned):
         sys.exit(1)
 

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+from typing import TextIO
 
 __all__ = [
     "be_killed",
@@ -20,6 +21,7 @@ __all__ = [
     "grandchild_then_exit",
     "hang_deaf",
     "hang_in_a_thread",
+    "leave_open",
     "linger",
     "listen_at_the_master_port",
     "make",
@@ -27,6 +29,8 @@ __all__ = [
     "return_unpicklable",
     "wait_for_ever",
 ]
+
+LEFT_OPEN: list[TextIO] = []
 
 VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")
 
@@ -154,6 +158,11 @@ def fork_and_leave(rank: int, how: str) -> int:
     if how == "exit":
         sys.exit(7)
     return 100
+
+
+def leave_open(rank: int, folder: str) -> None:
+    LEFT_OPEN.append(open(f"{folder}/{rank}", "w"))
+    LEFT_OPEN[0].write("last words")
 
 
 def return_unpicklable(rank: int) -> object:
