@@ -238,8 +238,11 @@ def test_the_next_send_raises_what_was_refused() -> None:
         send(a, torch.zeros(3), 1)
         prompt(lambda: recv(b, number(0), 0), CollectiveMismatch, "rank 0 sent 12 bytes")
         time.sleep(2e-3)  # a sender looks for refusals once a millisecond
-        send(a, number(0), 1)
         prompt(lambda: send(a, number(0), 1), CollectiveMismatch, "rank 1 receives 4 bytes")
+        got = number(0)
+        send(a, number(7), 1)
+        recv(b, got, 0)
+        assert got == 7  # the send that failed has sent nothing
 
 
 def test_another_dtype_of_the_same_size() -> None:
@@ -481,6 +484,23 @@ def test_an_interrupted_receive_leaves_the_others() -> None:
         eventually(lambda: not b._state.pending)
         send(a, number(1), 1, 1)
         recv(b, number(0), 0, 1)
+
+
+def test_an_interrupted_read_is_named_to_every_thread() -> None:
+    with mesh(2) as made:
+        a, b = made.members
+        send(a, number(1), 1)
+        other = irecv(b, number(0), 0, 2)
+        connection = b._state.incoming[0]
+
+        def receive() -> bool:
+            raise KeyboardInterrupt
+
+        connection.receive = receive  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            recv(b, number(0), 0, 1)
+        prompt(lambda: other.wait(LIMIT_S), GroupAborted, r"group 'test' failed: KeyboardInterrupt\(\) interrupted")
+        prompt(lambda: recv(b, number(0), 0), GroupAborted, "interrupted")
 
 
 def ends(sock: socket.socket) -> bool:

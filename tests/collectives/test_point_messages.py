@@ -15,6 +15,7 @@ from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, numb
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.collectives._transports.p2p import progress_engine
 from rpcdist.collectives.work import Work
+from rpcdist.errors import CollectiveError
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -237,6 +238,25 @@ def test_what_finish_raises_is_raised(pair: Mesh) -> None:
     send(a, number(8), 1)
     with pytest.raises(ArithmeticError, match="by finish"):
         work.wait()
+
+
+def test_an_interrupt_while_it_is_copied_fails_the_receive(pair: Mesh) -> None:
+    """Ctrl-C in the last step: whoever waits for the same work afterwards, or on another thread, is told."""
+    a, b = pair.members
+
+    def finish() -> None:
+        raise KeyboardInterrupt
+
+    work = b.recv(number(0), 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=finish)
+    send(a, number(8), 1)
+    with pytest.raises(KeyboardInterrupt):
+        work.wait()
+    with pytest.raises(CollectiveError, match=r"recv #\d+ from rank 0 .* interrupted by KeyboardInterrupt"):
+        work.wait(LIMIT_S)
+    got = number(0)
+    send(a, number(9), 1)
+    recv(b, got, 0)
+    assert got == 9
 
 
 def test_callbacks_may_send(pair: Mesh) -> None:

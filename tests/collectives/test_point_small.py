@@ -64,6 +64,25 @@ def test_the_rest_of_a_message_follows(taken: int, asynchronous: bool) -> None:
             assert got == value
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_nothing_is_sent_of_a_message_that_fails_with_an_earlier_refusal(asynchronous: bool) -> None:
+    """The socket would take a part of it: the rest would be missing, and the next message be taken for it."""
+    with mesh(2) as made:
+        a, b = made.members
+        sock = slow_socket(made)
+        send(a, number(0), 1)
+        with pytest.raises(CollectiveMismatch):
+            recv(b, torch.zeros(3), 0)
+        a._state.outgoing[1].refusals_read_at = 0.0  # it is time to look for them
+        sock.limits = [20]
+        with pytest.raises(CollectiveMismatch, match="rank 1 receives 12 bytes"):
+            isend(a, number(5), 1).wait() if asynchronous else send(a, number(5), 1)
+        assert sock.limits == [20]
+        got = number(-1)
+        in_threads(partial(send, a, number(6), 1), partial(recv, b, got, 0))
+        assert got == 6 and not sock.limits
+
+
 @pytest.mark.parametrize("size", [1 << 10, messenger.SMALL_BYTES // 4, messenger.SMALL_BYTES // 4 + 1])
 @pytest.mark.parametrize("cuts", [(), (7,), (50, 3), (5_000,)])
 def test_a_message_in_parts_arrives_whole(size: int, cuts: tuple[int, ...]) -> None:

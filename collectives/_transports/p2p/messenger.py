@@ -74,7 +74,7 @@ class Messenger:
         self._rank = rank
         self._connect = connect
         self._state = MessageState(rank, ranks, buffer_limit_bytes)
-        self._progress = ProgressEngine(self._state, spin_s, f"rpcdist p2p {group_name}")
+        self._progress = ProgressEngine(self._state, spin_s, group_name)
         self._lock = self._progress.lock
         self._entrance = self._progress.entrance
         self._num_calls = {"send": 0, "recv": 0}
@@ -175,9 +175,11 @@ class Messenger:
             How many bytes the socket took, and whether they are all.
         """
         stream = connection.stream
-        if connection.refusals or stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
+        if stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
             return 0, False
-        self._state.read_refusals(connection, time.monotonic())  # the next operation raises what it finds
+        self._state.read_refusals(connection, time.monotonic())
+        if connection.refusals or not connection.is_open:  # `put` raises it: none of this message may be sent
+            return 0, False
         message = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
         message += memory_of(tensor)
         num_sent = connection.send(message) or 0

@@ -20,6 +20,7 @@ import time
 from rpcdist.collectives._transports.p2p.message_state import MessageState
 from rpcdist.collectives._transports.p2p.requests import Request
 from rpcdist.collectives._transports.pollers import Pollers, Waker
+from rpcdist.errors import GroupAborted
 from rpcdist.time_limits import IDLE_RECHECK_S, PROGRESS_GRACE_S, PROGRESS_STOP_LIMIT_S, SELECT_LIMIT_MS
 
 __all__ = ["ProgressEngine"]
@@ -31,7 +32,7 @@ class ProgressEngine:
     Args:
         state: the requests, messages and connections.
         spin_s: how long a blocked thread tries its sockets before it sleeps, in seconds.
-        name: the name of the group's own thread.
+        group_name: the group's name in errors, and that of its own thread.
 
     Attributes:
         lock: guards the state and all that is here.
@@ -42,7 +43,7 @@ class ProgressEngine:
         stopped: the end has begun: no thread leads any more.
     """
 
-    def __init__(self, state: MessageState, spin_s: float, name: str) -> None:
+    def __init__(self, state: MessageState, spin_s: float, group_name: str) -> None:
         self.lock = threading.Lock()
         self.entrance = threading.Lock()
         self.sleeping = False
@@ -50,7 +51,7 @@ class ProgressEngine:
         self.stopped = False
         self._state = state
         self._spin_s = spin_s
-        self._name = name
+        self._group_name = group_name
         self._pollers = Pollers()
         self._waker = Waker()
         self._leading = False
@@ -80,7 +81,7 @@ class ProgressEngine:
             self._lead_is_free.notify_all()
         elif not (self._leading or self._watching or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
-                self.thread = threading.Thread(target=self._run, name=self._name, daemon=True)
+                self.thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
                 self.thread.start()
             self._watching = True
             self._called.notify()
@@ -203,7 +204,9 @@ class ProgressEngine:
                         incoming.end(state.lost[incoming.peer])
             return moved
         except BaseException as exc:  # of a signal handler: the positions in the streams are unknown
-            state.fail(exc)
+            error = GroupAborted(f"sends and receives of group {self._group_name!r}", f"{exc!r} interrupted them")
+            error.__cause__ = exc
+            state.fail(error)
             raise
 
     def _masks(self) -> dict[int, int]:

@@ -13,6 +13,7 @@ from rpcdist.collectives._operations.operation import dtype_code
 from rpcdist.collectives._transports.memory import copy_bytes, memory_of
 from rpcdist.collectives._transports.p2p.message_format import Header, MessageFrame
 from rpcdist.collectives.work import Work
+from rpcdist.errors import CollectiveError
 
 __all__ = ["Driver", "MessageTitle", "PostedReceive", "Request", "Target", "UnexpectedMessage"]
 
@@ -126,7 +127,11 @@ class PostedReceive(Request):
                 self.finish()
         except Exception as exc:
             self.error = exc
-        super().settle()
+        except BaseException as exc:  # of a signal handler
+            self.error = CollectiveError(self.title, f"it was interrupted by {type(exc).__name__} while it was copied")
+            raise
+        finally:
+            super().settle()
 
 
 @dataclass(eq=False, slots=True)
