@@ -65,7 +65,7 @@ class Watch(Reporter):
         self._answers: dict[int, tuple[int, str]] = {}
         self._answered = asyncio.Event()
         self._asking = False  # rank 0: the first rank that times out makes it ask; the verdict is for all
-        self._told = False  # rank 0: the first failure is final, so the others are told once
+        self._telling: asyncio.Task[object] | None = None  # rank 0: the others are told of the first failure, the final
         self._closing = False
 
     def start(self, sockets: dict[int, socket.socket], timeout_s: float) -> None:
@@ -77,10 +77,11 @@ class Watch(Reporter):
             connection = self._connections[rank] = WatchConnection(rank, sock)
             self._spawn(self._listen(connection), f"with rank {rank}")
 
-    def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> None:
+    def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> asyncio.Task[object]:
         task = self._node.io.spawn(coroutine, f"rpcdist watch of group {self._group} {what}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     # ------------------------------------------------------------ Reporter (any thread)
 
@@ -156,9 +157,9 @@ class Watch(Reporter):
 
     def _failed(self, failure: GroupFailure, sender: int) -> None:
         self._listener.fail(failure)
-        if self._rank == 0 and not self._told:
-            self._told = True
-            self._spawn(self._send_all({"say": "failure", **failure.to_json()}, skip=sender), "passes on")
+        if self._rank == 0 and self._telling is None:
+            message: Message = {"say": "failure", **failure.to_json()}
+            self._telling = self._spawn(self._send_all(message, skip=sender), "passes on")
 
     def _left(self, rank: int, sequence: int, sender: int) -> None:
         # Ranks speak for themselves; only rank 0 may say it of others.
@@ -197,9 +198,19 @@ class Watch(Reporter):
         except (RpcdistError, OSError) as exc:
             logger.debug("the watch of group %s closed without a farewell: %s", self._group, exc)
 
+    async def _tell_last_losses(self) -> None:
+        """Rank 0 may leave because a message has told it of a death, before the loop has seen it: nobody else can."""
+        for rank, connection in list(self._connections.items()):
+            if rank not in self._gone and connection.has_ended():
+                self._lost(rank, "its process ended")
+        if self._telling is not None:
+            await asyncio.wait({self._telling})  # it is bounded
+
     async def _close(self, sequence: int) -> None:
         if self._closing:
             return
+        if self._rank == 0:
+            await self._tell_last_losses()
         if self._connections:  # before `_closing`, which makes the end of a connection no loss
             await self._send_all({"say": "left", "rank": self._rank, "sequence": sequence})
         self._closing = True

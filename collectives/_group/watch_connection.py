@@ -56,6 +56,15 @@ class WatchConnection:
             raise ProtocolViolation(f"rank {self.rank} sent a watch message that is no object")
         return message
 
+    def has_ended(self) -> bool:
+        """Whether the peer has closed it, and all that it sent was received."""
+        try:
+            return not self.sock.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
     async def _exactly(self, size: int) -> bytes | None:
         data = bytearray()
         while len(data) < size:

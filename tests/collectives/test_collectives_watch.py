@@ -98,6 +98,20 @@ def test_the_death_of_rank_0_reaches_all(star: Star, node: Node) -> None:
         assert "rank 20 was lost" in failure.reason
 
 
+def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: Node) -> None:
+    """A message had told it, and its program ended: before the loop came to look at the watch's own connection."""
+
+    async def die_and_leave() -> None:
+        star.outer[1].shutdown(socket.SHUT_RDWR)
+        await star.watches[0]._close(9)
+
+    node.run(die_and_leave(), LIMIT_S)
+    for rank in (2, 3):
+        failure = star.failure(rank)
+        assert (failure.kind, failure.ranks) == (FailureKind.LOST, (1,))
+        assert failure.reason == "rank 21 was lost: its process ended"
+
+
 @pytest.mark.parametrize("leaver", [0, 3])
 def test_a_rank_that_leaves_is_not_lost(star: Star, leaver: int) -> None:
     star.watches[leaver].close(7)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import socket
 import threading
 import time
@@ -462,45 +461,6 @@ def test_close_while_a_thread_is_blocked() -> None:
             a.close()
 
         in_threads(lambda: prompt(lambda: recv(a, number(0), 1), GroupAborted, "destroyed"), close)
-
-
-def test_an_interrupted_receive_leaves_the_others() -> None:
-    """Ctrl-C in a thread that leads: its receive is withdrawn, and somebody else goes on."""
-    with mesh(2) as made:
-        a, b = made.members
-        other = irecv(b, number(0), 0, 2)
-
-        def interrupt() -> None:
-            eventually(lambda: len(b._state.pending) == 2 and b._progress.sleeping)
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
-
-        thread = threading.Thread(target=interrupt)
-        thread.start()
-        with pytest.raises(KeyboardInterrupt):
-            recv(b, number(0), 0, 1)
-        thread.join(LIMIT_S)
-        send(a, number(1), 1, 2)
-        assert other.wait(LIMIT_S)
-        eventually(lambda: not b._state.pending)
-        send(a, number(1), 1, 1)
-        recv(b, number(0), 0, 1)
-
-
-def test_an_interrupted_read_is_named_to_every_thread() -> None:
-    with mesh(2) as made:
-        a, b = made.members
-        send(a, number(1), 1)
-        other = irecv(b, number(0), 0, 2)
-        connection = b._state.incoming[0]
-
-        def receive() -> bool:
-            raise KeyboardInterrupt
-
-        connection.receive = receive  # type: ignore[method-assign]
-        with pytest.raises(KeyboardInterrupt):
-            recv(b, number(0), 0, 1)
-        prompt(lambda: other.wait(LIMIT_S), GroupAborted, r"group 'test' failed: KeyboardInterrupt\(\) interrupted")
-        prompt(lambda: recv(b, number(0), 0), GroupAborted, "interrupted")
 
 
 def ends(sock: socket.socket) -> bool:

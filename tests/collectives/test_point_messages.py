@@ -15,7 +15,6 @@ from point_pairs import BIG, LIMIT_S, Mesh, in_threads, irecv, isend, mesh, numb
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.collectives._transports.p2p import progress_engine
 from rpcdist.collectives.work import Work
-from rpcdist.errors import CollectiveError
 
 
 @pytest.fixture(params=["unix", "tcp"])
@@ -194,28 +193,6 @@ def test_any_source_counts_everything_once(trio: Mesh) -> None:
     assert isinstance(sources, list) and sources.count(1) == sources.count(2) == count
 
 
-@pytest.mark.parametrize("size", [0, 3, 100_000])
-@pytest.mark.parametrize("source", [0, None])
-def test_to_myself(size: int, source: int | None) -> None:
-    with mesh(1) as made:
-        (a,) = made.members
-        sent, got = torch.rand(size), torch.zeros(size)
-        send(a, sent, 0, 1)
-        kept = sent.clone()
-        sent.zero_()
-        assert recv(a, got, source, 1).source_rank() == 0
-        assert torch.equal(got, kept)
-        posted = irecv(a, got, source, 2)
-        send(a, sent, 0, 2)
-        assert posted.wait() and torch.equal(got, sent)
-
-
-def test_a_thread_that_waits_is_woken_by_a_message_to_myself() -> None:
-    with mesh(1) as made:
-        (a,) = made.members
-        in_threads(lambda: recv(a, number(0), 0), lambda: send(a, number(1), 0))
-
-
 def test_finish_runs_before_the_work_is_done(pair: Mesh) -> None:
     a, b = pair.members
     got = number(0)
@@ -238,25 +215,6 @@ def test_what_finish_raises_is_raised(pair: Mesh) -> None:
     send(a, number(8), 1)
     with pytest.raises(ArithmeticError, match="by finish"):
         work.wait()
-
-
-def test_an_interrupt_while_it_is_copied_fails_the_receive(pair: Mesh) -> None:
-    """Ctrl-C in the last step: whoever waits for the same work afterwards, or on another thread, is told."""
-    a, b = pair.members
-
-    def finish() -> None:
-        raise KeyboardInterrupt
-
-    work = b.recv(number(0), 0, 0, asynchronous=True, timeout_s=LIMIT_S, finish=finish)
-    send(a, number(8), 1)
-    with pytest.raises(KeyboardInterrupt):
-        work.wait()
-    with pytest.raises(CollectiveError, match=r"recv #\d+ from rank 0 .* interrupted by KeyboardInterrupt"):
-        work.wait(LIMIT_S)
-    got = number(0)
-    send(a, number(9), 1)
-    recv(b, got, 0)
-    assert got == 9
 
 
 def test_callbacks_may_send(pair: Mesh) -> None:

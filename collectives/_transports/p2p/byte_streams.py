@@ -23,11 +23,12 @@ from rpcdist.errors import ProtocolViolation
 
 __all__ = ["MOST_BYTES", "InStream", "OutStream"]
 
-_STAGING_BYTES: Final = 1 << 18
+_STAGING_BYTES: Final = (1 << 16) + HEADER_BYTES  # what comes here first is copied once more
 _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied when it is put
 _MOST_MESSAGES: Final = 16  # in one system call
-MOST_BYTES: Final = 1 << 22
-"""In one system call: then it is the turn of the other direction, of other sockets and of other threads."""
+MOST_BYTES: Final = 1 << 20
+"""In one system call, and on its way in a Unix socket: then it is the turn of the other direction, of other sockets and
+of other threads. With 4 MiB, an exchange of 16 MiB between 4 ranks on 2 cores took 1.2x to 1.3x as long."""
 
 
 class InStream:

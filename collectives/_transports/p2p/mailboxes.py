@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable, Sequence
 
 from rpcdist.collectives._transports.p2p.messenger import Messenger
+from rpcdist.collectives._transports.sockets.spin_policy import message_spin_s
 from rpcdist.errors import ProtocolViolation, TransportError
 from rpcdist.transport.sockets import SocketHub
 
@@ -36,7 +37,7 @@ class Mailboxes(Messenger):
         uid: str = "",
         addresses: Sequence[str] = (),
     ) -> None:
-        super().__init__(group_name, rank, ranks, self._dial)
+        super().__init__(group_name, rank, ranks, self._dial, spin_s=message_spin_s(rank, addresses))
         self._hub = hub
         self._uid = uid
         self._addresses = tuple(addresses)

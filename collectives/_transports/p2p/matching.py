@@ -39,8 +39,8 @@ class _Kept(Generic[T]):
         self.weights: Counter[_Source] = Counter()
 
     def add(self, source: _Source, tag: int, item: T, weight: int) -> None:
+        self.weights[source] += weight  # first: if a signal handler raises in between, its socket is read too often
         self._by_tag.setdefault(tag, []).append((source, item, weight))
-        self.weights[source] += weight
 
     def take(self, source: _Source, tag: int, only: T | None = None) -> T | None:
         """Removes and returns the first item that matches, or this one; None if there is none."""

@@ -16,7 +16,6 @@ from functools import partial
 
 import torch
 
-from rpcdist.collectives._transports.memory import copy_bytes
 from rpcdist.collectives._transports.p2p.byte_streams import InStream, OutStream
 from rpcdist.collectives._transports.p2p.matching import Matcher
 from rpcdist.collectives._transports.p2p.message_format import Header, refusal
@@ -88,20 +87,13 @@ class MessageState:
             self._hand_over(arrived, receive)
 
     def put(self, request: Request, connection: OutgoingConnection, num_sent: int = 0) -> None:
-        """Takes a send, of which so many bytes were sent already; a message to this rank itself arrives at once."""
+        """Takes a send, of which so many bytes were sent already."""
         reason = connection.ended or self.lost.get(connection.peer)
         if reason is not None:
             self.complete(request, self._lost_error(request, connection.peer, reason))
         elif self._admit(request, connection):
-            if connection.peer != self.rank:
-                connection.stream.put(request, num_sent)
-                connection.write()
-                return
-            target = self.begin(self.rank, request.header())
-            if target is not None:
-                copy_bytes(target.tensor.data_ptr(), request.tensor.data_ptr(), request.tensor.nbytes)
-                self.end(target)
-            self.complete(request)
+            connection.stream.put(request, num_sent)
+            connection.write()
 
     def _admit(self, request: Request, connection: OutgoingConnection | None) -> bool:
         """Adds a request to those that are pending, unless it fails with a refusal that no earlier one could report."""

@@ -34,7 +34,7 @@ from rpcdist.collectives._transports.p2p.progress_engine import ProgressEngine
 from rpcdist.collectives._transports.p2p.requests import MessageTitle, PostedReceive, Request
 from rpcdist.collectives.work import Work
 from rpcdist.errors import CollectiveError, GroupAborted, RpcdistError
-from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S
+from rpcdist.time_limits import MESSAGE_SPIN_S, MIN_WAIT_S, PROGRESS_STOP_LIMIT_S
 from rpcdist.transport import fork
 
 __all__ = ["BUFFER_LIMIT_BYTES", "SMALL_BYTES", "Connect", "Messenger"]
@@ -94,22 +94,24 @@ class Messenger:
             CollectiveTimeout: the peer did not read it in time.
         """
         title = self._title("send", peer, tag)
-        with self._entrance, self._lock:
-            self._raise_error()
-            is_new = peer not in self._state.outgoing
-            connection = self._state.connection_to(peer)
-            num_sent, is_sent = self._send_small(connection, tensor, tag)
-            if not is_sent:
-                request = Request(title, tensor, peer, timeout_s, self._progress)
-                self._state.put(request, connection, num_sent)
-            if self._state.settled or (asynchronous and not is_sent):
-                self._progress.changed()
-        if is_sent:
-            self._progress.settle()
-            return Work.finished(title)
-        if is_new and not request.done:
-            self._open(connection, request.timeout_s)
-        return self._finish(request, asynchronous)
+        request: Request | None = None
+        try:
+            with self._entrance, self._lock:
+                self._raise_error()
+                is_new = peer not in self._state.outgoing
+                connection = self._state.connection_to(peer)
+                num_sent, is_sent = self._send_small(connection, tensor, tag)
+                if not is_sent:
+                    request = Request(title, tensor, peer, timeout_s, self._progress)
+                    self._state.put(request, connection, num_sent)
+                if self._state.settled or (asynchronous and not is_sent):
+                    self._progress.changed()
+            if request is not None and is_new and not request.done:
+                self._open(connection, timeout_s)
+            return self._finish(request or Work.finished(title), asynchronous)
+        except BaseException:
+            self._withdraw(request)
+            raise
 
     def recv(
         self,
@@ -131,12 +133,16 @@ class Messenger:
         title = self._title("recv", peer, tag)
         receive = PostedReceive(title, tensor, peer, timeout_s, self._progress)
         receive.finish = finish
-        with self._entrance, self._lock:
-            self._raise_error()
-            self._state.post(receive)
-            if asynchronous:
-                self._progress.changed()
-        return self._finish(receive, asynchronous)
+        try:
+            with self._entrance, self._lock:
+                self._raise_error()
+                self._state.post(receive)
+                if asynchronous:
+                    self._progress.changed()
+            return self._finish(receive, asynchronous)
+        except BaseException:
+            self._withdraw(receive)
+            raise
 
     def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
         """Begins a call: counts, names and checks it."""
@@ -152,19 +158,24 @@ class Messenger:
         if self._state.error is not None:
             raise self._state.error
 
-    def _finish(self, request: Request, asynchronous: bool) -> Work:
-        """Ends a call: an asynchronous one returns at once, a blocking one when the request is settled."""
+    def _finish(self, work: Work, asynchronous: bool) -> Work:
+        """Ends a call: an asynchronous one returns at once, a blocking one when its request is settled."""
         self._progress.settle()
         if not asynchronous:
-            try:
-                request.wait()
-            except BaseException:
-                with self._entrance, self._lock:
-                    if not request.done:  # the caller was interrupted
-                        self._state.withdraw(request)
-                        self._progress.changed()
-                raise
-        return request
+            work.wait()
+        return work
+
+    def _withdraw(self, request: Request | None) -> None:
+        """Ends what a call has begun that fails, or is interrupted: its tensor is not used any more."""
+        if request is None or request.is_completed():
+            return
+        with self._entrance, self._lock:
+            if not request.done:
+                self._state.withdraw(request)
+            self._progress.changed()
+        self._progress.settle()
+        with suppress(CollectiveError):
+            request.wait(PROGRESS_STOP_LIMIT_S)  # another thread may be copying its message
 
     # ------------------------------------------------------------ sending
 
@@ -182,9 +193,13 @@ class Messenger:
             return 0, False
         message = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
         message += memory_of(tensor)
-        num_sent = connection.send(message) or 0
-        is_sent = num_sent == len(message)
-        stream.num_sent += is_sent
+        try:
+            num_sent = connection.send(message) or 0
+            is_sent = num_sent == len(message)
+            stream.num_sent += is_sent
+        except BaseException:  # of a signal handler: the position in the stream is unknown
+            connection.end("a send was interrupted")
+            raise
         return num_sent, is_sent
 
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:

@@ -83,6 +83,8 @@ class _MessageConnection(Generic[S]):
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             with suppress(OSError):  # a broken socket says so again when it is used
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         self.sock = sock
         self.is_open = True
 

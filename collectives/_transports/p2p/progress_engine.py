@@ -8,6 +8,8 @@
    and so lead again. A thread that waits then takes the lead, else the group's thread.
 4. Whoever changes what concerns the leader or those who follow calls `changed`.
 5. A leader gives the lock away after each turn, in which every socket is read and written once (`entrance`).
+6. A signal handler may raise wherever a thread of the program waits. So locks are held by `with` alone: a thread that
+   was interrupted while it took one does not hold it, and must not release it.
 """
 
 from __future__ import annotations
@@ -54,11 +56,10 @@ class ProgressEngine:
         self._group_name = group_name
         self._pollers = Pollers()
         self._waker = Waker()
-        self._leading = False
+        self._leader: object | None = None  # while a thread leads, something of its own
         self._num_leads = 0  # by threads that wait for a request
         self._num_leads_seen = -1  # how many of them were when the group's thread looked
-        self._num_followers = 0
-        self._lead_is_free = threading.Condition(self.lock)  # or a request is done
+        self._followers: list[threading.Lock] = []  # each is released when nobody leads, or a request is done
         self._called = threading.Condition(self.lock)  # the group's own thread
         self._watching = False  # the group's own thread needs no call: it looks by itself soon
 
@@ -77,25 +78,25 @@ class ProgressEngine:
             settles: that thread shall call `settle`, too: the caller does not.
         """
         self._wake()
-        if self._num_followers:
-            self._lead_is_free.notify_all()
-        elif not (self._leading or self._watching or self.stopped) and (settles or self._state.has_work):
+        if self._followers:
+            for follower in self._followers:
+                if follower.locked():  # else an interrupted call has released it
+                    follower.release()
+            self._followers.clear()
+        elif not (self._leader or self._watching or self.stopped) and (settles or self._state.has_work):
             if self.thread is None:
                 self.thread = threading.Thread(target=self._run, name=f"rpcdist p2p {self._group_name}", daemon=True)
                 self.thread.start()
             self._watching = True
             self._called.notify()
 
-    def _follow(self, mine: Request) -> None:
-        """Waits until no other thread leads, or the request is done."""
-        self._num_leads += 1
-        self._num_followers += 1
+    def _follow(self) -> threading.Lock:
+        """Lets the caller wait for the end of the lead; returns what is released when it should look again."""
+        follower = threading.Lock()
+        follower.acquire()
+        self._followers.append(follower)
         self._wake()  # the group's own thread gives way
-        try:
-            while self._leading and not mine.done:
-                self._lead_is_free.wait(IDLE_RECHECK_S)
-        finally:
-            self._num_followers -= 1
+        return follower
 
     def _watch(self) -> None:
         """Lets the group's own thread wait until requests are left alone.
@@ -105,7 +106,7 @@ class ProgressEngine:
         """
         state = self._state
         while not self.stopped:
-            is_needed = not (self._leading or self._num_followers) and (state.has_work or bool(state.settled))
+            is_needed = not (self._leader or self._followers) and (state.has_work or bool(state.settled))
             self._watching = self._num_leads != self._num_leads_seen
             if is_needed and not self._watching:
                 return
@@ -146,45 +147,61 @@ class ProgressEngine:
             self.settle()
 
     def _lead(self, mine: Request | None) -> None:
-        """Leads, if no other thread does, until its request is done or callbacks are due."""
-        with self.lock:
-            if mine is None:
-                self._watch()
-            else:
-                self._follow(mine)
-            if not (self._leading or self.stopped):
-                self._leading = True
-                try:
-                    self._move(mine)
-                finally:
-                    self._leading = False
-                    self.changed()
+        """Leads until its request is done or callbacks are due; waits if another thread leads."""
+        follower, leader = None, object()
+        try:
+            with self.lock:
+                if mine is None:
+                    self._watch()
+                else:
+                    self._num_leads += 1
+                    if self._leader and not mine.done:
+                        follower = self._follow()
+                if not (self._leader or self.stopped):
+                    self._leader = leader
+            if follower is not None:
+                follower.acquire(timeout=IDLE_RECHECK_S)
+            elif self._leader is leader:
+                self._move(mine)
+        finally:
+            try:
+                self._leave(leader, follower)
+            except BaseException:  # of a signal handler: others wait for this
+                self._leave(leader, follower)
+                raise
 
-    # ------------------------------------------------------------ the leader; the lock is held but while it rests
+    def _leave(self, leader: object, follower: threading.Lock | None) -> None:
+        """Gives the lead or the place among the followers back; idempotent."""
+        with self.lock:
+            if follower in self._followers:
+                self._followers.remove(follower)
+            if self._leader is leader:
+                self._leader, self.sleeping = None, False
+            self.changed()
+
+    # ------------------------------------------------------------ the leader
 
     def _move(self, mine: Request | None) -> None:
         """Moves bytes until the request is done or callbacks are due; without one, until another thread can lead."""
         state, spin_s, spins_until = self._state, 0.0 if mine is None else self._spin_s, 0.0
         while True:
-            now = time.monotonic()
-            moved = self._step(now)
-            if state.settled or (mine.done if mine is not None else self._num_followers or not state.has_work):
-                return
-            if moved or not spins_until:
-                spins_until = now + spin_s
-            self.sleeping = not moved and now >= spins_until
-            poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
-            self.lock.release()
-            try:
-                if poller is not None:
-                    poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
-                    self._waker.drain()
-                elif not moved:
-                    os.sched_yield()  # the peer may share this core
-            finally:
-                with self.entrance:  # held by the next of the others, who may not be awake yet
-                    self.lock.acquire()
+            with self.lock:
                 self.sleeping = False
+                now = time.monotonic()
+                moved = self._step(now)
+                if state.settled or (mine.done if mine is not None else self._followers or not state.has_work):
+                    return
+                if moved or not spins_until:
+                    spins_until = now + spin_s
+                self.sleeping = not moved and now >= spins_until
+                poller = self._pollers.get(self._masks(), self._waker.fileno()) if self.sleeping else None
+            if poller is not None:
+                poller.poll(min(1000 * max(0.0, state.next_deadline - now), SELECT_LIMIT_MS))
+                self._waker.drain()
+            elif not moved:
+                os.sched_yield()  # the peer may share this core
+            with self.entrance:  # the next of the others has it, who may not be awake yet
+                pass
 
     def _step(self, now: float) -> bool:
         """Does what can be done without waiting; returns whether any bytes were moved."""
@@ -221,13 +238,16 @@ class ProgressEngine:
 
     def stop(self) -> None:
         """Ends the group's thread, and closes the connections, after everything has failed; waits for no peer."""
+        limit = time.monotonic() + PROGRESS_STOP_LIMIT_S
         with self.lock:
             self.stopped = True
-            self._wake()
             self._called.notify()
-            self._num_followers += 1
-            self._lead_is_free.wait_for(lambda: not self._leading, PROGRESS_STOP_LIMIT_S)
-            self._num_followers -= 1
+            follower = self._follow()
+        while self._leader and (left_s := limit - time.monotonic()) > 0:
+            follower.acquire(timeout=left_s)
+            with self.lock:
+                follower = self._follow()
+        with self.lock:
             for outgoing in self._state.outgoing.values():
                 outgoing.say_goodbye()
                 outgoing.end("the connection was closed here")

@@ -6,9 +6,10 @@ import os
 from collections.abc import Sequence
 from typing import Final
 
+from rpcdist.time_limits import CROWDED_SPIN_S, MESSAGE_SPIN_S
 from rpcdist.transport.sockets import HubAddress
 
-__all__ = ["SpinPolicy"]
+__all__ = ["SpinPolicy", "message_spin_s"]
 
 MAX_SPINS: Final = 64
 """About 80 us: the cost of a sleep and the wake-up after it on a processor that was otherwise idle."""
@@ -31,8 +32,7 @@ class SpinPolicy:
     __slots__ = ("_crowded", "spins")
 
     def __init__(self, rank: int, addresses: Sequence[str]) -> None:
-        hosts = [HubAddress.parse(address).host for address in addresses]
-        self._crowded = hosts.count(hosts[rank]) > _num_cores()
+        self._crowded = _is_crowded(rank, addresses)
         self.spins = 0 if self._crowded else MAX_SPINS
 
     def message_came(self) -> None:
@@ -48,6 +48,18 @@ class SpinPolicy:
             self.spins = min(2 * self.spins, MAX_SPINS)
         else:
             self.spins = max(self.spins // 2, MIN_SPINS)
+
+
+def message_spin_s(rank: int, addresses: Sequence[str]) -> float:
+    """How long a thread that waits for a message tries its socket before it sleeps, in seconds; for a `SpinPolicy`'s
+    arguments."""
+    return CROWDED_SPIN_S if _is_crowded(rank, addresses) else MESSAGE_SPIN_S
+
+
+def _is_crowded(rank: int, addresses: Sequence[str]) -> bool:
+    """Whether the rank's host has more ranks of the group than cores."""
+    hosts = [HubAddress.parse(address).host for address in addresses]
+    return bool(hosts) and hosts.count(hosts[rank]) > _num_cores()
 
 
 def _num_cores() -> int:
