@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -13,7 +15,20 @@ from rpcdist.collectives._transports.p2p.messenger import Connect, Messenger
 from rpcdist.collectives.work import Work
 from rpcdist.time_limits import MESSAGE_SPIN_S
 
-__all__ = ["BIG", "LIMIT_S", "Mesh", "in_threads", "irecv", "isend", "mesh", "number", "recv", "send", "tcp_pair"]
+__all__ = [
+    "BIG",
+    "LIMIT_S",
+    "Mesh",
+    "in_threads",
+    "irecv",
+    "isend",
+    "mesh",
+    "number",
+    "recv",
+    "send",
+    "slow_socket",
+    "tcp_pair",
+]
 
 LIMIT_S = 20.0
 BIG = 6_000_000  # elements: more than all buffers of a socket and the limit of the mesh hold
@@ -121,3 +136,36 @@ def irecv(member: Messenger, tensor: torch.Tensor, peer: int | None, tag: int = 
 
 def number(value: float) -> torch.Tensor:
     return torch.tensor([float(value)])
+
+
+class Socket:
+    """A socket that takes what `limits` say, one number of bytes for each send, or raises such an error."""
+
+    def __init__(self, sock: Any, *limits: int | BaseException) -> None:
+        self._sock = sock
+        self.limits = list(limits)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._sock, name)
+
+    def send(self, data: bytes) -> int:
+        limit = self.limits.pop(0) if self.limits else len(data)
+        if isinstance(limit, BaseException):
+            raise limit
+        return int(self._sock.send(data[:limit]))
+
+    def sendmsg(self, parts: list[bytes]) -> int:
+        return self.send(b"".join(parts))
+
+
+def slow_socket(made: Mesh, *limits: int | BaseException) -> Socket:
+    """Opens the connection from rank 0 to rank 1, and limits what it takes from now on."""
+    a, b = made.members
+    send(a, number(0), 1)
+    recv(b, number(0), 0)
+    connection = a._state.outgoing[1]
+    sock = Socket(connection.sock, *limits)
+    connection.sock = sock  # type: ignore[assignment]
+    if limits:
+        connection.refusals_read_at = math.inf  # however slow the test is: the next message takes the short way
+    return sock

@@ -3,50 +3,16 @@
 from __future__ import annotations
 
 import errno
-import math
 import random
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from point_pairs import Mesh, in_threads, irecv, isend, mesh, number, recv, send
+from point_pairs import in_threads, irecv, isend, mesh, number, recv, send, slow_socket
 
 from rpcdist.collectives._transports.p2p import messenger
 from rpcdist.errors import CollectiveMismatch, RankLost
-
-
-class Socket:
-    """A socket that takes what `limits` say, one number of bytes for each send, or raises such an error."""
-
-    def __init__(self, sock: Any, *limits: int | BaseException) -> None:
-        self._sock = sock
-        self.limits = list(limits)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._sock, name)
-
-    def send(self, data: bytes) -> int:
-        limit = self.limits.pop(0) if self.limits else len(data)
-        if isinstance(limit, BaseException):
-            raise limit
-        return int(self._sock.send(data[:limit]))
-
-    def sendmsg(self, parts: list[bytes]) -> int:
-        return self.send(b"".join(parts))
-
-
-def slow_socket(made: Mesh, *limits: int | BaseException) -> Socket:
-    """Opens the connection from rank 0 to rank 1, and limits what it takes from now on."""
-    a, b = made.members
-    send(a, number(0), 1)
-    recv(b, number(0), 0)
-    connection = a._state.outgoing[1]
-    sock = Socket(connection.sock, *limits)
-    connection.sock = sock  # type: ignore[assignment]
-    if limits:
-        connection.refusals_read_at = math.inf  # however slow the test is: the next message takes the short way
-    return sock
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

@@ -64,7 +64,10 @@ class MessageState:
     @property
     def a_send_is_stuck(self) -> bool:
         """Whether a connection is open and has not taken all that is to be sent on it."""
-        return any(connection.stream and connection.is_open for connection in self.outgoing.values())
+        for connection in self.outgoing.values():  # no generator: a signal handler's error is lost where one is closed
+            if connection.stream and connection.is_open:
+                return True
+        return False
 
     # ------------------------------------------------------------ requests
 

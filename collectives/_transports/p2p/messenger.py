@@ -101,9 +101,13 @@ class Messenger:
                 is_new = peer not in self._state.outgoing
                 connection = self._state.connection_to(peer)
                 num_sent, is_sent = self._send_small(connection, tensor, tag)
-                if not is_sent:
-                    request = Request(title, tensor, peer, timeout_s, self._progress)
-                    self._state.put(request, connection, num_sent)
+                try:
+                    if not is_sent:
+                        request = Request(title, tensor, peer, timeout_s, self._progress)
+                        self._state.put(request, connection, num_sent)
+                except BaseException:  # of a signal handler: the rest of a message may be missing
+                    connection.end("a send was interrupted")
+                    raise
                 if self._state.settled or (asynchronous and not is_sent):
                     self._progress.changed()
             if request is not None and is_new and not request.done:
