@@ -17,6 +17,7 @@ from typing import Final
 
 import torch
 
+from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
@@ -29,6 +30,8 @@ DEFAULT_SIZE: Final = 1000
 KEPT_DUMPS: Final = 20
 SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
 FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
+
+_NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
 """The name that the program gives the operations that it calls now; see `record_comm`."""
@@ -93,7 +96,10 @@ class Record:
 
     def follow(self, work: Work) -> None:
         """Ends with the work; `start` it before."""
-        work.when_done(lambda done: self.end(done.exception()))
+        if work.is_completed():
+            self.end(work.exception())
+        else:
+            work.when_done(lambda done: self.end(done.exception()))
 
     def to_json(self) -> dict[str, object]:
         return {name: getattr(self, name) for name in self.__slots__}
@@ -120,7 +126,7 @@ class MessageLog:
             self._group,
             next(self._numbers),
             operation,
-            str(tensor.dtype).removeprefix("torch."),
+            _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."),
             sizes if sends else None,
             None if sends else sizes,
             f"{'to' if sends else 'from'} {whom}, tag {tag}",
