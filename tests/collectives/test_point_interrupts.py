@@ -69,7 +69,13 @@ def test_an_interrupt_while_the_leader_takes_a_lock(name: str, number_of_time: i
         other = irecv(b, got, 0, 2)
         engine = b._progress
         setattr(engine, name, InterruptingLock(getattr(engine, name), number_of_time))
-        sender = threading.Thread(target=lambda: (eventually(lambda: engine.sleeping), send(a, number(4), 1, 3)))
+
+        def wake_again_and_again() -> None:
+            for _ in range(10):  # each of them is a turn
+                eventually(lambda: engine.sleeping)
+                send(a, number(4), 1, 3)
+
+        sender = threading.Thread(target=wake_again_and_again)
         sender.start()
         with pytest.raises(KeyboardInterrupt):
             recv(b, number(0), 0, 1)

@@ -12,7 +12,7 @@ import grpc.aio
 import pytest
 import rpc_victim_functions as functions
 from chunk_envelopes import chunk_envelope, messages_of
-from peer_timeouts import CALM_S, UNIT_S
+from peer_timeouts import CALM_S
 from rpc_raw_peer import (
     RawClient,
     call_raw,
@@ -233,7 +233,7 @@ def test_a_worker_cannot_be_taken_out_by_another(world: RpcWorld, address: str) 
 
 def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPool) -> None:
     """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
-    world = module_pool.world("a", "b", peer_timeout=3 * UNIT_S)  # as long, the other one has to answer "a"
+    world = module_pool.world("a", "b", peer_timeout=CALM_S)  # as long, the other one has to answer "a"
     _, port = world["b"].run(functions.address).rsplit(":", 1)
     world["b"].kill()
     other = module_pool.world("c", port=int(port))
