@@ -6,6 +6,7 @@ import random
 import threading
 import time
 from typing import Any
+from unittest import mock
 
 import torch
 from rpc_victim_functions import LIMIT_S, held, hold, make
@@ -22,6 +23,21 @@ def hold_remote(owner: str, count: int = 1) -> None:
         rref._get_future().wait()
         eventually(rref.confirmed_by_owner, "the owner has confirmed")  # set by a callback of that future
     held.extend(made)
+
+
+def leave_while_releases_are_late(late_s: float) -> None:
+    """The creations came after this worker had looked who holds its values, and their releases come later still."""
+    manager = rpc.api._get_current_rpc_agent().rrefs
+    on_message = manager.on_message
+
+    def on_message_later(*message: Any) -> None:
+        threading.Timer(late_s, on_message, message).start()
+
+    with (
+        mock.patch.object(manager, "on_message", on_message_later),
+        mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None),
+    ):
+        rpc.shutdown()
 
 
 def use_held(index: int = 0) -> Any:

@@ -308,11 +308,21 @@ class RRefManager:
             for state in self._tables.states.values():
                 state.deleted = state.value is None
         self._tables.feed(events.DropAll())
+        return self._wait_for(lambda: self._is_idle(others), timeout_s)
+
+    def wait_for_releases(self, timeout_s: float) -> bool:
+        """Waits until the other workers have dropped what this one owns; blocks. Returns whether they have, in time.
+
+        When nobody has work any more, the last messages that say so may still be on their way.
+        """
+        return self._wait_for(lambda: not self._tables.protocol.owners.entries, timeout_s)
+
+    def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = Deadline.after(timeout_s)
         with self._tables.changed:
             self._tables.num_waiting += 1
             try:
-                return self._tables.changed.wait_for(lambda: self._is_idle(others), deadline.wait_s())
+                return self._tables.changed.wait_for(condition, deadline.wait_s())
             finally:
                 self._tables.num_waiting -= 1
 
