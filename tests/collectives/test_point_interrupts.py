@@ -71,8 +71,8 @@ def test_an_interrupt_while_the_leader_takes_a_lock(name: str, number_of_time: i
         setattr(engine, name, InterruptingLock(getattr(engine, name), number_of_time))
 
         def wake_again_and_again() -> None:
-            for _ in range(10):  # each of them is a turn
-                eventually(lambda: engine.sleeping)
+            for num_sent in range(10):  # each of them is a turn
+                eventually(lambda: engine.sleeping and b._state.matcher.num_messages == num_sent)  # noqa: B023
                 send(a, number(4), 1, 3)
 
         sender = threading.Thread(target=wake_again_and_again)
