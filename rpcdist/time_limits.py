@@ -314,7 +314,7 @@ LAST_REPLIES_LIMIT_S: Final = 2.0
 RREF_DELETION_LIMIT_S: Final = 10.0
 """A worker that leaves gives its references back; what the owners did not confirm by then ends with the lease."""
 RREF_RELEASE_LIMIT_S: Final = 1.0
-"""When all workers leave and none has work, an owner waits this long for the last word of those who held its values."""
+"""When all workers have left, an owner waits this long for the last word of those who held its values."""
 UNREAD_STREAM_LIMIT_S: Final = 5.0
 """When all workers have called `shutdown`: a stream from which nobody has read this long is closed, and logged."""
 LEAVE_CONNECT_LIMIT_S: Final = 1.0

@@ -17,7 +17,6 @@ from typing import Final
 
 import torch
 
-from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.collectives.work import Work
 from rpcdist.errors import ConfigError
 
@@ -30,8 +29,6 @@ DEFAULT_SIZE: Final = 1000
 KEPT_DUMPS: Final = 20
 SIZE_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_SIZE"
 FOLDER_VARIABLE: Final = "RPCDIST_FLIGHT_RECORDER_DIR"
-
-_NAMES: Final = {dtype: str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 label: Final[ContextVar[str]] = ContextVar("rpcdist_comm_label", default="")
 """The name that the program gives the operations that it calls now; see `record_comm`."""
@@ -126,7 +123,7 @@ class MessageLog:
             self._group,
             next(self._numbers),
             operation,
-            _NAMES.get(tensor.dtype) or str(tensor.dtype).removeprefix("torch."),
+            str(tensor.dtype).removeprefix("torch."),
             sizes if sends else None,
             None if sends else sizes,
             f"{'to' if sends else 'from'} {whom}, tag {tag}",

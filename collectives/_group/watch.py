@@ -31,6 +31,7 @@ from rpcdist.time_limits import (
     CANCELLED_TASKS_LIMIT_S,
     GROUP_ANSWER_LIMIT_S,
     GROUP_FAREWELL_LIMIT_S,
+    GROUP_SEND_LIMIT_S,
 )
 from rpcdist.transport import Node
 
@@ -59,6 +60,7 @@ class Watch(Reporter):
         self._group = group
         self._listener = listener
         self._connections: dict[int, WatchConnection] = {}
+        self._listeners: dict[int, asyncio.Task[object]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
         self._gone: set[int] = set()  # ranks that left in order: the end of their connection is no loss
         self._question = 0  # numbers the questions: a late answer to an earlier one must not count
@@ -75,7 +77,7 @@ class Watch(Reporter):
     async def _start(self, sockets: dict[int, socket.socket]) -> None:
         for rank, sock in sockets.items():
             connection = self._connections[rank] = WatchConnection(rank, sock)
-            self._spawn(self._listen(connection), f"with rank {rank}")
+            self._listeners[rank] = self._spawn(self._listen(connection), f"with rank {rank}")
 
     def _spawn(self, coroutine: Coroutine[object, object, object], what: str) -> asyncio.Task[object]:
         task = self._node.io.spawn(coroutine, f"rpcdist watch of group {self._group} {what}")
@@ -199,12 +201,12 @@ class Watch(Reporter):
             logger.debug("the watch of group %s closed without a farewell: %s", self._group, exc)
 
     async def _tell_last_losses(self) -> None:
-        """Rank 0 may leave because a message has told it of a death, before the loop has seen it: nobody else can."""
-        for rank, connection in list(self._connections.items()):
-            if rank not in self._gone and connection.has_ended():
-                self._lost(rank, "its process ended")
+        """Rank 0 may leave as a message told it of a death, before its listener has seen it: nobody else would tell."""
+        ended = [self._listeners[rank] for rank, connection in self._connections.items() if connection.has_ended()]
+        if ended:
+            await asyncio.wait(ended, timeout=GROUP_SEND_LIMIT_S)
         if self._telling is not None:
-            await asyncio.wait({self._telling})  # it is bounded
+            await asyncio.wait([self._telling], timeout=GROUP_SEND_LIMIT_S)
 
     async def _close(self, sequence: int) -> None:
         if self._closing:

@@ -57,7 +57,7 @@ class WatchConnection:
         return message
 
     def has_ended(self) -> bool:
-        """Whether the peer has closed it, and all that it sent was received."""
+        """Whether the peer has closed it, and nothing is left to receive: `receive` returns soon."""
         try:
             return not self.sock.recv(1, socket.MSG_PEEK)
         except BlockingIOError:

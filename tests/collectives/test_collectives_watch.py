@@ -112,6 +112,20 @@ def test_rank_0_tells_of_a_death_also_when_it_leaves_at_once(star: Star, node: N
         assert failure.reason == "rank 21 was lost: its process ended"
 
 
+def test_a_rank_that_leaves_beside_rank_0_is_not_lost(star: Star, node: Node) -> None:
+    """The end of its connection lies behind its farewell, which nobody has read yet."""
+
+    async def leave() -> None:
+        await star.watches[1]._close(9)
+        await star.watches[0]._close(9)
+
+    node.run(leave(), LIMIT_S)
+    for rank in (2, 3):
+        departures = {star.listeners[rank].departures.get(timeout=LIMIT_S) for _ in range(2)}
+        assert departures == {(0, 9), (1, 9)}
+        assert star.listeners[rank].failures.empty()
+
+
 @pytest.mark.parametrize("leaver", [0, 3])
 def test_a_rank_that_leaves_is_not_lost(star: Star, leaver: int) -> None:
     star.watches[leaver].close(7)

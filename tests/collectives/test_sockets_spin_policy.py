@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rpcdist.collectives._transports.sockets import spin_policy
-from rpcdist.collectives._transports.sockets.spin_policy import MAX_SPINS, MIN_SPINS, SpinPolicy
+from rpcdist.collectives._transports.sockets.spin_policy import MAX_SPINS, MIN_SPINS, SpinPolicy, message_spin_s
+from rpcdist.time_limits import CROWDED_SPIN_S, MESSAGE_SPIN_S
 
 HERE, THERE = "127.0.0.1:1/a", "127.0.0.2:1/a"
 
@@ -25,6 +26,7 @@ def test_more_ranks_than_cores_do_not_spin_at_all(addresses: list[str], spins: i
     spin_policy.message_came()
     spin_policy.slept(1e-6)
     assert spin_policy.spins == spins
+    assert message_spin_s(0, addresses) == (MESSAGE_SPIN_S if spins else CROWDED_SPIN_S)
 
 
 def test_it_gives_up_on_slow_peers_and_learns_when_they_are_fast_again() -> None:

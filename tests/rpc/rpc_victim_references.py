@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -25,18 +26,34 @@ def hold_remote(owner: str, count: int = 1) -> None:
     held.extend(made)
 
 
-def leave_while_releases_are_late(late_s: float) -> None:
-    """The creations came after this worker had looked who holds its values, and their releases come later still."""
+def leave_while_the_last_release_is_late() -> None:
+    """What others say of this worker's values is read only when it has begun to look for leaks."""
     manager = rpc.api._get_current_rpc_agent().rrefs
-    on_message = manager.on_message
+    on_message, check_leaks = manager.on_message, manager.check_leaks
+    unread: list[tuple[Any, ...]] = []
 
-    def on_message_later(*message: Any) -> None:
-        threading.Timer(late_s, on_message, message).start()
+    def read() -> None:
+        for message in unread:
+            on_message(*message)
+
+    def check_leaks_first() -> None:
+        assert unread, "the release has not come"
+        threading.Timer(0.1, read).start()
+        check_leaks()
 
     with (
-        mock.patch.object(manager, "on_message", on_message_later),
+        mock.patch.object(manager, "on_message", lambda *message: unread.append(message)),
+        mock.patch.object(manager, "check_leaks", check_leaks_first),
         mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", lambda: None),
+        mock.patch.object(rpc.api, "_ignore_rref_leak", False),
     ):
+        rpc.shutdown()
+
+
+def leave_without_waiting_for_owners() -> None:
+    manager = rpc.api._get_current_rpc_agent().rrefs
+    give_back = partial(manager.delete_all_user_and_unforked_owner_rrefs, 0.0)
+    with mock.patch.object(rpc.api, "_delete_all_user_and_unforked_owner_rrefs", give_back):
         rpc.shutdown()
 
 

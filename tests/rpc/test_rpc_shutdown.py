@@ -45,14 +45,17 @@ def test_before_init_and_after_shutdown_calls_say_what_to_do(worker_pool: Worker
 
 
 def test_the_last_release_may_come_when_nobody_has_work(worker_pool: WorkerPool) -> None:
-    """An owner that has looked for holders before the creation came does not take them for a leak."""
+    """An owner that has not read it yet, or did not know of the holder before, does not take it for a leak."""
     owner, user = processes = [worker_pool.start(name) for name in ("owner", "user")]
     url = worker_pool.new_url()
     joining = [process.begin(join, process.name, rank, 2, url) for rank, process in enumerate(processes)]
     for pending in joining:
         pending.result()
     user.run(references.hold_remote, "owner")
-    leaving = [owner.begin(references.leave_while_releases_are_late, 0.2), user.begin(leave)]
+    leaving = [
+        owner.begin(references.leave_while_the_last_release_is_late),
+        user.begin(references.leave_without_waiting_for_owners),
+    ]
     for pending in leaving:
         pending.result()
 

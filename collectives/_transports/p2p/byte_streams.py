@@ -28,7 +28,7 @@ _INLINE_BYTES: Final = 1 << 14  # a payload up to here is copied when it is put
 _MOST_MESSAGES: Final = 16  # in one system call
 MOST_BYTES: Final = 1 << 20
 """In one system call, and on its way in a Unix socket: then it is the turn of the other direction, of other sockets and
-of other threads. With 4 MiB, an exchange of 16 MiB between 4 ranks on 2 cores took 1.2x to 1.3x as long."""
+of other threads. With 4 MiB, an exchange of 16 MiB between 4 ranks on 2 cores took 1.2x to 1.4x as long."""
 
 
 class InStream:

@@ -41,7 +41,7 @@ __all__ = ["BUFFER_LIMIT_BYTES", "SMALL_BYTES", "Connect", "Messenger"]
 
 BUFFER_LIMIT_BYTES: Final = 64 << 20
 SMALL_BYTES: Final = 1 << 17
-"""The largest payload that is copied behind its header, and at the receiver through the buffer of the connection."""
+"""The largest payload that is copied behind its header."""
 
 Connect = Callable[[int, float, Callable[[], None]], socket.socket]
 """Opens the connection on which this rank sends: takes the peer, a limit in seconds, and a function that raises when it

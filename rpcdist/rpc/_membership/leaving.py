@@ -30,7 +30,6 @@ from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.time_limits import (
     LAST_REPLIES_LIMIT_S,
     RREF_DELETION_LIMIT_S,
-    RREF_RELEASE_LIMIT_S,
     SHUTDOWN_POLL_S,
     SHUTDOWN_REPORT_INTERVAL_S,
     THREAD_GRACE_S,
@@ -136,7 +135,6 @@ class Leaving:
             # Nobody is done before everybody was idle for a whole round: a call may make others anywhere.
             outcome = self._departing.take_part(had_work, deadline)
             if not outcome.had_work:
-                self._rrefs.wait_for_releases(min(RREF_RELEASE_LIMIT_S, deadline.remaining_s()))
                 self._watch.all_leave(outcome.losses)
                 self._led_last = outcome.led_here
                 return dict(outcome.losses)

@@ -24,6 +24,7 @@ from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
 from rpcdist.rpc.future import Future
+from rpcdist.time_limits import RREF_RELEASE_LIMIT_S
 from rpcdist.transport.fork import check_not_forked
 
 __all__ = ["MOST_AT_ONCE", "RRefManager"]
@@ -310,13 +311,6 @@ class RRefManager:
         self._tables.feed(events.DropAll())
         return self._wait_for(lambda: self._is_idle(others), timeout_s)
 
-    def wait_for_releases(self, timeout_s: float) -> bool:
-        """Waits until the other workers have dropped what this one owns; blocks. Returns whether they have, in time.
-
-        When nobody has work any more, the last messages that say so may still be on their way.
-        """
-        return self._wait_for(lambda: not self._tables.protocol.owners.entries, timeout_s)
-
     def _wait_for(self, condition: Callable[[], bool], timeout_s: float) -> bool:
         deadline = Deadline.after(timeout_s)
         with self._tables.changed:
@@ -347,8 +341,12 @@ class RRefManager:
             value.fail(gone)
 
     def check_leaks(self) -> None:
-        """Raises `RRefError` naming the values of this worker that others still hold."""
+        """Raises `RRefError` naming the values of this worker that others still hold, when all are leaving; blocks.
+
+        That nobody has work does not say that the last releases have come: they may take a moment.
+        """
         self.drain()
+        self._wait_for(lambda: not leaks(self._tables.protocol), RREF_RELEASE_LIMIT_S)
         with self._tables.lock:
             text = leaks(self._tables.protocol)
         if text:
