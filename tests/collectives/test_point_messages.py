@@ -345,8 +345,6 @@ def test_tags_have_64_bits(pair: Mesh) -> None:
     for tag in (-(1 << 63), (1 << 63) - 1, -1):
         send(a, number(0), 1, tag)
         recv(b, number(0), 0, tag)
-    with pytest.raises(ValueError, match="64 bits"):
-        send(a, number(0), 1, 1 << 63)
 
 
 @pytest.mark.parametrize("through_futures", [False, True])

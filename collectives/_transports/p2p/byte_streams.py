@@ -68,9 +68,7 @@ class InStream:
     def advance(self, num_bytes: int) -> None:
         """Takes so many bytes that have come. Raises `ProtocolViolation`; the stream cannot be used after that."""
         if self._place is not None:
-            self._place = self._place[num_bytes:]
-            if not self._place:
-                self._complete()
+            self._expect(self._place[num_bytes:])
             return
         staged, used = self._staging[: self._num_staged + num_bytes], 0
         while used < len(staged) and (taken := self._take(staged[used:])):
@@ -114,16 +112,16 @@ class InStream:
         payload = staged[HEADER_BYTES : HEADER_BYTES + header.size_bytes]
         place = self.target.memory
         place[: len(payload)] = payload
-        if len(payload) < len(place):
-            self._place = place[len(payload) :]
-        else:
-            self._complete()
+        self._expect(place[len(payload) :])
         return HEADER_BYTES + len(payload)
 
-    def _complete(self) -> None:
-        target, self.target, self._place = self.target, None, None
-        assert target is not None
-        self._end(target)
+    def _expect(self, rest: memoryview) -> None:
+        """Receives this part of the payload next; if it is empty, the payload is complete."""
+        self._place = rest
+        if not rest:
+            target, self.target, self._place = self.target, None, None
+            assert target is not None
+            self._end(target)
 
 
 class OutStream:

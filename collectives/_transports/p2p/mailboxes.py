@@ -54,13 +54,12 @@ class Mailboxes(Messenger):
     def _answer(self, purpose: str, sock: socket.socket) -> None:
         """Takes a connection for this group, on the I/O loop."""
         source = purpose.removeprefix(self._prefix)
-        if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
-            sock.close()
-            logger.warning("group %r has no rank %r; its connection was closed", self._group_name, source)
-            return
         try:
+            if not source.isascii() or not source.isdigit() or int(source) >= len(self._state.ranks):
+                raise ProtocolViolation(f"it has no rank {source!r}")
             self.attach(int(source), sock)
         except ProtocolViolation as exc:
+            sock.close()
             logger.warning("a connection of group %r was closed: %s", self._group_name, exc)
 
     def close(self) -> None:

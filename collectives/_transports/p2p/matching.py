@@ -103,9 +103,8 @@ class Matcher(Generic[R, M]):
     def should_read(self, source: int, a_send_is_stuck: bool) -> bool:
         """Whether the source's socket is to be read now (M6)."""
         wanted = self._receives.weights
-        if wanted[source] or wanted[None]:
-            return True
-        return a_send_is_stuck and self.buffered_bytes(source) <= self._limit_bytes
+        may_fill = a_send_is_stuck and self.buffered_bytes(source) <= self._limit_bytes
+        return may_fill or wanted[source] > 0 or wanted[None] > 0
 
     def buffered_bytes(self, source: int) -> int:
         """The total size of the messages that are kept."""

@@ -60,15 +60,10 @@ def pack_header(kind: int, code: int, tag: int, sequence: int, size_bytes: int) 
 def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:
     """Reads a header. Raises `ProtocolViolation` for anything that `pack_header` does not write."""
     magic, kind, code, tag, sequence, size_bytes = _HEADER.unpack_from(data, offset)
-    if (
-        magic != _MAGIC
-        or kind not in _KINDS
-        or code >= len(DTYPES)
-        or size_bytes > _MOST_BYTES
-        or size_bytes % _ITEM_BYTES[code]
-    ):
-        raise ProtocolViolation(f"not a header: {bytes(data[offset : offset + HEADER_BYTES]).hex()}")
-    return Header(kind, code, tag, sequence, size_bytes)
+    if magic == _MAGIC and kind in _KINDS and code < len(DTYPES) and size_bytes <= _MOST_BYTES:
+        if size_bytes % _ITEM_BYTES[code] == 0:
+            return Header(kind, code, tag, sequence, size_bytes)
+    raise ProtocolViolation(f"not a header: {bytes(data[offset : offset + HEADER_BYTES]).hex()}")
 
 
 def refusal(expected: Header, refused: Header) -> bytes:

@@ -64,10 +64,8 @@ class MessageState:
     @property
     def a_send_is_stuck(self) -> bool:
         """Whether a connection is open and has not taken all that is to be sent on it."""
-        for connection in self.outgoing.values():  # no generator: a signal handler's error is lost where one is closed
-            if connection.stream and connection.is_open:
-                return True
-        return False
+        # No generator: a signal handler's error is lost where one is closed.
+        return any([bool(connection.stream) and connection.is_open for connection in self.outgoing.values()])
 
     # ------------------------------------------------------------ requests
 
@@ -101,8 +99,8 @@ class MessageState:
     def _admit(self, request: Request, connection: OutgoingConnection | None) -> bool:
         """Adds a request to those that are pending, unless it fails with a refusal that no earlier one could report."""
         if connection is not None and connection.refusals:
-            error = self._refused_error(request, connection.peer, *connection.refusals.popleft())
-            self.complete(request, error)
+            refused = connection.refusals.popleft()
+            self.complete(request, self._mismatch(request, self.rank, connection.peer, *refused))
             return False
         self.pending[request] = None
         self.next_deadline = min(self.next_deadline, request.deadline_at)
@@ -119,8 +117,7 @@ class MessageState:
 
     def _why_gone(self, rank: int) -> str | None:
         """Why nothing more comes from a rank; None while something may. Its connection is read to the end first."""
-        connection = self.incoming.get(rank)
-        return self.lost.get(rank) if connection is None else connection.ended
+        return connection.ended if (connection := self.incoming.get(rank)) else self.lost.get(rank)
 
     # ------------------------------------------------------------ messages
 
@@ -161,8 +158,7 @@ class MessageState:
         if header.size_bytes == len(receive.memory) and header.code == receive.code:
             return True
         expected = receive.header()
-        text = f"rank {self.ranks[source]} sent {header}, rank {self.ranks[self.rank]} receives {expected}"
-        self.complete(receive, CollectiveMismatch(receive.title, text))
+        self.complete(receive, self._mismatch(receive, source, self.rank, expected, header))
         if source in self.incoming:
             self.incoming[source].refuse(refusal(expected, header))
         return False
@@ -226,7 +222,7 @@ class MessageState:
         if not victims:
             connection.refusals.append((expected, header))
         for victim in victims:
-            self._give_up(victim, self._refused_error(victim, connection.peer, expected, header))
+            self._give_up(victim, self._mismatch(victim, self.rank, connection.peer, expected, header))
 
     def lose(self, rank: int, reason: str) -> None:
         """Notes that a rank is gone. What it sent before can still be received: its connection is read to the end."""
@@ -244,8 +240,7 @@ class MessageState:
 
     def fail(self, error: BaseException) -> None:
         """Fails everything that is pending, and everything later."""
-        if self.error is None:
-            self.error = error
+        self.error = self.error or error
         for request in list(self.pending):
             self._give_up(request, self.error)
         for connection in self.outgoing.values():
@@ -253,12 +248,10 @@ class MessageState:
 
     def expire(self, now: float) -> None:
         """Fails what is overdue."""
-        self.next_deadline = math.inf
         for request in list(self.pending):
             if request.deadline_at <= now:
                 self.withdraw(request)
-            else:
-                self.next_deadline = min(self.next_deadline, request.deadline_at)
+        self.next_deadline = min([request.deadline_at for request in self.pending], default=math.inf)
 
     def withdraw(self, request: Request) -> None:
         """Fails a request like one that is overdue. A send that has begun ends its connection."""
@@ -288,9 +281,6 @@ class MessageState:
     def _lost_error(self, request: Request, rank: int, reason: str) -> RankLost:
         return RankLost(request.title, f"rank {self.ranks[rank]}: {reason}", (rank,))
 
-    def _refused_error(self, request: Request, rank: int, expected: Header, header: Header) -> CollectiveMismatch:
-        return CollectiveMismatch(
-            request.title,
-            f"rank {self.ranks[self.rank]} sent {header} with tag {header.tag} (message {header.sequence} of this "
-            f"pair), rank {self.ranks[rank]} receives {expected}",
-        )
+    def _mismatch(self, request: Request, source: int, to: int, expected: Header, header: Header) -> CollectiveMismatch:
+        sent = f"rank {self.ranks[source]} sent {header} with tag {header.tag} (message {header.sequence} of this pair)"
+        return CollectiveMismatch(request.title, f"{sent}, rank {self.ranks[to]} receives {expected}")

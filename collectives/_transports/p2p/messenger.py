@@ -80,8 +80,8 @@ class Messenger:
         self._num_calls = {"send": 0, "recv": 0}
 
     def __repr__(self) -> str:
-        state = self._state
-        return f"<{type(self).__name__} of group {self._group_name!r}: {len(state.pending)} pending, {state.matcher!r}>"
+        what = f"{len(self._state.pending)} pending, {self._state.matcher!r}"
+        return f"<{type(self).__name__} of group {self._group_name!r}: {what}>"
 
     # ------------------------------------------------------------ operations
 
@@ -100,15 +100,18 @@ class Messenger:
                 self._raise_error()
                 is_new = peer not in self._state.outgoing
                 connection = self._state.connection_to(peer)
-                num_sent, is_sent = self._send_small(connection, tensor, tag)
+                message = self._small_message(connection, tensor, tag)
                 try:
-                    if not is_sent:
+                    num_sent = (connection.send(message) or 0) if message else 0
+                    if 0 < num_sent == len(message):
+                        connection.stream.num_sent += 1
+                    else:
                         request = Request(title, tensor, peer, timeout_s, self._progress)
                         self._state.put(request, connection, num_sent)
-                except BaseException:  # of a signal handler: the rest of a message may be missing
+                except BaseException:  # of a signal handler: what was sent is unknown, or the rest of it is missing
                     connection.end("a send was interrupted")
                     raise
-                if self._state.settled or (asynchronous and not is_sent):
+                if self._state.settled or (asynchronous and request is not None):
                     self._progress.changed()
             if request is not None and is_new and not request.done:
                 self._open(connection, timeout_s)
@@ -149,14 +152,11 @@ class Messenger:
             raise
 
     def _title(self, verb: str, peer: int | None, tag: int) -> MessageTitle:
-        """Begins a call: counts, names and checks it."""
+        """Begins a call: counts and names it."""
         fork.check_not_forked()
         self._num_calls[verb] += 1
         rank = None if peer is None else self._state.ranks[peer]
-        title = MessageTitle(verb, self._num_calls[verb], rank, tag, self._group_name)
-        if not -(1 << 63) <= tag < 1 << 63:
-            raise ValueError(f"{title}: a tag is a signed number of 64 bits")
-        return title
+        return MessageTitle(verb, self._num_calls[verb], rank, tag, self._group_name)
 
     def _raise_error(self) -> None:
         if self._state.error is not None:
@@ -183,28 +183,16 @@ class Messenger:
 
     # ------------------------------------------------------------ sending
 
-    def _send_small(self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int) -> tuple[int, bool]:
-        """Sends a small message that has nothing before it, without a request; the lock is held.
-
-        Returns:
-            How many bytes the socket took, and whether they are all.
-        """
-        stream = connection.stream
-        if stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
-            return 0, False
+    def _small_message(self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int) -> bytes:
+        """The bytes of a small message that has nothing before it; none if it needs a request. The lock is held."""
+        if connection.stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
+            return b""
         self._state.read_refusals(connection, time.monotonic())
         if connection.refusals or not connection.is_open:  # `put` raises it: none of this message may be sent
-            return 0, False
-        message = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, stream.num_sent, tensor.nbytes)
-        message += memory_of(tensor)
-        try:
-            num_sent = connection.send(message) or 0
-            is_sent = num_sent == len(message)
-            stream.num_sent += is_sent
-        except BaseException:  # of a signal handler: the position in the stream is unknown
-            connection.end("a send was interrupted")
-            raise
-        return num_sent, is_sent
+            return b""
+        number = connection.stream.num_sent
+        header = pack_header(MessageFrame.MESSAGE, dtype_code(tensor.dtype), tag, number, tensor.nbytes)
+        return header + memory_of(tensor)
 
     def _open(self, connection: OutgoingConnection, timeout_s: float) -> None:
         """Opens a new connection, which has messages already, also of other threads; it is ended if that fails."""

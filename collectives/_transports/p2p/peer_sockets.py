@@ -22,10 +22,6 @@ S = TypeVar("S", bound=InStream | OutStream)
 T = TypeVar("T")
 
 
-class _ConnectionEnded(Exception):
-    """The peer has ended the connection; the text says how."""
-
-
 def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P], T | None]:
     """Makes a method on a socket return None when it would block, and end the connection for any other error."""
 
@@ -34,8 +30,6 @@ def _step(function: Callable[Concatenate[C, P], T]) -> Callable[Concatenate[C, P
             return function(self, *args, **kwargs)
         except (BlockingIOError, InterruptedError):
             return None
-        except _ConnectionEnded as exc:
-            reason = str(exc)
         except ProtocolViolation as exc:
             reason = f"it does not follow the protocol ({exc}); the connection was closed"
         except OSError as exc:
@@ -80,10 +74,7 @@ class _MessageConnection(Generic[S]):
             sock.close()
             return
         sock.setblocking(False)
-        if sock.family in (socket.AF_INET, socket.AF_INET6):
-            with suppress(OSError):  # a broken socket says so again when it is used
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        else:
+        if sock.family == socket.AF_UNIX:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MOST_BYTES)
         self.sock = sock
         self.is_open = True
@@ -105,13 +96,12 @@ class IncomingConnection(_MessageConnection[InStream]):
     def receive(self) -> bool:
         """Receives what the socket has, up to a limit; returns whether it had anything."""
         num_bytes = self.sock.recv_into(self.stream.space()[:MOST_BYTES])
-        if num_bytes == 0:
+        if num_bytes > 0:
+            self.stream.advance(num_bytes)
+        else:
             where = " in the middle of a message" if self.stream.inside_message else ""
-            raise _ConnectionEnded(
-                "it left the group" if self.stream.said_goodbye else f"it closed the connection{where}"
-            )
-        self.stream.advance(num_bytes)
-        return True
+            self.end("it left the group" if self.stream.said_goodbye else f"it closed the connection{where}")
+        return num_bytes > 0
 
     def refuse(self, data: bytes) -> None:
         """Sends a refusal. A sender that has not read hundreds of them is disconnected instead."""
@@ -153,7 +143,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
         """Returns the refusals that came since the last call."""
         data = self.sock.recv(_REFUSALS_READ)
         if not data:
-            raise _ConnectionEnded("it closed the connection")
+            self.end("it closed the connection")
         self._refusal_bytes += data
         return take_refusals(self._refusal_bytes)
 
