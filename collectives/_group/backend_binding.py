@@ -8,7 +8,7 @@ import torch
 
 from rpcdist.collectives._group.backend_contract import GroupBackend
 from rpcdist.collectives._operations import lowering
-from rpcdist.collectives._operations.dense import Copies
+from rpcdist.collectives._operations.dense import Copies, is_ready
 from rpcdist.collectives._operations.lowering import Lowered, Place
 from rpcdist.collectives._operations.sparse_all_reduce import all_reduce_sparse
 from rpcdist.collectives.work import Work
@@ -71,15 +71,16 @@ class BackendBinding:
     def send(self, tensor: torch.Tensor, peer: int, tag: int, asynchronous: bool = True) -> Work:
         """Sends to a rank of the group, or starts to."""
         self._check_peer(peer, tag, "destination")
-        dense = Copies(self.place.staged, moves_only=True).read(tensor)
+        dense = tensor if is_ready(tensor) else Copies(self.place.staged, moves_only=True).read(tensor)
         return self.backend.send(dense, peer, tag, asynchronous=asynchronous, timeout_s=self.timeout_s)
 
     def recv(self, tensor: torch.Tensor, peer: int | None, tag: int, asynchronous: bool = True) -> Work:
         """Receives from a rank of the group, or starts to; from whichever sends first when `peer` is None."""
         self._check_peer(peer, tag, "source")
-        copies = Copies(self.place.staged, moves_only=True)
-        dense = copies.write(tensor)
-        limit_s, finish = self.timeout_s, copies.finish()
+        limit_s, dense, finish = self.timeout_s, tensor, None
+        if not is_ready(tensor):
+            copies = Copies(self.place.staged, moves_only=True)
+            dense, finish = copies.write(tensor), copies.finish()
         return self.backend.recv(dense, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
 
     def _check_peer(self, peer: int | None, tag: int, role: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
@@ -113,13 +113,7 @@ class EngineBackend(GroupBackend):
         self, tensor: torch.Tensor, peer: int, tag: int, *, asynchronous: bool = False, timeout_s: float | None = None
     ) -> Work:
         limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._recorded(
-            "send",
-            tensor,
-            peer,
-            tag,
-            lambda: self._messages.send(tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s),
-        )
+        return self._recorded("send", tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s)
 
     def recv(
         self,
@@ -132,21 +126,16 @@ class EngineBackend(GroupBackend):
         finish: Callable[[], None] | None = None,
     ) -> Work:
         limit_s = self.context.timeout_s if timeout_s is None else timeout_s
-        return self._recorded(
-            "recv",
-            tensor,
-            peer,
-            tag,
-            lambda: self._messages.recv(tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish),
-        )
+        return self._recorded("recv", tensor, peer, tag, asynchronous=asynchronous, timeout_s=limit_s, finish=finish)
 
     def _recorded(
-        self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int, start: Callable[[], Work]
+        self, operation: Literal["send", "recv"], tensor: torch.Tensor, peer: int | None, tag: int, **options: Any
     ) -> Work:
+        start: Callable[..., Work] = self._messages.send if operation == "send" else self._messages.recv
         record = self._log.record(operation, tensor, peer, tag)
         self._recorder.note(record)
         try:
-            work = start()
+            work = start(tensor, peer, tag, **options)
         except BaseException as exc:
             record.end(exc)
             raise

@@ -93,8 +93,8 @@ class Record:
 
     def follow(self, work: Work) -> None:
         """Ends with the work; `start` it before."""
-        if work.is_completed():
-            self.end(work.exception())
+        if work.is_success():
+            self.end()
         else:
             work.when_done(lambda done: self.end(done.exception()))
 
@@ -129,7 +129,7 @@ class MessageLog:
             f"{'to' if sends else 'from'} {whom}, tag {tag}",
             "point",
         )
-        record.start()
+        record.state, record.started_ns = "running", record.queued_ns
         return record
 
 

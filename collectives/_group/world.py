@@ -129,6 +129,8 @@ def group_or_default(given: Group) -> ProcessGroup:
 
 def member_group(given: Group, what: str) -> ProcessGroup | None:
     """The group of a call; None, with torch's warning, when this rank is not in it."""
+    if given is None:
+        return default_group()
     if isinstance(given, ProcessGroup):
         return given
     if given == NON_GROUP_MEMBER:
@@ -152,7 +154,7 @@ def resolve_group_rank(group: ProcessGroup, world_rank: int | None, group_rank: 
         return _whole(group_rank)
     if world_rank is None:
         raise ConfigError("Must specify global_rank or group_rank")
-    return group.group_rank(_whole(world_rank))
+    return group.group_rank(world_rank if type(world_rank) is int else _whole(world_rank))
 
 
 def resolve_root(group: ProcessGroup, world_rank: int | None, group_rank: int | None) -> int:

@@ -16,7 +16,7 @@ import torch
 from rpcdist.collectives._operations.operation import DTYPES
 from rpcdist.errors import ConfigError
 
-__all__ = ["Copies", "is_dense", "same_kind", "separate"]
+__all__ = ["Copies", "is_dense", "is_ready", "same_kind", "separate"]
 
 _KNOWN: Final = frozenset(DTYPES)
 
@@ -33,6 +33,11 @@ def is_dense(tensor: torch.Tensor) -> bool:
         and not tensor.is_neg()
         and (tensor.dim() == 0 or tensor.stride(-1) == 1)
     )
+
+
+def is_ready(tensor: torch.Tensor) -> bool:
+    """Whether every backend takes it as it is: `Copies` would give it back."""
+    return tensor.is_cpu and is_dense(tensor) and not tensor.requires_grad and tensor.dtype in _KNOWN
 
 
 class Copies:

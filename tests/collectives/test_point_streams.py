@@ -88,7 +88,7 @@ class Sink:
 def sent_bytes(stream: OutStream, piece: int) -> bytes:
     """Everything that the stream sends, if the socket takes `piece` bytes at a time."""
     sent = b""
-    while stream:
+    while stream.queue:
         data = b"".join(bytes(part) for part in stream.parts())[:piece]
         sent += data
         stream.advance(len(data))

@@ -131,17 +131,15 @@ class OutStream:
         sent: called with each request that is sent completely.
 
     Attributes:
+        queue: the messages that are not sent completely, each with its payload.
         num_sent: number of messages that were sent completely.
     """
 
     def __init__(self, sent: Callable[[Request], None]) -> None:
         self._sent = sent
-        self._queue: deque[tuple[Request, bytes | memoryview]] = deque()  # with its payload
+        self.queue: deque[tuple[Request, bytes | memoryview]] = deque()
         self._offset = 0  # how much of the first message was sent, in bytes
         self.num_sent = 0
-
-    def __bool__(self) -> bool:
-        return bool(self._queue)
 
     @property
     def inside_message(self) -> bool:
@@ -151,14 +149,14 @@ class OutStream:
     def put(self, request: Request, num_sent: int = 0) -> None:
         """Adds a message; a small payload is copied. So many bytes of it are sent already, if it is the only one."""
         payload = request.memory
-        self._queue.append((request, bytes(payload) if len(payload) <= _INLINE_BYTES else payload))
+        self.queue.append((request, bytes(payload) if len(payload) <= _INLINE_BYTES else payload))
         self._offset += num_sent
 
     def parts(self) -> list[bytes | memoryview]:
         """Returns the next bytes to send; not empty while there are messages."""
         parts: list[bytes | memoryview] = []
         skip, room = self._offset, MOST_BYTES
-        for index, (request, payload) in enumerate(islice(self._queue, _MOST_MESSAGES)):
+        for index, (request, payload) in enumerate(islice(self.queue, _MOST_MESSAGES)):
             for part in (pack_header(*request.header(self.num_sent + index)), payload):
                 parts.append(part[skip : skip + room])
                 skip = max(0, skip - len(part))
@@ -170,27 +168,27 @@ class OutStream:
     def advance(self, num_bytes: int) -> None:
         """Takes so many bytes that were sent."""
         self._offset += num_bytes
-        while self._queue and self._offset >= HEADER_BYTES + len(self._queue[0][1]):
-            request, payload = self._queue.popleft()
+        while self.queue and self._offset >= HEADER_BYTES + len(self.queue[0][1]):
+            request, payload = self.queue.popleft()
             self._offset -= HEADER_BYTES + len(payload)
             self.num_sent += 1
             self._sent(request)
 
     def withdraw(self, request: Request) -> bool:
         """Forgets a message. Returns False when it has begun."""
-        for index, (other, _) in enumerate(self._queue):
+        for index, (other, _) in enumerate(self.queue):
             if other is request and (index > 0 or self._offset == 0):
-                del self._queue[index]
+                del self.queue[index]
                 return True
         return False
 
     def find(self, sequence: int) -> Request | None:
         """Returns the request of a message that is not sent completely."""
         index = sequence - self.num_sent
-        return self._queue[index][0] if 0 <= index < len(self._queue) else None
+        return self.queue[index][0] if 0 <= index < len(self.queue) else None
 
     def clear(self) -> list[Request]:
         """Forgets all messages and returns them."""
-        requests = [request for request, _ in self._queue]
-        self._queue.clear()
+        requests = [request for request, _ in self.queue]
+        self.queue.clear()
         return requests

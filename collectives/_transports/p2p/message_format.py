@@ -12,7 +12,9 @@ followed by a copy of the header that it refused.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable
 from enum import IntEnum
+from functools import partial
 from typing import Final, NamedTuple
 
 from rpcdist.collectives._operations.operation import DTYPES
@@ -52,9 +54,8 @@ _KINDS: Final = frozenset(MessageFrame)
 _ITEM_BYTES: Final = tuple(dtype.itemsize for dtype in DTYPES)
 
 
-def pack_header(kind: int, code: int, tag: int, sequence: int, size_bytes: int) -> bytes:
-    """The bytes of a header. Raises `struct.error` for a tag that has more than 64 bits."""
-    return _HEADER.pack(_MAGIC, kind, code, tag, sequence, size_bytes)
+pack_header: Final[Callable[[int, int, int, int, int], bytes]] = partial(_HEADER.pack, _MAGIC)
+"""The bytes of a header, of its fields in their order. Raises `struct.error` for a tag that has more than 64 bits."""
 
 
 def unpack_header(data: bytes | bytearray | memoryview, offset: int = 0) -> Header:

@@ -64,8 +64,10 @@ class MessageState:
     @property
     def a_send_is_stuck(self) -> bool:
         """Whether a connection is open and has not taken all that is to be sent on it."""
-        # No generator: a signal handler's error is lost where one is closed.
-        return any([bool(connection.stream) and connection.is_open for connection in self.outgoing.values()])
+        for connection in self.outgoing.values():  # no generator: a signal handler's error is lost where one is closed
+            if connection.stream.queue and connection.is_open:
+                return True
+        return False
 
     # ------------------------------------------------------------ requests
 
@@ -165,12 +167,10 @@ class MessageState:
 
     # ------------------------------------------------------------ connections
 
-    def connection_to(self, peer: int) -> OutgoingConnection:
-        """The connection on which this rank sends to `peer`; a new one is not open."""
-        connection = self.outgoing.get(peer)
-        if connection is None:
-            connection = OutgoingConnection(peer, OutStream(self.complete), partial(self._end_outgoing, peer))
-            self.outgoing[peer] = connection
+    def new_connection(self, peer: int) -> OutgoingConnection:
+        """A new connection on which this rank sends to `peer`; it is not open."""
+        connection = OutgoingConnection(peer, OutStream(self.complete), partial(self._end_outgoing, peer))
+        self.outgoing[peer] = connection
         return connection
 
     def attach(self, source: int, sock: socket.socket) -> None:

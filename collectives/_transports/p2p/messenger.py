@@ -99,7 +99,7 @@ class Messenger:
             with self._entrance, self._lock:
                 self._raise_error()
                 is_new = peer not in self._state.outgoing
-                connection = self._state.connection_to(peer)
+                connection = self._state.new_connection(peer) if is_new else self._state.outgoing[peer]
                 message = self._small_message(connection, tensor, tag)
                 try:
                     num_sent = (connection.send(message) or 0) if message else 0
@@ -113,6 +113,8 @@ class Messenger:
                     raise
                 if self._state.settled or (asynchronous and request is not None):
                     self._progress.changed()
+            if request is None and not self._state.settled:
+                return Work.finished(title)
             if request is not None and is_new and not request.done:
                 self._open(connection, timeout_s)
             return self._finish(request or Work.finished(title), asynchronous)
@@ -185,7 +187,7 @@ class Messenger:
 
     def _small_message(self, connection: OutgoingConnection, tensor: torch.Tensor, tag: int) -> bytes:
         """The bytes of a small message that has nothing before it; none if it needs a request. The lock is held."""
-        if connection.stream or not connection.is_open or tensor.nbytes > SMALL_BYTES:
+        if connection.stream.queue or not connection.is_open or tensor.nbytes > SMALL_BYTES:
             return b""
         self._state.read_refusals(connection, time.monotonic())
         if connection.refusals or not connection.is_open:  # `put` raises it: none of this message may be sent

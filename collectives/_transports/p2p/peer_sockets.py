@@ -133,7 +133,7 @@ class OutgoingConnection(_MessageConnection[OutStream]):
     @_step
     def write(self) -> bool:
         """Sends what the socket takes of the stream, if it is open; returns whether that was anything."""
-        if not (self.is_open and self.stream):
+        if not (self.is_open and self.stream.queue):
             return False
         self.stream.advance(self.sock.sendmsg(self.stream.parts()))
         return True
@@ -149,6 +149,6 @@ class OutgoingConnection(_MessageConnection[OutStream]):
 
     def say_goodbye(self) -> None:
         """Tells the receiver that nothing follows, if the last message was sent completely."""
-        if self.is_open and not self.stream and not self.stream.inside_message:
+        if self.is_open and not self.stream.queue and not self.stream.inside_message:
             with suppress(OSError):  # the peer will see the end of the connection
                 self.sock.send(pack_header(MessageFrame.GOODBYE, 0, 0, self.stream.num_sent, 0))

@@ -77,7 +77,8 @@ class ProgressEngine:
         Args:
             settles: that thread shall call `settle`, too: the caller does not.
         """
-        self._wake()
+        if self.sleeping:
+            self._wake()
         if self._followers:
             for follower in self._followers:
                 if follower.locked():  # else an interrupted call has released it
@@ -211,7 +212,7 @@ class ProgressEngine:
                 state.expire(now)
             for outgoing in state.outgoing.values():
                 state.read_refusals(outgoing, now)
-                moved |= bool(outgoing.write())
+                moved |= bool(outgoing.stream.queue and outgoing.write())
             stuck = state.a_send_is_stuck
             for incoming in state.incoming.values():
                 if state.is_wanted(incoming, stuck):
@@ -233,7 +234,7 @@ class ProgressEngine:
         masks = {one.sock.fileno(): select.POLLIN for one in state.incoming.values() if state.is_wanted(one, stuck)}
         for connection in state.outgoing.values():
             if connection.is_open:  # refusals may come at any time
-                masks[connection.sock.fileno()] = select.POLLIN | (select.POLLOUT if connection.stream else 0)
+                masks[connection.sock.fileno()] = select.POLLIN | (select.POLLOUT if connection.stream.queue else 0)
         return masks
 
     def stop(self) -> None:

@@ -91,10 +91,8 @@ class Request(Work):
 
     def settle(self) -> None:
         """Notifies all waiters. Call it once, when `done`, without the lock: it runs callbacks of the caller."""
-        if self.error is None:
-            self.complete(self.source)
-        else:
-            self.fail(self.error)
+        self._source = -1 if self.error else self.source
+        self._finish(self.error)
 
     def _block(self, timeout_s: float | None) -> None:
         if timeout_s is None:
