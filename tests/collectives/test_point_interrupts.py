@@ -11,6 +11,7 @@ from types import FrameType
 
 import pytest
 import torch
+from full_sets import FULL_ONLY
 from point_pairs import LIMIT_S, in_threads, irecv, isend, mesh, number, recv, send, slow_socket
 
 from rpcdist.collectives._transports.p2p import messenger, progress_engine
@@ -158,7 +159,7 @@ def interrupted(function: Callable[[], object], number_of_event: int) -> bool:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("size", [4, 100_000])
+@pytest.mark.parametrize("size", [4, pytest.param(100_000, marks=FULL_ONLY)])
 @pytest.mark.parametrize("what", ["send", "isend", "send in parts", "recv", "early recv", "irecv"])
 def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is received afterwards is one whole message, in the order of the sends, or an error."""

@@ -12,17 +12,16 @@ one reply, unless the caller cancelled it or is gone.
 from __future__ import annotations
 
 import inspect
-import logging
 import threading
 from _thread import get_ident
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final
 
 import torch
 
-from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
 from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
@@ -31,8 +30,7 @@ from rpcdist.rpc._actors.actor_table import ActorTable
 from rpcdist.rpc._actors.turn import Turn
 from rpcdist.rpc._autograd_hooks import CallContext, current_autograd
 from rpcdist.rpc._calling.result_streams import DEFAULT_WINDOW
-from rpcdist.rpc._executors.blocking import LastAct, hooks
-from rpcdist.rpc._executors.generators import is_generator
+from rpcdist.rpc._executors.blocking import hooks
 from rpcdist.rpc._executors.gil_wait import GilWait
 from rpcdist.rpc._executors.thread_pool import ThreadPool
 from rpcdist.rpc._executors.user_loop import UserLoop
@@ -42,24 +40,20 @@ from rpcdist.rpc._peers.calling_worker import calling_session, calling_worker
 from rpcdist.rpc._peers.demultiplexer import PoolJob
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._peers.network import MessageSink
-from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.identifiers import ReferenceShare
 from rpcdist.rpc._rref.manager import RRefManager
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.rpc._serving.answers import Answers
 from rpcdist.rpc._serving.callables import Callables
 from rpcdist.rpc._serving.decoded_arguments import decoded_arguments
 from rpcdist.rpc._serving.producers import AsyncProducer, StreamSender, SyncProducer
-from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer, takes_long
+from rpcdist.rpc._values import ReceiveBuffer
 from rpcdist.rpc.functions import ASYNC_MARK, runs_where_read
 from rpcdist.rpc.future import Future
-from rpcdist.transport.wire_messages import CompactCall, CompactReply
+from rpcdist.transport.wire_messages import CompactCall
 
 __all__ = ["Dispatcher", "describe_job"]
-
-logger = logging.getLogger(__name__)
-
-MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
 MAX_KNOWN_NAMES: Final = 4096
 
@@ -108,8 +102,8 @@ class Dispatcher:
         self._callables = callables
         self._admit_context = admit_context
         self._me = me
-        self._lifetime = lifetime
         self.calls = ActiveCalls()
+        self._answers = Answers(marshal, rrefs, self.calls, self._produce, me, lifetime)
         # Names that led to coroutine functions. They need no thread of the pool when they come again, and what a name
         # leads to may change: the function that is found then decides.
         self._coroutine_functions: set[str] = set()
@@ -153,13 +147,13 @@ class Dispatcher:
                 arguments.autograd = active.autograd
         self.calls.add(active)
         if not self.accepting:
-            self.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
+            self._answers.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
         if active.result is not None:
             try:
                 active.entry = self._rrefs.accept_creation(active.result, session.peer.id, session.peer.incarnation)
             except RpcdistError as exc:
-                self.fail(active, exc)
+                self._answers.fail(active, exc)
                 return
         if active.value is not None and not self._find_target(active, active.value):
             return
@@ -228,7 +222,7 @@ class Dispatcher:
     def on_exhausted(self, error: PoolExhausted, function: Callable[..., object], arguments: tuple[Any, ...]) -> None:
         """A job found no thread for too long. Callers are told; what completes calls of ours runs all the same."""
         if function == self.run:
-            self.fail(arguments[0], error)
+            self._answers.fail(arguments[0], error)
         else:
             run = self._new_context().run
             threading.Thread(target=run, args=(function, *arguments), name="rpcdist-overflow", daemon=True).start()
@@ -239,7 +233,7 @@ class Dispatcher:
         """Runs a call on this thread.
 
         Args:
-            is_last: see `_finish`; by default, whether this is a thread of the pool.
+            is_last: see `Answers.finish`; by default, whether this is a thread of the pool.
         """
         token = current_deadline.set(active.deadline)
         outer = current_autograd.set(active.autograd)
@@ -255,7 +249,7 @@ class Dispatcher:
             else:
                 self._invoke(active, is_last)
         except BaseException as exc:  # SystemExit and KeyboardInterrupt of a handler are its caller's business
-            self.fail(active, exc)
+            self._answers.fail(active, exc)
         finally:
             current_deadline.reset(token)
             current_autograd.reset(outer)
@@ -265,7 +259,7 @@ class Dispatcher:
         try:
             function = self._callables.find(active.function)
         except BaseException as exc:
-            self.fail(active, exc)
+            self._answers.fail(active, exc)
             return
         if runs_where_read(function):
             calling_session.set(active.session)  # the context is that of this call
@@ -275,21 +269,21 @@ class Dispatcher:
 
     def _wanted(self, active: ActiveCall) -> bool:
         if active.cancelled:
-            self.fail(active, Cancelled("the call was cancelled before it ran"))
+            self._answers.fail(active, Cancelled("the call was cancelled before it ran"))
             return False
         if active.deadline.expired():
-            self.fail(active, DeadlineExceeded("the deadline was over before the call ran"))
+            self._answers.fail(active, DeadlineExceeded("the deadline was over before the call ran"))
             return False
         return True
 
     def _finish_fetch(self, active: ActiveCall, is_last: bool = False) -> None:
-        """Answers with the value, which is there; `is_last` as in `_finish`."""
+        """Answers with the value, which is there; `is_last` as in `Answers.finish`."""
         try:
             value = active.target_value()
         except BaseException as exc:
-            self.fail(active, exc)
+            self._answers.fail(active, exc)
         else:
-            self._finish(active, value, is_last)
+            self._answers.finish(active, value, is_last)
 
     def _invoke(self, active: ActiveCall, is_last: bool) -> None:
         function = self._callables.find(active.function, active.function_pickle)
@@ -308,7 +302,7 @@ class Dispatcher:
         else:
             if result is None and runs_where_read(function):
                 self._remember(self._reader_functions, active.function)
-            self._finish(active, result, is_last)
+            self._answers.finish(active, result, is_last)
 
     def _chain(self, active: ActiveCall, future: object) -> None:
         if not isinstance(future, torch._C.Future):
@@ -321,12 +315,13 @@ class Dispatcher:
             try:
                 result = done.wait()
             except BaseException as exc:
-                self.fail(active, exc)
+                self._answers.fail(active, exc)
             else:
                 # The turn of an actor may have come at once, or later as a job of its own: then nothing is left to do,
                 # unless other jobs wait here. They may be the next turns, behind which the answer must not wait.
                 is_turn_here = isinstance(future, Turn) and future.thread == get_ident() and hooks.last_act is None
-                self._finish(active, result, is_turn_here and hooks.enter is not None and not self._pool.has_queue)
+                is_last = is_turn_here and hooks.enter is not None and not self._pool.has_queue
+                self._answers.finish(active, result, is_last)
 
         active.is_chained = True
         future.add_done_callback(completed)
@@ -356,11 +351,11 @@ class Dispatcher:
                 coroutine.close()  # cancelled before its first step: Python would warn that nobody awaited it
             # Encoding may run user code and be slow; the loop has other coroutines to serve.
             if exc is not None:
-                self._pool.submit(self.fail, active, exc)
+                self._pool.submit(self._answers.fail, active, exc)
             elif outcome is None:
-                self._finish(active, None)
+                self._answers.finish(active, None)
             else:
-                self._pool.submit(self._finish, active, outcome)
+                self._pool.submit(self._answers.finish, active, outcome)
 
         # A function that is not a coroutine function may have set variables before it returned a coroutine.
         context = self._new_context() if coroutine is None else copy_context()
@@ -369,131 +364,6 @@ class Dispatcher:
         active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
         if active.cancelled:  # between the check and here
             active.handle.cancel()
-
-    # ------------------------------------------------------------ outcomes
-
-    def _finish(self, active: ActiveCall, result: object, is_last: bool = False) -> None:
-        """Answers a call; anything that goes wrong with the answer becomes its failure.
-
-        Args:
-            is_last: this thread of the pool has nothing else to do for the call. Then the answer is sent when all that
-                the function has used is freed, and the thread may wait for the next call where this one came from.
-        """
-        try:
-            if result is not None and is_generator(result) and active.entry is None:
-                if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
-                    raise DeadlineExceeded("the deadline was over before the stream began")
-                self._produce(active, result)
-                return
-            large: Sequence[LargeBuffer] = ()
-            forks: Sequence[value_pb2.RRefFork] = ()
-            message: rpc_pb2.Message | CompactReply
-            if active.entry is not None:
-                self._finish_creation(active, active.entry, result, is_last)
-                return
-            if result is None:  # as most functions return: a reply without an outcome
-                message = CompactReply(active.id)
-            else:
-                message, large, forks = self._encode(active, result)
-        except BaseException as exc:
-            self.fail(active, exc)
-            return
-        answer = partial(self._answer, active, message, large, forks)
-        if is_last:
-            hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
-        elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
-            last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
-            if takes_long(large):
-                hooks.last_act = last_act._replace(is_long=True)
-        else:
-            answer()
-
-    def _finish_creation(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> None:
-        """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
-        if is_last:
-            hooks.last_act = LastAct([], active.session)
-        self._rrefs.set_value(entry, result)
-        message, large, forks = self._created(active, result)
-        answer = partial(self._answer, active, message, large, forks)
-        last_act = hooks.last_act if is_last else None
-        if last_act is None:
-            answer()
-            return
-        last_act.answers.insert(0, answer)
-        if large and takes_long(large):
-            hooks.last_act = last_act._replace(is_long=True)
-
-    def _created(
-        self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
-        """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
-        if active.wants_value and not is_generator(result):
-            try:
-                if result is not None:
-                    return self._encode(active, result)
-                reply = CompactReply(active.id, created=True)
-                reply.has_value = True
-                return reply, (), ()
-            except Exception as exc:  # the value exists all the same; the error is that of the fetch
-                logger.debug("the result of %s stays where it is: %r", active.what, exc)
-        return CompactReply(active.id, created=True), (), ()
-
-    def _answer(
-        self,
-        active: ActiveCall,
-        message: rpc_pb2.Message | CompactReply,
-        large: Sequence[LargeBuffer],
-        forks: Sequence[value_pb2.RRefFork],
-    ) -> None:
-        try:
-            self._marshal.send(active.session, message, large, forks)
-            self.calls.remove(active)
-        except BaseException as exc:
-            self.fail(active, exc)
-
-    def _encode(
-        self, active: ActiveCall, result: object
-    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
-        """The reply with a result, its large buffers, and the shares of references that it carries."""
-        written = self._marshal.write(result, active.session.peer.id)
-        compact = self._marshal.compact(written, active.autograd)
-        if compact is not None:
-            value, history = compact
-            reply = CompactReply(active.id, value.body, value.num_tensors, active.entry is not None)
-            reply.has_value = reply.created
-            reply.history = history
-            return reply, value.large, ()
-        message = rpc_pb2.Message()
-        message.reply.id = active.id
-        try:
-            large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
-        except Exception as exc:
-            self._marshal.explain(exc, written, f"as the result of {active.what}", result=result)
-            raise
-        return message, large, forks
-
-    def fail(self, active: ActiveCall, exc: BaseException) -> None:
-        """Answers a call with an exception."""
-        try:
-            self._send_failure(active, exc)
-        finally:
-            self.calls.remove(active)  # not before: a shutdown that waits for this may close the connections then
-
-    def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
-        if active.arguments is not None:
-            active.arguments.discard()
-        failure = self._marshal.failure(exc)
-        by_user = active.function and not active.function.startswith("rpcdist.")
-        if failure.kind == rpc_pb2.Failure.USER and by_user:
-            caller = active.session.peer.name
-            error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
-            logger.warning("a call of %s from %s failed on %s: %s", active.what, caller, self._me.name, error)
-            logger.debug("the traceback of that:\n%s", failure.traceback)
-        if active.entry is not None:
-            self._rrefs.set_error(active.entry, exc)
-        if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
-            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
-            active.session.send(message)
 
     def _produce(self, active: ActiveCall, generator: Generator[Any, Any, Any] | AsyncGenerator[Any, Any]) -> None:
         active.session.send(rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, stream=True)))

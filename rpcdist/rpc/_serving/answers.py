@@ -1,0 +1,183 @@
+"""Sends the outcomes of calls: a result, a stream's beginning, a creation, or why there is none."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import AsyncGenerator, Callable, Generator, Sequence
+from functools import partial
+from typing import Any, Final
+
+from rpcdist._proto import rpc_pb2, value_pb2
+from rpcdist.errors import DeadlineExceeded
+from rpcdist.ids import Identity
+from rpcdist.rpc._executors.blocking import LastAct, hooks
+from rpcdist.rpc._executors.generators import is_generator
+from rpcdist.rpc._marshal.marshal import Marshal
+from rpcdist.rpc._peers.lifetime import Lifetime
+from rpcdist.rpc._rref.handles import OwnerValue
+from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._serving.active_call import ActiveCall
+from rpcdist.rpc._serving.active_calls import ActiveCalls
+from rpcdist.rpc._values import LargeBuffer, takes_long
+from rpcdist.transport.wire_messages import CompactReply
+
+__all__ = ["Answers"]
+
+logger = logging.getLogger(__name__)
+
+MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
+
+
+class Answers:
+    """Answers the calls of an agent; any thread.
+
+    Args:
+        marshal: encodes results and failures.
+        rrefs: keeps the results of `remote()`.
+        calls: those that are not over; an answered one leaves them.
+        produce: begins the stream of a generator that a call returned.
+        me: this worker.
+        lifetime: when it is over, failures are not answered: the end of the process says more than they do.
+    """
+
+    def __init__(
+        self,
+        marshal: Marshal,
+        rrefs: RRefManager,
+        calls: ActiveCalls,
+        produce: Callable[[ActiveCall, Generator[Any, Any, Any] | AsyncGenerator[Any, Any]], None],
+        me: Identity,
+        lifetime: Lifetime,
+    ) -> None:
+        self._marshal = marshal
+        self._rrefs = rrefs
+        self._calls = calls
+        self._produce = produce
+        self._me = me
+        self._lifetime = lifetime
+
+    def __repr__(self) -> str:
+        return f"<Answers of {self._me.name}>"
+
+    def finish(self, active: ActiveCall, result: object, is_last: bool = False) -> None:
+        """Answers a call; anything that goes wrong with the answer becomes its failure.
+
+        Args:
+            is_last: this thread of the pool has nothing else to do for the call. Then the answer is sent when all that
+                the function has used is freed, and the thread may wait for the next call where this one came from.
+        """
+        try:
+            if result is not None and is_generator(result) and active.entry is None:
+                if active.deadline.expired():  # the caller has given up and will never take an item, nor cancel
+                    raise DeadlineExceeded("the deadline was over before the stream began")
+                self._produce(active, result)
+                return
+            large: Sequence[LargeBuffer] = ()
+            forks: Sequence[value_pb2.RRefFork] = ()
+            message: rpc_pb2.Message | CompactReply
+            if active.entry is not None:
+                self._keep(active, active.entry, result, is_last)
+                return
+            if result is None:  # as most functions return: a reply without an outcome
+                message = CompactReply(active.id)
+            else:
+                message, large, forks = self._encode(active, result)
+        except BaseException as exc:
+            self.fail(active, exc)
+            return
+        answer = partial(self._answer, active, message, large, forks)
+        if is_last:
+            hooks.last_act = LastAct([answer], active.session, bool(large) and takes_long(large))
+        elif (last_act := hooks.last_act) is not None and last_act.source is active.session:
+            last_act.answers.append(answer)  # of a fetch that waited for what this thread has just created
+            if takes_long(large):
+                hooks.last_act = last_act._replace(is_long=True)
+        else:
+            answer()
+
+    def _keep(self, active: ActiveCall, entry: OwnerValue, result: object, is_last: bool) -> None:
+        """Keeps the result of a `remote()`. Those of its worker's fetches that waited for it are answered with it."""
+        if is_last:
+            hooks.last_act = LastAct([], active.session)
+        self._rrefs.set_value(entry, result)
+        message, large, forks = self._created(active, result)
+        answer = partial(self._answer, active, message, large, forks)
+        last_act = hooks.last_act if is_last else None
+        if last_act is None:
+            answer()
+            return
+        last_act.answers.insert(0, answer)
+        if large and takes_long(large):
+            hooks.last_act = last_act._replace(is_long=True)
+
+    def _created(
+        self, active: ActiveCall, result: object
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+        """The reply to a `remote()`, with the result if it is wanted and can be sent: else its caller fetches it."""
+        if active.wants_value and not is_generator(result):
+            try:
+                if result is not None:
+                    return self._encode(active, result)
+                reply = CompactReply(active.id, created=True)
+                reply.has_value = True
+                return reply, (), ()
+            except Exception as exc:  # the value exists all the same; the error is that of the fetch
+                logger.debug("the result of %s stays where it is: %r", active.what, exc)
+        return CompactReply(active.id, created=True), (), ()
+
+    def _answer(
+        self,
+        active: ActiveCall,
+        message: rpc_pb2.Message | CompactReply,
+        large: Sequence[LargeBuffer],
+        forks: Sequence[value_pb2.RRefFork],
+    ) -> None:
+        try:
+            self._marshal.send(active.session, message, large, forks)
+            self._calls.remove(active)
+        except BaseException as exc:
+            self.fail(active, exc)
+
+    def _encode(
+        self, active: ActiveCall, result: object
+    ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
+        """The reply with a result, its large buffers, and the shares of references that it carries."""
+        written = self._marshal.write(result, active.session.peer.id)
+        compact = self._marshal.compact(written, active.autograd)
+        if compact is not None:
+            value, history = compact
+            reply = CompactReply(active.id, value.body, value.num_tensors, active.entry is not None)
+            reply.has_value = reply.created
+            reply.history = history
+            return reply, value.large, ()
+        message = rpc_pb2.Message()
+        message.reply.id = active.id
+        try:
+            large, forks = self._marshal.fill(message.reply.value, written, active.autograd)
+        except Exception as exc:
+            self._marshal.explain(exc, written, f"as the result of {active.what}", result=result)
+            raise
+        return message, large, forks
+
+    def fail(self, active: ActiveCall, exc: BaseException) -> None:
+        """Answers a call with an exception."""
+        try:
+            self._send_failure(active, exc)
+        finally:
+            self._calls.remove(active)  # not before: a shutdown that waits for this may close the connections then
+
+    def _send_failure(self, active: ActiveCall, exc: BaseException) -> None:
+        if active.arguments is not None:
+            active.arguments.discard()
+        failure = self._marshal.failure(exc)
+        by_user = active.function and not active.function.startswith("rpcdist.")
+        if failure.kind == rpc_pb2.Failure.USER and by_user:
+            caller = active.session.peer.name
+            error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
+            logger.warning("a call of %s from %s failed on %s: %s", active.what, caller, self._me.name, error)
+            logger.debug("the traceback of that:\n%s", failure.traceback)
+        if active.entry is not None:
+            self._rrefs.set_error(active.entry, exc)
+        if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
+            message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
+            active.session.send(message)
