@@ -75,6 +75,12 @@ class TcpBackend(EngineBackend):
         self._watch = GroupWatch(context, state, deadline, options.unix_sockets) if context.size > 1 else None
         try:
             self._transport = _make_transport(context, self._watch, options, deadline)
+            if self._watch is not None:
+                try:
+                    self._watch.wait_until_made(context, deadline)
+                except BaseException:
+                    self._transport.close()
+                    raise
         except BaseException:
             if self._watch is not None:
                 self._watch.give_up()
@@ -112,7 +118,13 @@ class TcpBackend(EngineBackend):
         deadline = Deadline.after(timeout_s)
         self._engine.close(timeout_s)
         self._end_callbacks(deadline)
-        self._mailboxes.drain(deadline.remaining_s())
+        if left := self._mailboxes.drain(deadline.remaining_s()):
+            logger.warning(
+                "%s did not leave this process before the group was closed, and %d others: wait for the Work of each "
+                "isend, or call destroy_process_group before the program ends, which has more time",
+                left[0].title,
+                len(left) - 1,
+            )
         self._mailboxes.close()
         if self._watch is not None:
             self._watch.leave(self._engine.state.sequence)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -12,10 +13,20 @@ from typing import Any
 import torch
 
 from rpcdist.collectives._group.callbacks import Callbacks, OrderedFuture
-from rpcdist.errors import CollectiveTimeout
+from rpcdist.errors import CollectiveTimeout, ForkedProcess
 from rpcdist.waiters import wake_threadsafe
 
 __all__ = ["Work"]
+
+_this_process = object()
+
+
+def _after_fork() -> None:
+    global _this_process
+    _this_process = object()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 
 class Work:
@@ -31,6 +42,7 @@ class Work:
         self, title: object, result: list[torch.Tensor] | None = None, *, callbacks: Callbacks | None = None
     ) -> None:
         self._title = title
+        self._process = _this_process
         self._callbacks_of_group = callbacks
         self._result = result or []
         self._lock = threading.Lock()
@@ -107,12 +119,19 @@ class Work:
         Raises:
             CollectiveError: the operation failed.
             CollectiveTimeout: the wait's own timeout passed.
+            ForkedProcess: it runs in another process, from which this one was forked.
         """
         if not self._done:
+            self._check_not_forked()
             self._block(timeout.total_seconds() if isinstance(timeout, timedelta) else timeout)
         if self._error is not None:
             raise self._error
         return True
+
+    def _check_not_forked(self) -> None:
+        """Threads of the parent run it, and may have held its locks at the fork."""
+        if self._process is not _this_process:
+            raise ForkedProcess()
 
     def _block(self, timeout_s: float | None) -> None:
         with self._lock:
@@ -190,6 +209,7 @@ class Work:
     def __await__(self) -> Generator[Any, None, list[torch.Tensor]]:
         """Waits without blocking the loop; cancelling leaves the operation running."""
         if not self._done:
+            self._check_not_forked()
             waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
             self.when_done(lambda _: wake_threadsafe(waiter))
             self._hurry()

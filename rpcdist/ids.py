@@ -31,7 +31,9 @@ def new_incarnation() -> Incarnation:
 
 def check_worker_name(name: str) -> str:
     """Returns `name`, or raises `ConfigError` saying what a worker name may look like."""
-    if not isinstance(name, str) or not name:
+    if not isinstance(name, str):
+        raise ConfigError(f"Worker name must be a str, not {name!r}.")
+    if not name:
         raise ConfigError("Worker name must be non-empty.")
     if len(name) >= MAX_NAME_LENGTH:
         raise ConfigError(f"Worker name must be shorter than 128 characters, but {name[:20]!r}... has {len(name)}.")

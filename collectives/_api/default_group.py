@@ -20,7 +20,7 @@ from rpcdist.collectives._stores.torch_store import TorchStoreAdapter
 from rpcdist.collectives.backends import Backend, BackendConfig, default_backend
 from rpcdist.collectives.process_group import ProcessGroup
 from rpcdist.collectives.rendezvous import job_attempt
-from rpcdist.errors import ConfigError
+from rpcdist.errors import ConfigError, RpcdistError
 
 __all__ = ["close_stores", "destroy_process_group", "get_node_local_rank", "init_process_group"]
 
@@ -76,18 +76,23 @@ def init_process_group(
     timeout_s = timeout.total_seconds()
     described = f"the default group of {world_size} ranks with backend {config}"
     base = PrefixStore(f"default_pg/{job_attempt()}", shared)
-    own = join_generation(base, rank, world_size, timeout_s, described)
-    default = open_group(
-        DEFAULT_NAME,
-        rank,
-        tuple(range(world_size)),
-        PrefixStore(f"group/{DEFAULT_NAME}", own),
-        backend=name,
-        timeout=timeout,
-        options=pg_options,
-        device=device,
-        description="default_pg",
-    )
+    try:
+        own = join_generation(base, rank, world_size, timeout_s, described)
+        default = open_group(
+            DEFAULT_NAME,
+            rank,
+            tuple(range(world_size)),
+            PrefixStore(f"group/{DEFAULT_NAME}", own),
+            backend=name,
+            timeout=timeout,
+            options=pg_options,
+            device=device,
+            description="default_pg",
+        )
+    except RpcdistError as exc:
+        shared.note_failure(str(exc))
+        raise
+    shared.note_failure("")  # an earlier try may have failed
     world.begin(default, own)
 
 

@@ -21,6 +21,7 @@ from rpcdist.time_limits import MIN_WAIT_S, STORE_CHECK_INTERVAL_S
 __all__ = ["join_generation", "wait_for_keys", "wait_for_ranks"]
 
 SHOWN: Final = 10
+DEFAULT_GROUP: Final = "the default group"
 
 
 def wait_for_keys(store: Store, keys: list[str], timeout_s: float, check: Callable[[], None] | None) -> None:
@@ -114,10 +115,13 @@ def _missing(late: Sequence[int], several: Sequence[int], size: int, what: str, 
     shown = ", ".join(map(str, late[:SHOWN])) + (f" and {len(late) - SHOWN} more" if len(late) > SHOWN else "")
     who = f"rank {shown} has" if len(late) == 1 else f"ranks {shown} have" if late else "the last ranks have"
     twice = f" Several processes came as rank {', '.join(map(str, several))}: each needs its own." if several else ""
+    if what == DEFAULT_GROUP:
+        advice = "Look at those processes, and whether all have the same MASTER_ADDR, MASTER_PORT and WORLD_SIZE"
+    else:
+        advice = "Every rank has to make the same groups in the same order; see what those ranks do"
     return StoreTimeout(
         f"Timed out making {what}: {who} not come within {timeout_s:g} s (world size of the group: {size}). "
-        "Every rank has to make the same groups in the same order; see what those ranks do, or pass a longer timeout."
-        f"{twice}"
+        f"{advice}, or pass a longer timeout.{twice}"
     )
 
 
@@ -134,7 +138,7 @@ def join_generation(store: Store, rank: int, world_size: int, timeout_s: float, 
         number += 1
     own = PrefixStore(str(number), store)
     try:
-        wait_for_ranks(own, rank, range(world_size), "the default group", timeout_s, description)
+        wait_for_ranks(own, rank, range(world_size), DEFAULT_GROUP, timeout_s, description)
     except CollectiveMismatch:
         own.set("spent", b"1")
         raise

@@ -16,7 +16,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError, StoreTimeout
 from rpcdist.transport.sockets import HubAddress, SocketHub
 
-__all__ = ["Bootstrap", "connect_watch", "exchange_addresses", "exchange_values"]
+__all__ = ["Bootstrap", "connect_watch", "exchange_addresses", "exchange_values", "wait_until_made"]
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _OLD_ADDRESS = (
@@ -47,10 +47,30 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
         AuthenticationFailed: a value was not written by a process of this job.
         RendezvousError: some ranks did not publish theirs in time; names them.
     """
-    store = context.store
     keys = [f"{key}/{rank}" for rank in range(context.size)]
-    signed = SignedRecords(store, context.process.records())
+    signed = SignedRecords(context.store, context.process.records())
     signed.set(keys[context.rank], value)
+    _wait_for_all(context, keys, deadline)
+    return signed.get(keys)
+
+
+def wait_until_made(context: GroupContext, deadline: Deadline) -> None:
+    """Says that this rank needs nothing more for making the group. Rank 0 waits until all have said so.
+
+    It mostly serves the store, and it may end at once: the others would lose the store while they still read it.
+
+    Raises:
+        RendezvousError: some ranks did not come to it in time; names them.
+    """
+    keys = [f"made/{rank}" for rank in range(context.size)]
+    context.store.set(keys[context.rank], b"1")
+    if context.rank == 0:
+        _wait_for_all(context, keys, deadline)
+
+
+def _wait_for_all(context: GroupContext, keys: list[str], deadline: Deadline) -> None:
+    """Waits for one key of each rank; `exchange_values` says what it raises."""
+    store = context.store
     try:
         wait_for_keys(store, keys, deadline.remaining_s(), context.check)
     except StoreTimeout as exc:
@@ -59,7 +79,6 @@ def exchange_values(context: GroupContext, key: str, value: str, deadline: Deadl
             f"group {context.name!r} could not be made: these ranks did not come within {context.timeout_s:g} s: "
             f"{', '.join(map(str, missing))}. Do they run, and do all ranks call the same functions in the same order?"
         ) from exc
-    return signed.get(keys)
 
 
 def exchange_addresses(

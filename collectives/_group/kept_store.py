@@ -69,4 +69,5 @@ def _open(url: str, rank: int, world_size: int, timeout: timedelta) -> StoreAndR
         from rpcdist.collectives._mpi.mpi_world import rendezvous_through_mpi
 
         return rendezvous_through_mpi(timeout)
-    return next(rendezvous(url, rank, world_size, timeout=timeout))
+    # Rank 0 does not wait for the others: those who make the group do, and can say who is missing.
+    return next(rendezvous(url, rank, world_size, timeout=timeout, wait_for_workers=False))

@@ -201,7 +201,11 @@ class GroupState:
 
     def departure(self, rank: int) -> GroupFailure:
         """The failure of operations that a rank left before."""
-        reason = f"rank {self.world_ranks[rank]} left the group (destroy_process_group) after #{self.departed[rank]}"
+        last = self.departed[rank]
+        when = f"after collective #{last}" if last else "before its first collective"
+        reason = (
+            f"rank {self.world_ranks[rank]} left the group (destroy_process_group, or the end of its program) {when}"
+        )
         return GroupFailure(FailureKind.LOST, reason, (rank,))
 
     def departure_before(self, sequence: int) -> GroupFailure | None:

@@ -36,6 +36,8 @@ class SharedTable:
         self._lock = threading.Lock()
         self._waiting: dict[int, _Call] = {}
         self._closed_because = ""
+        self.failure = ""
+        """Why the process that serves it gives up, if it does."""
 
     def __repr__(self) -> str:
         return f"<SharedTable of {self._table!r}{' closed' if self.closed else ''}>"

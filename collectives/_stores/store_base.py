@@ -206,6 +206,9 @@ class Store(ABC):
     def set_timeout(self, timeout: Timeout) -> None:
         self._timeout_s = seconds(timeout)
 
+    def note_failure(self, reason: str) -> None:  # noqa: B027  # most stores have nobody to tell
+        """Notes why this process gives up; if it serves the store, those who lose it by that are told. Never blocks."""
+
     def has_extended_api(self) -> bool:
         """Whether `append`, `multi_get` and `multi_set` are one step each, and queues exist."""
         return True

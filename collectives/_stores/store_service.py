@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Final
 
 from google.protobuf.message import Message
 
@@ -20,8 +20,9 @@ from rpcdist.errors import DistStoreError
 from rpcdist.ids import Identity
 from rpcdist.time_limits import STORE_LINGER_S
 
-__all__ = ["StoreService"]
+__all__ = ["CLOSED", "StoreService"]
 
+CLOSED: Final = "the store was closed by the process that serves it"
 
 Method = Callable[[Identity, Any], Awaitable[Message]]
 
@@ -59,6 +60,7 @@ class StoreService:
         the reply to that client has left. So replies of the last moment get `STORE_LINGER_S` to leave.
         """
         loop = asyncio.get_running_loop()
-        if self.table.close("the store was closed by the process that serves it"):
+        failure = self.table.failure
+        if self.table.close(CLOSED + (f", where this had failed: {failure}" if failure else "")):
             self._replied_at = loop.time()
         await asyncio.sleep(max(0.0, self._replied_at + STORE_LINGER_S - loop.time()))

@@ -12,9 +12,11 @@ from typing import Final, Protocol
 from rpcdist._proto import store_pb2
 from rpcdist.backoff import backoff
 from rpcdist.collectives._stores.dropped import DROPPED_STORES
+from rpcdist.collectives._stores.shared_table import SharedTable
 from rpcdist.collectives._stores.store_base import DEFAULT_TIMEOUT, Store, Timeout, seconds
 from rpcdist.collectives._stores.store_messages import request_for, result_of
 from rpcdist.collectives._stores.store_operations import Missing, NumKeys, QueuePop, StoreOperation
+from rpcdist.collectives._stores.store_service import CLOSED
 from rpcdist.collectives._stores.table_server import TABLE_SERVER, TableShare
 from rpcdist.deadline import Deadline
 from rpcdist.errors import (
@@ -64,9 +66,13 @@ class _Local:
         self.address = share.address
         self._share = share
 
+    @property
+    def table(self) -> SharedTable:
+        return self._share.table
+
     def execute(self, operation: StoreOperation[object], deadline: Deadline) -> object:
         _check_not_on_loop()
-        return self._share.table.execute(operation, deadline)
+        return self.table.execute(operation, deadline)
 
     def share(self) -> _Local:
         host, _, port = self.address.rpartition(":")
@@ -248,6 +254,10 @@ class TCPStore(Store):
         twin._attach(self._access.share())
         return twin
 
+    def note_failure(self, reason: str) -> None:
+        if isinstance(self._access, _Local):
+            self._access.table.failure = reason
+
     def close(self) -> None:
         """Ends the connection, or the service when this is its last user here; idempotent, bounded."""
         if self._closer.detach() is not None:
@@ -299,8 +309,7 @@ def _timed_out_join(timeout_s: float, came: int, world_size: int, address: str) 
 
 
 def _lost(address: str, operation: StoreOperation[object], reason: Exception) -> DistNetworkError:
-    name = type(operation).__name__
-    return DistNetworkError(
-        f"the store at {address} was lost during {name}: {reason}. The process that serves it (rank 0) has ended, or "
-        "the network is broken; it is unknown whether the operation took place."
-    )
+    text = f"the store at {address} was lost during {type(operation).__name__}: {str(reason).removesuffix('.')}. "
+    if CLOSED not in text:
+        text += "The process that serves it (rank 0) has ended, or the network is broken; "
+    return DistNetworkError(f"{text}It is unknown whether the operation took place.")

@@ -7,9 +7,9 @@ from socket_hubs import open_hub
 
 from rpcdist.collectives import HashStore
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap, connect_watch
+from rpcdist.collectives._group.bootstrap import Bootstrap, connect_watch, wait_until_made
 from rpcdist.deadline import Deadline
-from rpcdist.errors import ConnectFailed, DistNetworkError
+from rpcdist.errors import ConnectFailed, DistNetworkError, RendezvousError
 
 SHORT_S = 0.2
 NAME_THE_START = r"RPCDIST_ATTEMPT, docs/clusters\.md"
@@ -32,3 +32,12 @@ def test_a_rank_that_reads_an_address_of_the_previous_start_says_how_to_name_sta
 def test_rank_0_says_how_to_name_starts_when_others_do_not_come() -> None:
     with open_hub() as hub, pytest.raises(DistNetworkError, match=rf"ranks \[1\] of group 'world'.*{NAME_THE_START}"):
         connect_watch(context(0, HashStore()), hub, Bootstrap("group", ("", ""), ("", "")), Deadline.after(SHORT_S))
+
+
+def test_rank_0_is_not_done_before_the_others_are() -> None:
+    """It may end at once, and take the store with it."""
+    store = HashStore()
+    with pytest.raises(RendezvousError, match=r"these ranks did not come within .*: 1"):
+        wait_until_made(context(0, store), Deadline.after(SHORT_S))
+    wait_until_made(context(1, store), Deadline.after(0.0))
+    wait_until_made(context(0, store), Deadline.after(SHORT_S))

@@ -315,7 +315,7 @@ def test_a_rank_that_left_fails_only_what_comes_after(engine: Engine, transport:
     assert select.select([engine.wakeup_fd], [], [], 0)[0] == []
     transport.gate.set()
     assert first.wait(LIMIT_S)
-    with pytest.raises(RankLost, match=r"rank 12 left the group .* after #1"):
+    with pytest.raises(RankLost, match=r"rank 12 left the group .* after collective #1"):
         second.wait(LIMIT_S)
 
 

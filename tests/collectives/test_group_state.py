@@ -47,7 +47,9 @@ def new_state(opened: bool = True) -> GroupState:
 
 
 def left(rank: int, after: int) -> NoteDeparture:
-    return NoteDeparture(rank, f"rank {WORLD[rank]} left the group (destroy_process_group) after #{after}")
+    how = "destroy_process_group, or the end of its program"
+    when = f"after collective #{after}" if after else "before its first collective"
+    return NoteDeparture(rank, f"rank {WORLD[rank]} left the group ({how}) {when}")
 
 
 @pytest.mark.parametrize(
@@ -110,11 +112,31 @@ def test_operations_are_accepted_until_they_are_refused() -> None:
     ("departures", "sequence", "lost", "reason"),
     [
         ([], 5, 2, "the connection of rank 11 with rank 12 broke: end of stream"),
-        ([(2, 3)], 5, 2, "rank 12 left the group (destroy_process_group) after #3"),
-        ([(0, 4)], 5, 2, "rank 10 left the group (destroy_process_group) after #4"),  # rank 2 gave up because of that
-        ([(0, 4), (2, 4)], 5, 2, "rank 10 left the group (destroy_process_group) after #4"),
+        (
+            [(2, 3)],
+            5,
+            2,
+            "rank 12 left the group (destroy_process_group, or the end of its program) after collective #3",
+        ),
+        (
+            [(0, 4)],
+            5,
+            2,
+            "rank 10 left the group (destroy_process_group, or the end of its program) after collective #4",
+        ),  # rank 2 gave up because of that
+        (
+            [(0, 4), (2, 4)],
+            5,
+            2,
+            "rank 10 left the group (destroy_process_group, or the end of its program) after collective #4",
+        ),
         ([(0, 5)], 5, 2, "the connection of rank 11 with rank 12 broke: end of stream"),
-        ([(2, 5)], 5, 2, "rank 12 left the group (destroy_process_group) after #5"),
+        (
+            [(2, 5)],
+            5,
+            2,
+            "rank 12 left the group (destroy_process_group, or the end of its program) after collective #5",
+        ),
     ],
 )
 def test_why_a_connection_broke(departures: list[tuple[int, int]], sequence: int, lost: int, reason: str) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import socket
 import threading
 import time
@@ -18,6 +20,7 @@ from rpcdist.errors import (
     CollectiveMismatch,
     CollectiveTimeout,
     ConnectFailed,
+    ForkedProcess,
     GroupAborted,
     ProtocolViolation,
     RankLost,
@@ -231,13 +234,17 @@ def test_a_refused_send_that_is_pending_fails() -> None:
         assert following.wait() and got == 1
 
 
-def test_the_next_send_raises_what_was_refused() -> None:
+def test_the_next_send_raises_what_was_refused(caplog: pytest.LogCaptureFixture) -> None:
     with mesh(2) as made:
         a, b = made.members
         send(a, torch.zeros(3), 1)
         prompt(lambda: recv(b, number(0), 0), CollectiveMismatch, "rank 0 sent 12 bytes")
         time.sleep(2e-3)  # a sender looks for refusals once a millisecond
-        prompt(lambda: send(a, number(0), 1), CollectiveMismatch, "rank 1 receives 4 bytes")
+        with pytest.raises(CollectiveMismatch, match="rank 1 receives 4 bytes") as caught:
+            send(a, number(0), 1)
+        assert "this call does nothing" in caught.value.__notes__[0]
+        told = "rank 1 refused message 0 of this pair (12 bytes of float32, tag 0): it receives 4 bytes of float32"
+        assert told in caplog.messages
         got = number(0)
         send(a, number(7), 1)
         recv(b, got, 0)
@@ -427,15 +434,33 @@ def test_close_ends_what_is_pending_and_may_be_repeated() -> None:
         mine.close()
 
 
+def test_a_forked_child_cannot_wait_for_its_parents_work() -> None:
+    with mesh(2) as made:
+        _, b = made.members
+        work = irecv(b, number(0), 0)
+        with b._entrance, b._lock:  # as another thread may have held them at the fork
+            child = os.fork()
+            if child == 0:
+                signal.alarm(round(LIMIT_S))
+                try:
+                    work.wait(SHORT_S)
+                except ForkedProcess:
+                    os._exit(7)
+                finally:
+                    os._exit(1)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 7
+
+
 def test_drain_waits_for_sends_only() -> None:
     with mesh(2) as made:
         a, b = made.members
         never = irecv(a, number(0), 1, 9)
-        assert a.drain(0.0)
+        assert a.drain(0.0) == []
         work = isend(a, torch.rand(BIG), 1)
-        assert not a.drain(SHORT_S)
+        assert a.drain(SHORT_S) == [work]
         got = torch.zeros(BIG)
-        assert in_threads(lambda: a.drain(LIMIT_S), lambda: recv(b, got, 0).is_success()) == [True, True]
+        assert in_threads(lambda: a.drain(LIMIT_S), lambda: recv(b, got, 0).is_success()) == [[], True]
         assert work.is_success() and not never.is_completed()
 
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import math
 import socket
 import threading
 import traceback
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterator
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -21,11 +23,13 @@ from rpcdist.errors import (
     ConfigError,
     ConnectFailed,
     DeadlineExceeded,
+    NotInitialized,
     RendezvousError,
     RpcdistError,
     UnknownWorker,
     WorkerLost,
 )
+from rpcdist.rpc._current import current_agent
 from rpcdist.testing import InProcessCluster
 
 
@@ -107,6 +111,53 @@ def test_a_remote_error_is_one_line_in_the_callees_log(caplog: pytest.LogCapture
         with pytest.raises(LookupError):
             cluster.run("a", rpc.rpc_sync, "b", fail)
         assert 'LookupError("first' in caplog.records[-1].getMessage() and caplog.records[-1].levelname == "DEBUG"
+
+
+class Failing:
+    def fail(self) -> None:
+        fail()
+
+    async def fail_later(self) -> None:
+        fail()
+
+
+@pytest.mark.parametrize("serial", [False, True])
+@pytest.mark.parametrize("method", ["fail", "fail_later"])
+def test_an_error_of_a_method_is_in_the_owners_log(serial: bool, method: str, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "rpcdist")
+    with InProcessCluster("a", "b") as cluster:
+
+        def call() -> None:
+            rref = rpc.remote("b", Failing, serial=serial)
+            with pytest.raises(LookupError):
+                getattr(rref.rpc_sync(), method)()
+            with pytest.raises(LookupError):
+                getattr(rref.remote(), method)().to_here()
+
+        cluster.run("a", call)
+        said = [record.getMessage() for record in caplog.records]
+        assert said == ["a call of a method of a Failing from a failed on b: LookupError: first"] * 2
+
+
+async def ok() -> None:
+    pass
+
+
+made: list[Coroutine[Any, Any, None]] = []
+
+
+def make_coroutine() -> Coroutine[Any, Any, None]:
+    made.append(ok())
+    return made[-1]
+
+
+def test_a_coroutine_that_cannot_be_run_any_more_is_closed() -> None:
+    """Python would warn that nobody awaited it."""
+    with InProcessCluster("a", "b") as cluster:
+        loop = cluster.run("b", current_agent).dispatcher._user_loop
+        with mock.patch.object(loop, "submit", side_effect=NotInitialized), pytest.raises(NotInitialized):
+            cluster.run("a", rpc.rpc_sync, "b", make_coroutine)
+        assert inspect.getcoroutinestate(made.pop()) == inspect.CORO_CLOSED
 
 
 @pytest.fixture

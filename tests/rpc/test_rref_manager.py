@@ -355,6 +355,16 @@ def test_shutdown(cluster: Cluster) -> None:
     assert rref.to_here() == 1
 
 
+def test_shutdown_does_not_wait_for_what_lost_workers_hold(cluster: Cluster) -> None:
+    """Their references end with their leases, which last longer than anybody waits."""
+    manager = cluster.hosts[1].manager
+    cluster.send(cluster.hosts[1].own(1), 1, 0)
+    assert not manager.delete_all_user_and_unforked_owner_rrefs(0.0)
+    manager.worker_lost(0, WorkerLost("w0", "a connection", 3.0, "it was killed"))
+    assert manager.delete_all_user_and_unforked_owner_rrefs(0.0)
+    manager.check_leaks()
+
+
 async def test_await(cluster: Cluster) -> None:
     rref, deliver = cluster.remote(0, 1, 3)
     here, deliver_here = cluster.remote(0, 0, 4)

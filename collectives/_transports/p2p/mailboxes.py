@@ -38,8 +38,7 @@ class Mailboxes(Messenger):
         addresses: Sequence[str] = (),
     ) -> None:
         super().__init__(group_name, rank, ranks, self._dial, spin_s=message_spin_s(rank, addresses))
-        self._hub = hub
-        self._uid = uid
+        self._hub, self._uid = hub, uid
         self._addresses = tuple(addresses)
         self._prefix = f"{uid}/messages to {rank} from "
         if hub is not None:

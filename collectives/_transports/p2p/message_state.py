@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import socket
 from collections import deque
@@ -25,6 +26,8 @@ from rpcdist.errors import CollectiveMismatch, CollectiveTimeout, ProtocolViolat
 from rpcdist.time_limits import REFUSAL_POLL_S
 
 __all__ = ["MessageState"]
+
+logger = logging.getLogger(__name__)
 
 
 class MessageState:
@@ -87,7 +90,12 @@ class MessageState:
         if arrived is None:
             self._fail_if_gone(receive)
         elif self._accepts(receive, arrived.source, arrived.header):
-            self._hand_over(arrived, receive)
+            stream = self.incoming[arrived.source].stream
+            if stream.target is arrived:  # it is still arriving: the rest is received there
+                stream.redirect(receive)
+            else:
+                receive.arrived = arrived
+                self.complete(receive)
 
     def put(self, request: Request, connection: OutgoingConnection, num_sent: int = 0) -> None:
         """Takes a send, of which so many bytes were sent already."""
@@ -101,8 +109,9 @@ class MessageState:
     def _admit(self, request: Request, connection: OutgoingConnection | None) -> bool:
         """Adds a request to those that are pending, unless it fails with a refusal that no earlier one could report."""
         if connection is not None and connection.refusals:
-            refused = connection.refusals.popleft()
-            self.complete(request, self._mismatch(request, self.rank, connection.peer, *refused))
+            error = self._mismatch(request, self.rank, connection.peer, *connection.refusals.popleft())
+            error.add_note("An earlier message was refused, and nothing could tell so before: this call does nothing.")
+            self.complete(request, error)
             return False
         self.pending[request] = None
         self.next_deadline = min(self.next_deadline, request.deadline_at)
@@ -145,15 +154,6 @@ class MessageState:
         if isinstance(target, PostedReceive):
             self.complete(target)
 
-    def _hand_over(self, arrived: UnexpectedMessage, receive: PostedReceive) -> None:
-        """Gives a message that was kept to its receive; if it is still arriving, the rest goes there directly."""
-        connection = self.incoming.get(arrived.source)
-        if connection is not None and connection.stream.target is arrived:
-            connection.stream.redirect(receive)
-        else:
-            receive.arrived = arrived
-            self.complete(receive)
-
     def _accepts(self, receive: PostedReceive, source: int, header: Header) -> bool:
         """Returns whether the message is what the receive expects; else fails the receive and tells the sender."""
         receive.source = source
@@ -161,8 +161,7 @@ class MessageState:
             return True
         expected = receive.header()
         self.complete(receive, self._mismatch(receive, source, self.rank, expected, header))
-        if source in self.incoming:
-            self.incoming[source].refuse(refusal(expected, header))
+        self.incoming[source].refuse(refusal(expected, header))
         return False
 
     # ------------------------------------------------------------ connections
@@ -221,6 +220,8 @@ class MessageState:
             victims.append(request)  # the rest of its bytes is sent, and dropped there
         if not victims:
             connection.refusals.append((expected, header))
+            what = f"message {header.sequence} of this pair ({header}, tag {header.tag})"
+            logger.warning("rank %d refused %s: it receives %s", self.ranks[connection.peer], what, expected)
         for victim in victims:
             self._give_up(victim, self._mismatch(victim, self.rank, connection.peer, expected, header))
 

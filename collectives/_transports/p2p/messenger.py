@@ -9,10 +9,10 @@ in poll when nothing can be done. A send that the receiver does not read is stuc
 what others send to it, up to a limit; so two ranks that send to each other first and receive then do not block each
 other below that limit, and not at all when their receives are posted.
 
-[Note: what an error leaves behind] A mismatch fails the receive and the send, or the sender's next operation with that
-rank; the payload is dropped, and the connection goes on. A receive that timed out is withdrawn; when its message had
-begun, that message is lost. A send that timed out is withdrawn, but when it had begun, its connection ends, and both
-sides say so. The end of a connection is final.
+[Note: what an error leaves behind] A mismatch fails the receive and the send, or one of the sender's next operations
+with that rank, as it looks for refusals once a millisecond; the payload is dropped, and the connection goes on. A
+receive that timed out is withdrawn; when its message had begun, that message is lost. A send that timed out is
+withdrawn, but when it had begun, its connection ends, and both sides say so. The end of a connection is final.
 """
 
 from __future__ import annotations
@@ -80,8 +80,7 @@ class Messenger:
         self._num_calls = {"send": 0, "recv": 0}
 
     def __repr__(self) -> str:
-        what = f"{len(self._state.pending)} pending, {self._state.matcher!r}"
-        return f"<{type(self).__name__} of group {self._group_name!r}: {what}>"
+        return f"<Messenger of group {self._group_name!r}: {len(self._state.pending)} pending, {self._state.matcher!r}>"
 
     # ------------------------------------------------------------ operations
 
@@ -240,8 +239,8 @@ class Messenger:
             self._state.lose(rank, reason)
             self._progress.changed(bool(self._state.settled))
 
-    def drain(self, timeout_s: float) -> bool:
-        """Waits until all sends have left this process, for at most `timeout_s` in all; returns whether they have.
+    def drain(self, timeout_s: float) -> list[Request]:
+        """Waits until all sends have left this process, for at most `timeout_s` in all; returns those that have not.
 
         It does not wait for receives: their messages may never come.
         """
@@ -251,7 +250,7 @@ class Messenger:
         for request in sends:
             with suppress(CollectiveError):  # the owner of the work gets the error
                 request.wait(max(MIN_WAIT_S, limit - time.monotonic()))
-        return all(request.is_success() for request in sends)
+        return [request for request in sends if not request.is_completed()]
 
     def close(self) -> None:
         """Fails pending requests, sends goodbyes, closes the sockets; idempotent, bounded, waits for no peer."""

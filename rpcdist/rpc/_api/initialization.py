@@ -56,7 +56,10 @@ def init_rpc(
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
-        raise TypeError("Argument rpc_backend_options must be an instance of RpcBackendOptions")
+        raise TypeError(
+            "Argument rpc_backend_options must be an instance of RpcBackendOptions of rpcdist.rpc, but it is one of "
+            f"{type(rpc_backend_options).__module__}.{type(rpc_backend_options).__qualname__}"
+        )
     if backend is None and rpc_backend_options is not None:
         backend = backend_registry.infer_backend(rpc_backend_options)
     if backend is None:

@@ -20,7 +20,7 @@ from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import ForkId, Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.problems import FORK_AFTER_DELETION, GONE, creation_error, owner_lost, replaced
 from rpcdist.rpc._rref.protobuf import decode_messages, id_from_pb, id_to_pb
-from rpcdist.rpc._rref.report import LiveRRef, counts, leaks, live_rrefs
+from rpcdist.rpc._rref.report import LiveRRef, counts, is_held, leaks, live_rrefs
 from rpcdist.rpc._rref.rref_token import Token
 from rpcdist.rpc._rref.tables import RRefTables, WhenThere
 from rpcdist.rpc.future import Future
@@ -299,7 +299,7 @@ class RRefManager:
 
         Args:
             timeout_s: limit of the whole, in seconds.
-            others: wait also until the other workers have dropped what this one owns.
+            others: wait also until the other workers have dropped what this one owns, but for those that are lost.
 
         Returns:
             Whether all of that happened in time.
@@ -322,7 +322,7 @@ class RRefManager:
 
     def _is_idle(self, others: bool) -> bool:
         tables = self._tables.protocol
-        return not tables.users.forks and not tables.users.parked and not (others and tables.owners.entries)
+        return not tables.users.forks and not tables.users.parked and not (others and is_held(tables))
 
     def close(self) -> None:
         """After shutdown: users can do nothing any more; local values stay readable. Idempotent."""

@@ -9,7 +9,7 @@ from rpcdist.rpc._rref.identifiers import Incarnation, RRefId
 from rpcdist.rpc._rref.owner import State
 from rpcdist.rpc._rref.protocol import RRefProtocol
 
-__all__ = ["LiveRRef", "counts", "leaks", "live_rrefs"]
+__all__ = ["LiveRRef", "counts", "is_held", "leaks", "live_rrefs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +58,17 @@ def counts(protocol: RRefProtocol) -> dict[str, str]:
 
 
 def leaks(protocol: RRefProtocol) -> str:
-    """What to complain about; empty if nobody else holds a value of this worker."""
-    lines = [f"Leaking RRef {e.rref} with fork Ids: {', '.join(map(str, e.forks))}" for e in protocol.owners if e.forks]
+    """What to complain about; empty if nobody else that lives holds a value of this worker."""
+    lines = []
+    for entry in protocol.owners:
+        forks = [fork for fork, node in entry.forks.items() if node not in protocol.lost]
+        if forks:
+            lines.append(f"Leaking RRef {entry.rref} with fork Ids: {', '.join(map(str, forks))}")
     return "\n".join(lines)
+
+
+def is_held(protocol: RRefProtocol) -> bool:
+    """Whether a value of this worker is in use. Those that only lost workers hold end with their leases."""
+    return any(
+        not entry.forks or any(node not in protocol.lost for node in entry.forks.values()) for entry in protocol.owners
+    )

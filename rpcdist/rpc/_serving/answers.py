@@ -16,15 +16,18 @@ from rpcdist.rpc._marshal.marshal import Marshal
 from rpcdist.rpc._peers.lifetime import Lifetime
 from rpcdist.rpc._rref.handles import OwnerValue
 from rpcdist.rpc._rref.manager import RRefManager
+from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._values import LargeBuffer, takes_long
+from rpcdist.rpc._values.function_names import function_name
 from rpcdist.transport.wire_messages import CompactReply
 
 __all__ = ["Answers"]
 
 logger = logging.getLogger(__name__)
 
+_CALLS_OF_METHODS: Final = frozenset(function_name(function) for function in CALLS_OF_METHODS)
 MAX_LOGGED_CHARS: Final = 200  # of the error of a handler, which its caller gets in full
 
 
@@ -170,14 +173,24 @@ class Answers:
         if active.arguments is not None:
             active.arguments.discard()
         failure = self._marshal.failure(exc)
-        by_user = active.function and not active.function.startswith("rpcdist.")
-        if failure.kind == rpc_pb2.Failure.USER and by_user:
+        called = _called(active)
+        if failure.kind == rpc_pb2.Failure.USER and called:
             caller = active.session.peer.name
             error = f"{failure.type_name}: {failure.text}".partition("\n")[0][:MAX_LOGGED_CHARS]
-            logger.warning("a call of %s from %s failed on %s: %s", active.what, caller, self._me.name, error)
+            logger.warning("a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
             logger.debug("the traceback of that:\n%s", failure.traceback)
         if active.entry is not None:
             self._rrefs.set_error(active.entry, exc)
         if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
             message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
             active.session.send(message)
+
+
+def _called(active: ActiveCall) -> str:
+    """The user's code that a call runs, for the log; empty for a call of ours."""
+    if not active.function.startswith("rpcdist."):
+        return active.function
+    target = active.target
+    if active.function not in _CALLS_OF_METHODS or target is None or not target.done() or target.exception():
+        return ""
+    return f"a method of a {type(target.value()).__name__}"

@@ -361,7 +361,12 @@ class Dispatcher:
         context = self._new_context() if coroutine is None else copy_context()
         context.run(current_autograd.set, active.autograd)
         context.run(calling_worker.set, active.session.peer)
-        active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
+        try:
+            active.handle = self._user_loop.submit(run, done, deadline=active.deadline, context=context)
+        except BaseException:  # RPC ends here
+            if inspect.iscoroutine(coroutine):
+                coroutine.close()  # else Python warns that nobody awaited it
+            raise
         if active.cancelled:  # between the check and here
             active.handle.cancel()
 
