@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import ClassVar
 
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import Bootstrap
+from rpcdist.collectives._group.bootstrap import Bootstrap, wait_until_made
 from rpcdist.collectives._group.engine import Engine
 from rpcdist.collectives._group.engine_backend import EngineBackend
 from rpcdist.collectives._group.group_failure import GroupFailure
@@ -73,18 +74,9 @@ class TcpBackend(EngineBackend):
         state = GroupState(context.name, context.rank, context.ranks)
         deadline = Deadline.after(context.timeout_s)
         self._watch = GroupWatch(context, state, deadline, options.unix_sockets) if context.size > 1 else None
-        try:
-            self._transport = _make_transport(context, self._watch, options, deadline)
-            if self._watch is not None:
-                try:
-                    self._watch.wait_until_made(context, deadline)
-                except BaseException:
-                    self._transport.close()
-                    raise
-        except BaseException:
-            if self._watch is not None:
-                self._watch.give_up()
-            raise
+        self._transport = (
+            SingleRankTransport() if self._watch is None else _connect(context, self._watch, options, deadline)
+        )
         self.reduces_many = self._transport.reduces_many
         self._mailboxes = _make_mailboxes(context, self._watch)
         engine = Engine(
@@ -120,10 +112,11 @@ class TcpBackend(EngineBackend):
         self._end_callbacks(deadline)
         if left := self._mailboxes.drain(deadline.remaining_s()):
             logger.warning(
-                "%s did not leave this process before the group was closed, and %d others: wait for the Work of each "
-                "isend, or call destroy_process_group before the program ends, which has more time",
+                "group %r was closed before %d sends had left this process, which are lost. The first is %s. Wait for "
+                "the Work of each isend, or destroy the group before the program ends, which leaves it more time",
+                self.context.name,
+                len(left),
                 left[0].title,
-                len(left) - 1,
             )
         self._mailboxes.close()
         if self._watch is not None:
@@ -141,14 +134,21 @@ def _make_mailboxes(context: GroupContext, watch: GroupWatch | None) -> Mailboxe
     return Mailboxes(context.name, context.rank, context.ranks, watch.hub, bootstrap.uid, bootstrap.addresses)
 
 
-def _make_transport(
-    context: GroupContext, watch: GroupWatch | None, options: TcpOptions, deadline: Deadline
-) -> Transport:
-    """The fastest transport that the ranks share."""
-    if watch is None:
-        return SingleRankTransport()
-    hub, bootstrap = watch.hub, watch.bootstrap
+def _connect(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
+    """Connects this rank with the others; tells them when it gives up."""
     context = dataclasses.replace(context, check=watch.check)
+    with ExitStack() as undo:
+        undo.callback(watch.give_up)
+        transport = _make_transport(context, watch, options, deadline)
+        undo.callback(transport.close)
+        wait_until_made(context, deadline)
+        undo.pop_all()
+    return transport
+
+
+def _make_transport(context: GroupContext, watch: GroupWatch, options: TcpOptions, deadline: Deadline) -> Transport:
+    """The fastest transport that the ranks share."""
+    hub, bootstrap = watch.hub, watch.bootstrap
     refused = unsupported_here()
     allowed = options.allows_shared_memory()
     if refused is not None and allowed:

@@ -26,7 +26,8 @@ def _after_fork() -> None:
     _this_process = object()
 
 
-os.register_at_fork(after_in_child=_after_fork)
+if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 class Work:

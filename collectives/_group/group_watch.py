@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from rpcdist.collectives._group.backend_contract import GroupContext
-from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses, wait_until_made
+from rpcdist.collectives._group.bootstrap import connect_watch, exchange_addresses
 from rpcdist.collectives._group.setup_watch import OpenGroup, SetupWatch
 from rpcdist.collectives._group.shared_sockets import bind_host
 from rpcdist.collectives._group.state import GroupState
@@ -49,10 +47,6 @@ class GroupWatch:
         except BaseException:
             self.release()
             raise
-
-    def wait_until_made(self, context: GroupContext, deadline: Deadline) -> None:
-        """See `bootstrap.wait_until_made`; also raises when a rank is lost, or gives up."""
-        wait_until_made(replace(context, check=self.check), deadline)
 
     def hand_over(self, group: OpenGroup) -> None:
         """The group is made, and acts on what the watch heard and hears."""

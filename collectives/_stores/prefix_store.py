@@ -53,6 +53,9 @@ class PrefixStore(Store):
     def set_timeout(self, timeout: Timeout) -> None:
         self._store.set_timeout(timeout)
 
+    def note_failure(self, reason: str) -> None:
+        self._store.note_failure(reason)
+
     @property
     def _timeout_s(self) -> float:  # type: ignore[override]  # the base keeps a number here
         return self._store._timeout_s

@@ -21,9 +21,7 @@ def memory_at(address: int, size_bytes: int) -> memoryview:
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """The bytes of a dense tensor, writable; valid as long as the tensor is."""
-    if not (size_bytes := tensor.nbytes):
-        return memoryview(bytearray())
-    return memoryview((ctypes.c_char * size_bytes).from_address(tensor.data_ptr())).cast("B")
+    return memory_at(tensor.data_ptr(), tensor.nbytes)
 
 
 def _memmove(library: ctypes.CDLL) -> ctypes._NamedFuncPointer:

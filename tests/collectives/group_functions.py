@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import random
 import signal
@@ -252,6 +253,31 @@ def leave_early(rank: int, size: int, leaver: int) -> None:
         return
     tensor = torch.ones(4)
     backend().submit(Operation(Kind.ALL_REDUCE, (tensor,), (tensor,), ReduceOp.SUM))
+
+
+class Kept(logging.Handler):
+    """Keeps what was logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.messages: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.messages.append(record.getMessage())
+
+
+def close_before_sends_have_left(rank: int, size: int) -> list[str]:
+    """Rank 0 sends more than a socket takes, which nobody receives; returns what the closing logged."""
+    kept = Kept()
+    logging.getLogger("rpcdist.collectives").addHandler(kept)
+    try:
+        if rank == 0:
+            for _ in range(2):
+                backend().send(torch.ones(6_000_000), 1, 3, asynchronous=True)
+            backend().close(0.1)
+        return kept.messages
+    finally:
+        logging.getLogger("rpcdist.collectives").removeHandler(kept)
 
 
 def open_things(rank: int, size: int) -> dict[str, int]:

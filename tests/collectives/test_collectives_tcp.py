@@ -65,6 +65,14 @@ def test_eight_ranks(rank_pool: RankPool, group: Any) -> None:
     rank_pool.run(8, ranks.check_operations, 8, 15, False)
 
 
+def test_sends_that_are_lost_when_a_group_is_closed_are_named(rank_pool: RankPool, group: Any) -> None:
+    group(2)
+    said, nothing = rank_pool.run(2, ranks.close_before_sends_have_left)
+    assert nothing == []
+    [line] = said
+    assert "was closed before 2 sends had left this process" in line and "send #1 to rank 1 with tag 3" in line
+
+
 @pytest.mark.parametrize("shared", MEDIA)
 def test_a_sum_has_the_same_bits_on_all_ranks(rank_pool: RankPool, group: Any, shared: bool) -> None:
     group(4, shared)

@@ -159,8 +159,15 @@ def interrupted(function: Callable[[], object], number_of_event: int) -> bool:
         sys.setprofile(None)
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(100_000, marks=FULL_ONLY)])
-@pytest.mark.parametrize("what", ["send", "isend", "send in parts", "recv", "early recv", "irecv"])
+CALLS = ["send", "isend", "send in parts", "recv", "early recv", "irecv"]
+LARGE = ["send", "recv"]  # of these always: they go other ways than small ones
+
+
+@pytest.mark.parametrize(
+    ("what", "size"),
+    [(what, 4) for what in CALLS]
+    + [pytest.param(what, 100_000, marks=[] if what in LARGE else FULL_ONLY) for what in CALLS],
+)
 def test_an_interrupt_anywhere_mixes_no_messages(what: str, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is received afterwards is one whole message, in the order of the sends, or an error."""
     monkeypatch.setattr(messenger, "PROGRESS_STOP_LIMIT_S", 0.05)  # a thread that copies needs less

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import signal
 import socket
 import threading
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 from full_sets import FULL_ONLY
 
-from rpcdist.collectives import DistNetworkError, DistStoreError, StoreTimeout, TCPStore
+from rpcdist.collectives import DistNetworkError, DistStoreError, PrefixStore, StoreTimeout, TCPStore
 from rpcdist.collectives._stores.table_server import TABLE_SERVER
 from rpcdist.errors import AuthenticationFailed, BlockingInLoop, ConfigError, ConnectFailed
 from rpcdist.testing import Program, eventually, free_port, wait_until_asleep
@@ -141,13 +142,17 @@ def test_a_store_that_was_dropped_frees_its_port_when_the_next_is_made() -> None
         assert again.num_keys() == 0
 
 
-def test_closing_the_master_ends_the_waits_of_clients() -> None:
+@pytest.mark.parametrize("failure", ["", "rank 2 has not come."])
+def test_closing_the_master_ends_the_waits_of_clients(failure: str) -> None:
+    """And says what has failed there, if anything has."""
+    says = f"serves it, where this had failed: {failure} It is" if failure else "serves it. It is"
     with TCPStore(HOST, 0, is_master=True) as master, TCPStore(HOST, master.port, timeout=LIMIT_S) as client:
         with ThreadPoolExecutor(1) as pool:
             get = pool.submit(client.get, "never")
             eventually(lambda: num_waiters() == 1, "the client waits")
+            PrefixStore("part", master).note_failure(failure)
             master.close()
-            with pytest.raises(DistNetworkError, match="the store was closed by the process that serves it"):
+            with pytest.raises(DistNetworkError, match=re.escape(says)):
                 get.result(LIMIT_S)
         with pytest.raises(DistNetworkError, match="closed"):
             client.set("k", "v")
