@@ -10,7 +10,9 @@ torch names the nodes SendRpcBackward and RecvRpcBackward, like the nodes of its
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import wraps
+from ctypes import py_object, pythonapi
+from functools import partial, wraps
+from sys import getrefcount
 from typing import Any, Final, Protocol, cast
 from weakref import ref
 
@@ -130,10 +132,32 @@ def current_run() -> RunInProgress | None:
     return run
 
 
+def _steals(stash: Callable[[str, object], None]) -> bool:
+    """Whether torch takes a reference that nobody gave it, as 2.11 does: each call would free an object too early."""
+    probe = object()
+    before = getrefcount(probe)
+    stash(_RUN_KEY, probe)
+    steals = getrefcount(probe) == before
+    for lost in (probe, None) if steals else ():
+        pythonapi.Py_IncRef(py_object(lost))
+    stash(_RUN_KEY, None)
+    return steals
+
+
+def _stash_own(run: object) -> None:
+    pythonapi.Py_IncRef(py_object(run))
+    _C._stash_obj_in_tls(_RUN_KEY, run)
+
+
+_stash: Final[Callable[[object], None]] = (
+    _stash_own if _steals(_C._stash_obj_in_tls) else partial(_C._stash_obj_in_tls, _RUN_KEY)
+)
+
+
 def set_current_run(run: RunInProgress | None) -> RunInProgress | None:
     """Sets the run of the engine calls on this thread; returns the previous one."""
     before = current_run()
-    _C._stash_obj_in_tls(_RUN_KEY, run)
+    _stash(run)
     return before
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from rpcdist.collectives._group.backend_contract import GroupContext
 from rpcdist.collectives._operations.operation import Kind, Operation, ReduceOp
 from rpcdist.collectives.nccl import NcclBackend, NcclOptions
 from rpcdist.errors import CollectiveTimeout, GroupAborted
+from rpcdist.testing import eventually
 
 __all__ = ["serve"]
 
@@ -124,7 +126,9 @@ def late(backend: NcclBackend, store: FileStore) -> None:
 
 
 def abort(backend: NcclBackend, store: FileStore) -> None:
+    """A kernel that waits for rank 1 ends when rank 0 aborts the group."""
     doomed = group("doomed", store, backend.context.rank)
+    doomed.submit(all_reduce(torch.ones(8, device=DEVICE)))  # the first one connects the ranks, which waits for all
     if backend.context.rank == 0:
         work = doomed.submit(all_reduce(torch.ones(8, device=DEVICE)), asynchronous=True)
         doomed.abort("enough")
@@ -133,6 +137,34 @@ def abort(backend: NcclBackend, store: FileStore) -> None:
             raise AssertionError("not aborted")
         except GroupAborted as exc:
             assert "rank 0 aborted the group: enough" in str(exc), exc
+        store.set("aborted", "")
+    else:
+        store.wait(["aborted"])
     torch.cuda.synchronize()
     doomed.close(5.0)
     backend.submit(Operation(Kind.BARRIER))
+
+
+def abort_at_the_first(backend: NcclBackend, store: FileStore) -> None:
+    """The first collective waits in NCCL, on the host, for rank 1; it ends when another thread aborts the group."""
+    doomed = group("doomed at the first", store, backend.context.rank)
+    if backend.context.rank == 0:
+        thread = threading.Thread(target=abort_once_under_way, args=(doomed,))
+        thread.start()
+        try:
+            doomed.submit(all_reduce(torch.ones(8, device=DEVICE)), asynchronous=True).wait(LIMIT_S)
+            raise AssertionError("not aborted")
+        except GroupAborted as exc:
+            assert "rank 0 aborted the group: enough" in str(exc), exc
+        thread.join(LIMIT_S)
+        store.set("aborted at the first", "")
+    else:
+        store.wait(["aborted at the first"])
+    torch.cuda.synchronize()
+    doomed.close(5.0)
+    backend.submit(Operation(Kind.BARRIER))
+
+
+def abort_once_under_way(backend: NcclBackend) -> None:
+    eventually(lambda: backend._watchdog.state.current is not None, "the collective is under way")
+    backend.abort("enough")

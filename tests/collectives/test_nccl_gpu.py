@@ -50,7 +50,9 @@ def pipes(
     assert [process.exitcode for process in processes] == [0, 0]
 
 
-@pytest.mark.parametrize("name", ["reductions", "moves", "streams", "messages", "split", "late", "abort"])
+@pytest.mark.parametrize(
+    "name", ["reductions", "moves", "streams", "messages", "split", "late", "abort", "abort_at_the_first"]
+)
 def test_two_ranks_on_one_gpu(pipes: list[Connection], name: str) -> None:
     for pipe in pipes:
         pipe.send(name)

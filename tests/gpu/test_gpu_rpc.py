@@ -1,0 +1,46 @@
+"""Calls, references, distributed autograd, remote modules and pipelines with tensors on a GPU that workers share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import gpu_rpc_functions
+import pytest
+import torch
+
+from rpcdist.testing import RpcWorld, WorkerPool
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.multiproc,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
+]
+MAP = {"cuda:0": "cuda:0"}
+PROGRAMS = [
+    "values",
+    "other_streams",
+    "without_a_map",
+    "references",
+    "memory",
+    "autograd_smart",
+    "autograd_fast",
+    "remote_modules",
+    "pipelines",
+]
+
+
+@pytest.fixture(scope="module")
+def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
+    """Alice and bob map their GPU to one another's; nobody has a map for carol."""
+    world = module_pool.new_world(3)
+    maps = {"alice": {"bob": MAP}, "bob": {"alice": MAP}, "carol": {}}
+    joining = [world.begin_join(name, rank, device_maps=maps[name]) for rank, name in enumerate(maps)]
+    for pending in joining:
+        pending.result()
+    yield world
+    world.shutdown()
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_with_tensors_on_the_gpu(world: RpcWorld, name: str) -> None:
+    world["alice"].run(getattr(gpu_rpc_functions, name))
