@@ -21,6 +21,7 @@ from rpcdist.collectives import functional
 from rpcdist.collectives.device_mesh import init_device_mesh
 from rpcdist.errors import CollectiveError
 from rpcdist.parallel import DistributedDataParallel, MixedPrecision, SyncBatchNorm, ZeroRedundancyOptimizer, comm_hooks
+from rpcdist.parallel._ddp._ddp_errors import NonFiniteGradients
 
 GPU = torch.device("cuda", 0)
 SIZE = 2
@@ -216,6 +217,20 @@ def ddp_hooks(rank: int, url: str) -> None:
             got = train(model, sgd(model), rank)
             worst = max((one - two).abs().max().item() for one, two in zip(got, wanted, strict=True))
             assert worst < 0.05, (name, worst)
+
+
+def not_finite(rank: int, url: str) -> None:
+    """All ranks hear whose loss was NaN."""
+    with default_group(rank, url):
+        model = DistributedDataParallel(make_model())
+        for number, batch in enumerate(batches()[:3]):
+            loss = model(batch.chunk(SIZE)[rank]).square().mean()
+            if number == 1:
+                with pytest.warns(NonFiniteGradients, match=r"rank 1 contributed NaN or infinity to .*4\.weight"):
+                    (loss * (float("nan") if rank == 1 else 1.0)).backward()
+            else:
+                loss.backward()
+            model.zero_grad()
 
 
 def mixed_precision(rank: int, url: str) -> None:

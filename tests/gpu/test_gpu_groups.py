@@ -27,6 +27,7 @@ PROGRAMS = [
     "through_gradients",
     "many_streams",
     "ddp_hooks",
+    "not_finite",
     "mixed_precision",
     "batch_norm",
     "uneven",

@@ -4,9 +4,10 @@
     A flat buffer costs memory and two copies of every gradient. Gradients of at least `OWN_BYTES` use the network well
     alone, so they are reduced in place, each in an operation of its own; only the smaller gradients of a bucket are
     packed into the buffer. The choice depends on the sizes of the parameters only, so all ranks agree. A gradient is
-    copied if its memory is shared, or if its layout differs from that of its parameter. Comm hooks need all gradients
-    of a bucket in one buffer (`flat`). With `gradient_as_bucket_view` the packed gradients become views of the buffer,
-    and are not copied while they are kept.
+    copied if its memory is shared, or if its layout differs from that of its parameter. With `gradient_as_bucket_view`
+    the packed gradients become views of the buffer, and are not copied while they are kept. Comm hooks need all
+    gradients of a bucket in one buffer (`flat`), and on a GPU they are there too: it copies fast, and an operation of
+    NCCL costs more than that.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class DenseBucket:
     Args:
         number: position in the order of communication.
         members: the parameters, in the order of the bucket's buffer.
-        flat: whether all gradients are packed; see [Note: in place].
+        flat: whether all gradients are packed, as those on a GPU are always; see [Note: in place].
 
     Attributes:
         indices: those of the members.
@@ -61,7 +62,7 @@ class DenseBucket:
     def __init__(self, number: int, members: Sequence[BucketEntry], flat: bool) -> None:
         self.number = number
         self.members = list(members)
-        self.flat = flat
+        self.flat = flat = flat or members[0].parameter.is_cuda
         self.indices = frozenset(member.index for member in members)
         self.waiting: set[int] = set()
         self.runs: list[torch.Tensor] = []

@@ -6,6 +6,10 @@
     bits, so when a probe of the result is not finite, all ranks know it. They then exchange the names of the
     parameters whose gradients were not finite before the reduction. A rank looks for these names only if its own
     probe was not finite.
+
+    To look at what a GPU computes makes the host wait until the GPU has come that far. After a reduction the host has
+    waited anyway. Before one it has not, and the rest of the backward pass is still to be enqueued: there the probe
+    stays on the GPU until a result was not finite. The gradients are gone by then: the names are all of the bucket.
 """
 
 from __future__ import annotations
@@ -40,13 +44,20 @@ class FiniteCheck:
         self._group = group
         self._mode = mode
         self._mine: list[str] = []
+        self._on_gpu: list[tuple[torch.Tensor, list[str]]] = []  # whether probes are finite, and of which parameters
         self._found = False
         self._num_found = 0
         self._results_are_equal = results_are_equal
 
     def before(self, runs: Sequence[torch.Tensor], named: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
         """Examines this rank's contribution to a bucket; `named` returns its gradients by name."""
-        if self._mode != "never" and not self._are_fine(runs):
+        if self._mode == "never":
+            return
+        if runs[0].is_cuda:
+            looked_at = runs if self._mode == "all" else [run[:PROBE_ELEMENTS] for run in runs]
+            flags = [torch.isfinite(part).all() for part in looked_at]
+            self._on_gpu.append((torch.stack(flags).all(), [name for name, _ in named()]))
+        elif not self._are_fine(runs):
             names = (name for name, gradient in named() if not bool(torch.isfinite(_values(gradient)).all()))
             self._mine += names
 
@@ -73,10 +84,13 @@ class FiniteCheck:
 
         All ranks have the same reduced bits, so either all of them communicate here or none.
         """
-        found, mine = self._found, self._mine
-        self._found, self._mine = False, []
+        found, mine, on_gpu = self._found, self._mine, self._on_gpu
+        self._found, self._mine, self._on_gpu = False, [], []
         if not found:
             return
+        for is_fine, names in on_gpu:
+            if not is_fine.item():
+                mine += names
         self._num_found += 1
         if self._num_found & (self._num_found - 1):
             return
