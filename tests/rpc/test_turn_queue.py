@@ -189,3 +189,32 @@ def test_random_callers_losses_and_delays() -> None:
         ran += drain(queue)
         for who in "abc":
             assert [number for caller, number in ran if caller == who] == expected[who], seed
+
+
+def test_passing_by_is_arriving_and_being_taken() -> None:
+    """Two queues get the same calls, in near order; one lets pass by what may. Both give the same order to the end."""
+    num_passed = 0
+    for seed in range(200):
+        chance = random.Random(seed)
+        plain: TurnQueue[str, object] = TurnQueue()
+        quick: TurnQueue[str, object] = TurnQueue()
+        sent = {(who, stream): chance.randint(0, 8) for who in "ab" for stream in range(2)}
+        calls = [(stream, number, who) for (who, stream), count in sent.items() for number in range(count)]
+        calls.sort(key=lambda call: (call[0], call[1] + 2 * chance.random()))
+        for stream, number, who in calls:
+            call = CallNumber(stream, number, chance.randint(0, number))
+            if chance.random() < 0.1:
+                for queue in (plain, quick):
+                    queue.over(who, stream, (number,))
+                continue
+            plain.arrive(who, call, call)
+            if quick.pass_by(who, call):
+                num_passed += 1
+                assert plain.take() == call
+            else:
+                quick.arrive(who, call, call)
+            if chance.random() < 0.5:
+                assert drain(plain) == drain(quick)
+        assert drain(plain) == drain(quick)
+        assert repr(plain) == repr(quick)
+    assert num_passed > 200

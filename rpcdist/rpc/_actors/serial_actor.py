@@ -61,14 +61,17 @@ class SerialActor:
 
     def enter(self, turn: Turn) -> None:
         """See `TurnHost`. A call that finds the actor free runs on this thread, which has its context."""
+        refusal: Exception | None = None
+        first: Turn | None
         with self._lock:
-            try:
-                self._queue.arrive(turn.who, turn.number, turn)
-            except Overloaded as exc:
-                refusal: Exception | None = exc
+            if self._running is None and not turn.done() and self._queue.pass_by(turn.who, turn.number):
+                self._running = first = turn
             else:
-                refusal = None
-            first = self._take()
+                try:
+                    self._queue.arrive(turn.who, turn.number, turn)
+                except Overloaded as exc:
+                    refusal = exc
+                first = self._take()
         if refusal is not None:
             turn._fail(refusal)
         if first is turn:
@@ -196,7 +199,7 @@ class SerialActor:
         """The turn is over, and its result is encoded; the next begins."""
         with self._lock:
             self._running = None
-            following = self._take()
+            following = self._take() if self._queue.has_ready else None
         if following is not None:
             self._submit(following)
 

@@ -122,6 +122,18 @@ class TurnQueue(Generic[C, T]):
             caller.raise_floor(number.floor)
         self._list(caller)
 
+    def pass_by(self, who: C, number: CallNumber) -> bool:
+        """Whether a call that has come need not queue up, as it is the next of its caller and nobody waits; the same as
+        `arrive` and `take`, in less time.
+        """
+        caller = self._callers.get(who)
+        if caller is None or self._ready or number.number != caller.next or number.stream != caller.stream:
+            return False
+        if caller.early or caller.over:
+            return False
+        caller.next += 1
+        return True
+
     def over(self, who: C, stream: int, numbers: Iterable[int]) -> None:
         """These calls have ended for their caller, and may never come. This may be the first that is heard of it."""
         caller = self._caller(who, stream, 0)
