@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -295,9 +296,9 @@ def test_an_exception_that_ends_programs_ends_the_call_only(
 def test_a_value_that_such_an_exception_prevented_says_the_same_however_it_is_asked_for(
     cluster: Cluster, name: str, kind: str
 ) -> None:
-    rref = rpc.remote(name, remote_side.fail, (kind,))
+    rref: Any = rpc.remote(name, remote_side.fail, (kind,))
     told = []
-    for ask in (rref.to_here, rref.to_here, lambda: rpc.rpc_sync("worker2", remote_side.fetch, (rref,))):
+    for ask in (rref.to_here, rref.to_here, partial(rpc.rpc_sync, "worker2", remote_side.fetch, (rref,))):
         with pytest.raises(RemoteError) as caught:
             ask()
         told.append((caught.value.worker, caught.value.type_name, caught.value.text))
