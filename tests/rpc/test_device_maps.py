@@ -53,9 +53,13 @@ def test_where_tensors_go(
 
 @pytest.mark.multiproc
 def test_a_device_that_a_map_lacks(world: RpcWorld) -> None:
-    with pytest.raises(RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*add it at 'alice'"):
+    with pytest.raises(
+        RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*there, options.set_device_map"
+    ):
         world["alice"].run(where, "bob", "cuda:7", False)
-    with pytest.raises(RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*add it at 'alice'"):
+    with pytest.raises(
+        RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*there, options.set_device_map"
+    ):
         world["bob"].run(where, "alice", "cuda:7", True)
 
 

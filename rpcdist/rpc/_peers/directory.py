@@ -393,7 +393,7 @@ class Directory:
         if device not in device_map:
             raise RpcdistError(
                 f"a tensor on {device} cannot be sent: it is not among {list(device_map)}, the devices of this worker "
-                f"in the device map of {whose!r} for {to!r}; add it at {whose!r}: options.set_device_map({to!r}, {{...}})"
+                f"in the device map of {whose!r} for {to!r}; there, options.set_device_map({to!r}, {{...}}) adds it"
             )
         return device_map[device]
 
