@@ -261,7 +261,7 @@ class BackwardPass(PassTurns):
             encode_merged(merged, self._options, self._counts, message)
             if merged.done:
                 message.done.is_heavy = self.context.is_heavy
-            large = self._sender.encode_gradients(to, message, merged.gradients) if merged.gradients else ()
+            large = self._sender.encode_gradients(message, merged.gradients) if merged.gradients else ()
             packed.append((to, message, large))
         if not packed and not ends:
             return None
@@ -320,7 +320,8 @@ class BackwardPass(PassTurns):
     # ------------------------------------------------------------ gradients
 
     def _keep_gradients(self, messages: Sequence[int], arrived: Sequence[Gradients]) -> list[PassEvent]:
-        gradients = dict(zip(messages, arrived, strict=True))
+        pairs = zip(messages, arrived, strict=True)
+        gradients = {message: self.context.at_home(message, found) for message, found in pairs}
         self._gradients.add(gradients)
         return [GradientArrived(message, _mask_of(found)) for message, found in gradients.items()]
 

@@ -16,7 +16,7 @@ from torch.autograd.graph import Node
 
 from rpcdist.autograd._autograd_errors import AutogradError, ContextNotFound
 from rpcdist.autograd._gradients import GradientTable, size_bytes
-from rpcdist.autograd._message_nodes import RecordedRecv, RecordedSend, attach
+from rpcdist.autograd._message_nodes import Gradients, RecordedRecv, RecordedSend, attach
 from rpcdist.autograd._spans import MAX_SPANS, SpanKind
 from rpcdist.errors import SerializationError
 from rpcdist.transport.wire_messages import History
@@ -145,6 +145,14 @@ class Context:
         """All sends and recvs so far."""
         with self._lock:
             return list(self._sends.values()), [recv for recv, _ in self._recvs.values()]
+
+    def at_home(self, message: int, gradients: Gradients) -> Gradients:
+        """The gradients of a message that was sent, on the devices of its tensors."""
+        send = self._sends.get(message)
+        if send is None or send.devices is None:
+            return gradients
+        pairs = zip(gradients, send.devices, strict=False)  # too many or too few are noticed later
+        return [None if one is None else one.to(device) for one, device in pairs]
 
     def neighbours(self) -> frozenset[int]:
         """The workers with which this one exchanged calls in the context."""

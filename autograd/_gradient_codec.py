@@ -9,27 +9,29 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 
 from rpcdist._proto import autograd_pb2
 from rpcdist.autograd._message_nodes import Gradients
 from rpcdist.errors import SerializationError
-from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, MapDevice, ReceiveBuffer, decode, encode_into
+from rpcdist.rpc._values import INLINE_LIMIT, LargeBuffer, ReceiveBuffer, decode, encode_into
 from rpcdist.rpc._values.compact import compact_tensors, read_compact_tensors
 
 __all__ = ["decode_gradients", "encode_gradients"]
 
+_CPU: Final = torch.device("cpu")
 
-def encode_gradients(
-    gradients: Sequence[Gradients], target: autograd_pb2.Gradients, map_device: MapDevice | None
-) -> Sequence[LargeBuffer]:
+
+def encode_gradients(gradients: Sequence[Gradients], target: autograd_pb2.Gradients) -> Sequence[LargeBuffer]:
     """Writes the gradients of messages into `target`, which has the numbers of the messages; returns what is large.
+
+    They arrive on the CPU: the receiver knows on which devices the tensors were that it sent.
 
     Args:
         gradients: for each message, those of its tensors.
         target: to be filled.
-        map_device: where tensors of other devices than the CPU go at the receiver.
     """
     present: list[torch.Tensor] = []
     absent: list[int] = []
@@ -43,12 +45,16 @@ def encode_gradients(
                 present.append(one.contiguous())
     table = compact_tensors(present, shares_memory=False)
     if table is None:
-        return encode_into(target.value, [list(of_message) for of_message in gradients], None, map_device=map_device)
+        return encode_into(target.value, [list(of_message) for of_message in gradients], None, map_device=_to_cpu)
     target.table = table.body
     target.counts.extend(map(len, gradients))
     if absent:
         target.absent.extend(absent)
     return table.large
+
+
+def _to_cpu(device: torch.device) -> torch.device:
+    return _CPU
 
 
 def decode_gradients(

@@ -58,9 +58,10 @@ class RecordedSend:
     Attributes:
         id, to, stamp: as in `LocalSend`.
         gate: the output of `SendRpc`, and its `node`, whose next functions are the edges of the tensors.
+        devices: of the tensors; None if all are on the CPU.
     """
 
-    __slots__ = ("gate", "id", "node", "stamp", "to")
+    __slots__ = ("devices", "gate", "id", "node", "stamp", "to")
 
     gate: torch.Tensor
 
@@ -68,6 +69,8 @@ class RecordedSend:
         self.id = id
         self.to = to
         self.stamp = stamp
+        on_cpu = all([tensor.is_cpu for tensor in tensors])
+        self.devices = None if on_cpu else [tensor.device for tensor in tensors]
         if torch.is_grad_enabled():  # as nearly always: entering the mode again takes a third of the time
             self.gate = _apply_send(self, *tensors)
         else:

@@ -74,10 +74,10 @@ class PassSender:
                 logger.debug("not sent to worker %s: %s", to, exc)
 
     def encode_gradients(
-        self, to: int, target: autograd_pb2.AutogradMessage, gradients: list[Gradients]
+        self, target: autograd_pb2.AutogradMessage, gradients: list[Gradients]
     ) -> Sequence[LargeBuffer]:
         """Writes the values of gradients into a message; returns their large buffers."""
-        return encode_gradients(gradients, target.gradients, self._host.device_map(to))
+        return encode_gradients(gradients, target.gradients)
 
     def spread(self, workers: Iterable[int], body: autograd_pb2.AutogradMessage) -> None:
         """Sends a message to several workers, except this one; ignores workers that are lost."""

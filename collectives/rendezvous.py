@@ -236,6 +236,8 @@ def _env_handler(
     size = query["world_size"] if "world_size" in query else variable("WORLD_SIZE")
     world_size = _number("WORLD_SIZE", size)
     host, port = variable("MASTER_ADDR"), _number("MASTER_PORT", variable("MASTER_PORT"))
+    if not 0 <= port <= 65535:
+        raise _error("env", f"MASTER_PORT is a number from 0 to 65535, not {port}")
     _check_rank("env", rank, world_size)
     yield create_store(host, port, rank, world_size, timeout, wait_for_workers), rank, world_size
     raise _once("env")

@@ -25,7 +25,7 @@ from rpcdist.deadline import Deadline
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.timers import Timer
 from rpcdist.rpc._peers.network import MessageSink, SendObserver
-from rpcdist.rpc._values import LargeBuffer, MapDevice, ReceiveBuffer
+from rpcdist.rpc._values import LargeBuffer, ReceiveBuffer
 from rpcdist.transport.wire_messages import History
 
 __all__ = ["AutogradHooks", "AutogradHost", "CallContext", "MakeAutograd", "current_autograd"]
@@ -128,10 +128,6 @@ class AutogradHost(Protocol):
 
     def worker_name_of(self, worker_id: int) -> str:
         """The name of a worker, or a text with its id if it is unknown."""
-        ...
-
-    def device_map(self, to: int) -> MapDevice | None:
-        """Where tensors of other devices than the CPU go at a worker; None without a map for it."""
         ...
 
     def silence_s(self, worker_id: int) -> float:

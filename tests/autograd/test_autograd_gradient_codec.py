@@ -22,7 +22,7 @@ SPARSE = torch.sparse_coo_tensor(torch.tensor([[0, 2]]), torch.tensor([1.0, 2.0]
 
 def encoded(gradients: Sequence[Sequence[Tensor | None]]) -> tuple[autograd_pb2.Gradients, list[object]]:
     message = autograd_pb2.Gradients(messages=range(len(gradients)))
-    large = encode_gradients(gradients, message, None)
+    large = encode_gradients(gradients, message)
     return message, [buffer.copy() for buffer in large]
 
 

@@ -106,7 +106,7 @@ def test_wrong_arguments(arguments: tuple[object, ...], text: str) -> None:
 def test_wrong_variables(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     set_environment(monkeypatch, 1)
     monkeypatch.setenv(name, value)
-    with pytest.raises(ConfigError, match=value):
+    with pytest.raises(ConfigError, match=f"{name}.*{value}"):
         next(rendezvous("env://"))
 
 

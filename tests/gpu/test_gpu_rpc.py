@@ -31,9 +31,9 @@ PROGRAMS = [
 
 @pytest.fixture(scope="module")
 def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
-    """Alice and bob map their GPU to one another's; nobody has a map for carol."""
+    """Alice has a map for bob, by which bob's results come back; nobody has one for carol."""
     world = module_pool.new_world(3)
-    maps = {"alice": {"bob": MAP}, "bob": {"alice": MAP}, "carol": {}}
+    maps = {"alice": {"bob": MAP}, "bob": {}, "carol": {}}
     joining = [world.begin_join(name, rank, device_maps=maps[name]) for rank, name in enumerate(maps)]
     for pending in joining:
         pending.result()

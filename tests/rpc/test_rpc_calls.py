@@ -12,6 +12,7 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import pytest
@@ -288,6 +289,21 @@ def test_an_exception_that_ends_programs_ends_the_call_only(
         rpc.rpc_sync(name, function, (kind,), timeout=LIMIT_S)
     assert not isinstance(caught.value, DeadlineExceeded)
     assert rpc.rpc_sync(name, remote_side.add, (1, 1)) == 2
+
+
+@pytest.mark.parametrize("kind", ["exit", "generator exit"])
+@pytest.mark.parametrize("name", ["worker1", "worker0"])
+def test_a_value_that_such_an_exception_prevented_says_the_same_however_it_is_asked_for(
+    cluster: Cluster, name: str, kind: str
+) -> None:
+    rref: Any = rpc.remote(name, remote_side.fail, (kind,))
+    told = []
+    for ask in (rref.to_here, rref.to_here, partial(rpc.rpc_sync, "worker2", remote_side.fetch, (rref,))):
+        with pytest.raises(RemoteError) as caught:
+            ask()
+        told.append((caught.value.worker, caught.value.type_name, caught.value.text))
+    expected = remote_side.RAISERS[kind]()
+    assert told == [(name, type(expected).__name__, str(expected))] * 3
 
 
 def test_sys_exit_in_a_handler_is_reported_with_its_text(cluster: Cluster) -> None:

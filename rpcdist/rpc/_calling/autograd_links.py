@@ -44,7 +44,6 @@ class AutogradLinks:
         self.default_mode = options.autograd_mode
         self.timeout_of = caller.timeout_of
         self.worker_name_of = directory.name_of
-        self.device_map = directory.device_map
         self.silence_s = router.silence_s
         self.session_with = router.session_with
         self.submit = pool.submit

@@ -6,9 +6,9 @@ flow back. A share whose message may not have arrived is given back, or its valu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -36,14 +36,22 @@ class Written(NamedTuple):
     Attributes:
         obj: the object.
         to: the id of the worker that it is for.
+        is_reply: it is a result of a call of that worker.
         writer: has written it without pickle; None if that is impossible.
         externals: takes its remote references.
     """
 
     obj: object
     to: int
+    is_reply: bool
     writer: PlainWriter | None
     externals: OutgoingRRefs
+
+
+class FindDeviceMap(Protocol):
+    """See `Directory.device_map`."""
+
+    def __call__(self, to: int, is_reply: bool) -> MapDevice | None: ...
 
 
 class Marshal:
@@ -62,7 +70,7 @@ class Marshal:
         self,
         rrefs: RRefManager,
         rref_type: type,
-        device_map: Callable[[int], MapDevice | None],
+        device_map: FindDeviceMap,
         worker_name: str,
         *,
         by_value: bool,
@@ -79,7 +87,13 @@ class Marshal:
         return f"<Marshal of {self._worker_name}>"
 
     def encode(
-        self, value: value_pb2.Value, obj: object, to: int, autograd: CallContext | None = None
+        self,
+        value: value_pb2.Value,
+        obj: object,
+        to: int,
+        autograd: CallContext | None = None,
+        *,
+        is_reply: bool = False,
     ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
         """Encodes an object for a worker.
 
@@ -88,16 +102,17 @@ class Marshal:
             obj: the object.
             to: the worker's id.
             autograd: records the tensors that require grad, unless it is None.
+            is_reply: it is a result of a call of that worker.
 
         Returns:
             The large buffers, and the shares, for `give_back`.
         """
-        return self.fill(value, self.write(obj, to), autograd)
+        return self.fill(value, self.write(obj, to, is_reply), autograd)
 
-    def write(self, obj: object, to: int) -> Written:
+    def write(self, obj: object, to: int, is_reply: bool = False) -> Written:
         """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
-        return Written(obj, to, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
+        return Written(obj, to, is_reply, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
 
     def compact(
         self, written: Written, autograd: CallContext | None = None
@@ -125,7 +140,7 @@ class Marshal:
                 externals,
                 by_value=self.by_value,
                 plain_only=not self.allow_pickle,
-                map_device=self._device_map(to),
+                map_device=self._device_map(to, written.is_reply),
                 on_tensors=record,
             )
             value.rrefs.extend(externals.forks)

@@ -25,11 +25,17 @@ Outcome = pb.JoinReply.Outcome
 
 
 def member_to_proto(member: Member) -> pb.Member:
-    return pb.Member(identity=identity_to_proto(member.identity), address=member.address, role=member.role)
+    maps = [
+        pb.DeviceMap(worker=worker, here=[here for here, _ in pairs], there=[there for _, there in pairs])
+        for worker, pairs in member.device_maps
+    ]
+    identity = identity_to_proto(member.identity)
+    return pb.Member(identity=identity, address=member.address, role=member.role, device_maps=maps)
 
 
 def member_from_proto(member: pb.Member) -> Member:
-    return Member(identity_from_proto(member.identity), member.address, member.role)
+    maps = tuple([(one.worker, tuple(zip(one.here, one.there, strict=False))) for one in member.device_maps])
+    return Member(identity_from_proto(member.identity), member.address, member.role, maps)
 
 
 def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:

@@ -7,6 +7,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol
 
 import torch
@@ -29,11 +30,19 @@ COORDINATOR: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker, where it listens (host:port), and what it is for, in the words of the program."""
+    """A worker.
+
+    Attributes:
+        identity: which one.
+        address: where it listens (host:port).
+        role: what it is for, in the words of the program.
+        device_maps: by the names of others, where tensors of its devices go there: pairs of devices.
+    """
 
     identity: Identity
     address: str
     role: str = ""
+    device_maps: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.identity.name!r} (rank {self.identity.id}, {self.address})"
@@ -362,20 +371,38 @@ class Directory:
             members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
         return [WorkerInfo(member.identity.name, member.identity.id) for member in members]
 
-    def device_map(self, to: int) -> MapDevice | None:
-        """Where tensors of other devices than the CPU go at a worker; None without a map for it."""
+    def device_map(self, to: int, is_reply: bool = False) -> MapDevice | None:
+        """Where tensors of other devices than the CPU go at a worker; None without a map for it.
+
+        Args:
+            to: the worker.
+            is_reply: they are results of its calls: these go back by its own map, as in torch, if it has one.
+        """
+        if is_reply and (way_back := self._way_back(to)) is not None:
+            return partial(self._mapped, way_back, self.name_of(to), self.me.name)
         if not self._device_maps:  # asked for with every call
             return None
-        device_map = self._device_maps.get(self.name_of(to))
-        if device_map is None:
+        name = self.name_of(to)
+        device_map = self._device_maps.get(name)
+        return None if device_map is None else partial(self._mapped, device_map, self.me.name, name)
+
+    @staticmethod
+    def _mapped(
+        device_map: Mapping[torch.device, torch.device], whose: str, to: str, device: torch.device
+    ) -> torch.device:
+        if device not in device_map:
+            raise RpcdistError(
+                f"a tensor on {device} cannot be sent: it is not among {list(device_map)}, the devices of this worker "
+                f"in the device map of {whose!r} for {to!r}; there, options.set_device_map({to!r}, {{...}}) adds it"
+            )
+        return device_map[device]
+
+    def _way_back(self, to: int) -> dict[torch.device, torch.device] | None:
+        """The map that a worker has for this one, the other way round."""
+        member = self._by_id.get(to)
+        if member is None or not member.device_maps:
             return None
-
-        def map_device(device: torch.device) -> torch.device:
-            if device not in device_map:
-                raise RpcdistError(
-                    f"tensors on {device} cannot go to {self.name_of(to)!r}: its device map has {list(device_map)}; "
-                    f"add it with options.set_device_map({self.name_of(to)!r}, {{...}})"
-                )
-            return device_map[device]
-
-        return map_device
+        for worker, pairs in member.device_maps:
+            if worker == self.me.name:
+                return {torch.device(here): torch.device(there) for there, here in pairs}
+        return None

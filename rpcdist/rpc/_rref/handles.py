@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rpcdist.errors import DeadlineExceeded, RpcdistError, RRefError
+from rpcdist.errors import DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
 
@@ -34,12 +34,7 @@ class OwnerValue:
     def set(self, value: object) -> None:
         self.future._complete(value)
 
-    def fail(self, exc: BaseException) -> None:
-        """What is no `Exception` (`SystemExit` of a handler) would end the threads of those who ask for the value."""
-        if not isinstance(exc, Exception):
-            wrapped = RpcdistError(f"the remote function raised {type(exc).__name__}: {exc}")
-            wrapped.__cause__ = exc
-            exc = wrapped
+    def fail(self, exc: Exception) -> None:
         self.future._fail(fresh_copy(exc))
 
     def wait(self, timeout_s: float | None) -> Any:

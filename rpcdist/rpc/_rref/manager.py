@@ -124,7 +124,7 @@ class RRefManager:
         entry.set(value)
         self._tables.feed(events.CreationFinished(entry.rref))
 
-    def set_error(self, entry: OwnerValue, exc: BaseException) -> None:
+    def set_error(self, entry: OwnerValue, exc: Exception) -> None:
         entry.fail(exc)
         self._tables.feed(events.CreationFinished(entry.rref))
 

@@ -20,6 +20,7 @@ from rpcdist.rpc._rref.proxied import CALLS_OF_METHODS
 from rpcdist.rpc._serving.active_call import ActiveCall
 from rpcdist.rpc._serving.active_calls import ActiveCalls
 from rpcdist.rpc._values import LargeBuffer, takes_long
+from rpcdist.rpc._values.failures import exception_of
 from rpcdist.rpc._values.function_names import function_name
 from rpcdist.transport.wire_messages import CompactReply
 
@@ -145,7 +146,7 @@ class Answers:
         self, active: ActiveCall, result: object
     ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
-        written = self._marshal.write(result, active.session.peer.id)
+        written = self._marshal.write(result, active.session.peer.id, True)
         compact = self._marshal.compact(written, active.autograd)
         if compact is not None:
             value, history = compact
@@ -180,7 +181,9 @@ class Answers:
             logger.warning("a call of %s from %s failed on %s: %s", called, caller, self._me.name, error)
             logger.debug("the traceback of that:\n%s", failure.traceback)
         if active.entry is not None:
-            self._rrefs.set_error(active.entry, exc)
+            # `SystemExit` of a handler would end the threads of those who ask for the value: they get what callers get.
+            kept = exc if isinstance(exc, Exception) else exception_of(failure, may_unpickle=False)
+            self._rrefs.set_error(active.entry, kept)
         if not self._lifetime.is_closed:  # the end of this process says more than what it did to its handlers
             message = rpc_pb2.Message(reply=rpc_pb2.Reply(id=active.id, failure=failure))
             active.session.send(message)

@@ -138,7 +138,7 @@ def _described(what: str, describe: Callable[[], str]) -> str:
         return f"<{what} failed: {type.__repr__(type(why))}>"
 
 
-def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> BaseException:
+def exception_of(failure: rpc_pb2.Failure, *, may_unpickle: bool = True) -> Exception:
     """The exception to raise at the caller: the original one with the remote traceback as `__cause__`.
 
     Runs user code (the exception's constructor): never on the I/O loop.

@@ -168,8 +168,9 @@ def _to_host(message: value_pb2.Tensor, tensor: torch.Tensor, map_device: MapDev
         return tensor
     if map_device is None:
         raise SerializationError(
-            f"a tensor on {device} cannot be sent: no device map says where it belongs at the receiver. Call "
-            f"`options.set_device_map(worker, {{'{device}': ...}})` before `init_rpc`, or send `tensor.cpu()`."
+            f"a tensor on {device} cannot be sent: no device map says where it belongs at the receiver. The worker "
+            "that calls has to say so, before `init_rpc`, with `options.set_device_map(callee, {own device: device "
+            "there})`; or send `tensor.cpu()`."
         )
     target = map_device(device)
     if target.type != "cpu":
