@@ -149,10 +149,9 @@ class Context:
     def at_home(self, message: int, gradients: Gradients) -> Gradients:
         """The gradients of a message that was sent, on the devices of its tensors."""
         send = self._sends.get(message)
-        if send is None or send.devices is None:
-            return gradients
-        pairs = zip(gradients, send.devices, strict=False)  # too many or too few are noticed later
-        return [None if one is None else one.to(device) for one, device in pairs]
+        if send is None or send.devices is None or len(send.devices) != len(gradients):
+            return gradients  # a wrong number is noticed later
+        return [None if one is None else one.to(device) for one, device in zip(gradients, send.devices, strict=True)]
 
     def neighbours(self) -> frozenset[int]:
         """The workers with which this one exchanged calls in the context."""
