@@ -9,26 +9,14 @@ from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 DESCRIPTOR: _descriptor.FileDescriptor
 
 class Member(_message.Message):
-    __slots__ = ("identity", "address", "role", "device_maps")
+    __slots__ = ("identity", "address", "role")
     IDENTITY_FIELD_NUMBER: _ClassVar[int]
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     ROLE_FIELD_NUMBER: _ClassVar[int]
-    DEVICE_MAPS_FIELD_NUMBER: _ClassVar[int]
     identity: _handshake_pb2.Identity
     address: str
     role: str
-    device_maps: _containers.RepeatedCompositeFieldContainer[DeviceMap]
-    def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ..., role: _Optional[str] = ..., device_maps: _Optional[_Iterable[_Union[DeviceMap, _Mapping]]] = ...) -> None: ...
-
-class DeviceMap(_message.Message):
-    __slots__ = ("worker", "here", "there")
-    WORKER_FIELD_NUMBER: _ClassVar[int]
-    HERE_FIELD_NUMBER: _ClassVar[int]
-    THERE_FIELD_NUMBER: _ClassVar[int]
-    worker: str
-    here: _containers.RepeatedScalarFieldContainer[str]
-    there: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, worker: _Optional[str] = ..., here: _Optional[_Iterable[str]] = ..., there: _Optional[_Iterable[str]] = ...) -> None: ...
+    def __init__(self, identity: _Optional[_Union[_handshake_pb2.Identity, _Mapping]] = ..., address: _Optional[str] = ..., role: _Optional[str] = ...) -> None: ...
 
 class JoinRequest(_message.Message):
     __slots__ = ("member", "world_size", "timeout_ms", "known_version", "known", "attempt")

@@ -58,6 +58,7 @@ from rpcdist.rpc._peers.connections import Connections
 from rpcdist.rpc._peers.control_receiver import ControlReceiver
 from rpcdist.rpc._peers.coordinator_search import CoordinatorSearch
 from rpcdist.rpc._peers.demultiplexer import Demultiplexer
+from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.rpc._peers.directory import Directory, Roster
 from rpcdist.rpc._peers.inbound import Inbound
 from rpcdist.rpc._peers.lease_watch import LeaseWatch
@@ -152,9 +153,8 @@ class Agent:
         self.user_loop = UserLoop()
 
         self.events = events = PeerEvents()
-        self.directory = Directory(
-            me, roster, options.device_maps, coordinator, io, events.replaced.publish, events.member.publish
-        )
+        self.directory = Directory(me, roster, coordinator, io, events.replaced.publish, events.member.publish)
+        self._device_maps = DeviceMaps(me.name, options.device_maps, self.directory.name_of)
         self._demultiplexer = Demultiplexer(self.pool.submit_many, lifetime)
         self._control = ControlReceiver(io, lifetime)
         search = CoordinatorSearch()
@@ -169,6 +169,7 @@ class Agent:
             options,
             announced,
             search,
+            self._device_maps.introduction,
         )
         self._inbound = Inbound(self._demultiplexer, self.directory, events, options.share_payloads, announced)
         self._connections = Connections(self.router, self._inbound, self._control)
@@ -183,7 +184,7 @@ class Agent:
         self.marshal = Marshal(
             self.rrefs,
             above.rref_type,
-            self.directory.device_map,
+            self._device_maps.find,
             me.name,
             by_value=options.by_value,
             allow_pickle=options.allow_pickle,
@@ -308,6 +309,7 @@ class Agent:
         handle("autograd", autograd_handler(self.autograd, self._control))
         handle("membership", self._control.on_message)
         handle("ack", self.router.on_acknowledgement)
+        handle("device_map", self._device_maps.on_message)
         self._control.handle("autograd", self.autograd.on_message)
         self._control.handle("membership", self._news.on_message)
         self._control.handle(
@@ -327,6 +329,7 @@ class Agent:
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)
         events.broken.listen(references.on_broken)
+        events.broken.listen(self._device_maps.forget)
         events.replaced.listen(references.on_replaced)
         events.replaced.listen(self.actors.lost)
         events.replaced.listen(self._control.forget)

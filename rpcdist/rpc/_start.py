@@ -95,7 +95,6 @@ def _check_rank(rank: int, world_size: int | None) -> None:
 def _join(network: Network, store: Store, me: Identity, world_size: int | None, options: RpcOptions) -> Agent:
     timeout_s = options.startup_limit_s or float("inf")
     address = network.address or network.serve(_bind_host(options), options.port)
-    member = Member(me, address, options.role, _as_texts(options.device_maps))
     network.identity = me
     records = SignedRecords(store, network.records)
     service: MembershipService | None = None
@@ -104,9 +103,11 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         service = serve_membership(network, me, options.peer_timeout)
         records.set(COORDINATOR_KEY, address)
         coordinator = Coordinator(network, address, me, service)
-        reply = coordinator.join(member, world_size, timeout_s)
+        reply = coordinator.join(Member(me, address, options.role), world_size, timeout_s)
     else:
-        coordinator, reply = _ask_coordinator(network, store, records, member, world_size, timeout_s)
+        coordinator, reply = _ask_coordinator(
+            network, store, records, Member(me, address, options.role), world_size, timeout_s
+        )
     if service is not None and service.table.broken is not None:
         # The others learn from this process what is wrong, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
@@ -173,18 +174,6 @@ def _is_at(store: Store, coordinator: str) -> bool:
 
 def _look_up(records: SignedRecords) -> str:
     return records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
-
-
-def _as_texts(
-    device_maps: dict[str, dict[torch.device, torch.device]],
-) -> tuple[tuple[str, tuple[tuple[str, str], ...]], ...]:
-    """Device maps as `Member` has them."""
-    return tuple(
-        [
-            (worker, tuple([(str(here), str(there)) for here, there in pairs.items()]))
-            for worker, pairs in device_maps.items()
-        ]
-    )
 
 
 def _check_device_maps(me: Identity, members: Iterable[Member], options: RpcOptions) -> None:

@@ -8,8 +8,11 @@ import pytest
 import torch
 
 from rpcdist import rpc
+from rpcdist._proto import rpc_pb2
 from rpcdist.autograd._context import ContextTable
 from rpcdist.errors import RpcdistError
+from rpcdist.ids import Identity
+from rpcdist.rpc._peers.device_maps import DeviceMaps
 from rpcdist.testing import RpcWorld, WorkerPool
 
 MAPS = {"alice": {"bob": {"cpu": "cuda:3"}}, "bob": {"carol": {"cpu": "cuda:1"}}, "carol": {"bob": {"cpu": "cuda:2"}}}
@@ -25,42 +28,92 @@ def world(module_pool: WorkerPool) -> Iterator[RpcWorld]:
     world.shutdown()
 
 
-def where(to: str, device: str, is_reply: bool) -> str | None:
-    """Where a tensor of this worker goes; None without a map."""
-    directory = rpc.api._get_current_rpc_agent().directory
-    map_device = directory.device_map(directory.resolve(to), is_reply)
+def way_there(to: str, device: str) -> str | None:
+    """Where an argument of a call goes; None without a map."""
+    agent = rpc.api._get_current_rpc_agent()
+    map_device = agent._device_maps.find(agent.directory.resolve(to), None)
     return None if map_device is None else str(map_device(torch.device(device)))
+
+
+def way_back(device: str) -> str | None:
+    """Where a result of the call that runs this goes; None without a map."""
+    agent = rpc.api._get_current_rpc_agent()
+    (active,) = [call for call in agent.dispatcher.calls if call.function.endswith(way_back.__name__)]
+    map_device = agent._device_maps.find(active.session.peer.id, active.session)
+    return None if map_device is None else str(map_device(torch.device(device)))
+
+
+def ask(callee: str, device: str) -> str | None:
+    return rpc.rpc_sync(callee, way_back, (device,))
 
 
 @pytest.mark.multiproc
 @pytest.mark.parametrize(
-    ("sender", "to", "device", "is_reply", "expected"),
+    ("sender", "to", "device", "expected"),
+    [("alice", "bob", "cpu", "cuda:3"), ("bob", "alice", "cpu", None), ("bob", "carol", "cpu", "cuda:1")],
+)
+def test_where_arguments_go(world: RpcWorld, sender: str, to: str, device: str, expected: str | None) -> None:
+    assert world[sender].run(way_there, to, device) == expected
+
+
+@pytest.mark.multiproc
+@pytest.mark.parametrize(
+    ("caller", "callee", "device", "expected"),
     [
-        ("alice", "bob", "cpu", False, "cuda:3"),
-        ("bob", "alice", "cuda:3", True, "cpu"),  # bob has no map for alice
-        ("bob", "alice", "cpu", False, None),
-        ("bob", "carol", "cpu", False, "cuda:1"),
-        ("bob", "carol", "cuda:2", True, "cpu"),  # carol's map, and not bob's
-        ("alice", "bob", "cpu", True, "cuda:3"),  # bob has no map for alice: its own is better than none
-        ("carol", "alice", "cpu", True, None),
+        ("alice", "bob", "cuda:3", "cpu"),  # bob has no map for alice
+        ("carol", "bob", "cuda:2", "cpu"),  # carol's map, and not bob's
+        ("bob", "alice", "cpu", "cuda:3"),  # bob has none for alice: her own is better than none
+        ("alice", "carol", "cpu", None),
     ],
 )
-def test_where_tensors_go(
-    world: RpcWorld, sender: str, to: str, device: str, is_reply: bool, expected: str | None
-) -> None:
-    assert world[sender].run(where, to, device, is_reply) == expected
+def test_where_results_go(world: RpcWorld, caller: str, callee: str, device: str, expected: str | None) -> None:
+    assert world[caller].run(ask, callee, device) == expected
 
 
 @pytest.mark.multiproc
 def test_a_device_that_a_map_lacks(world: RpcWorld) -> None:
-    with pytest.raises(
-        RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*there, options.set_device_map"
-    ):
-        world["alice"].run(where, "bob", "cuda:7", False)
-    with pytest.raises(
-        RpcdistError, match=r"tensor on cuda:7.*map of 'alice' for 'bob'.*there, options.set_device_map"
-    ):
-        world["bob"].run(where, "alice", "cuda:7", True)
+    expected = r"tensor on cuda:7.*map of 'alice' for 'bob'; there, options.set_device_map"
+    with pytest.raises(RpcdistError, match=expected):
+        world["alice"].run(way_there, "bob", "cuda:7")
+    with pytest.raises(RpcdistError, match=expected):
+        world["alice"].run(ask, "bob", "cuda:7")
+
+
+@pytest.mark.multiproc
+def test_results_go_by_the_map_of_the_process_that_called(worker_pool: WorkerPool) -> None:
+    """A worker is replaced by one with another map, and joins later; what it says counts from its first call on."""
+    world = worker_pool.new_world(None)
+    world.begin_join("boss", 0).result()
+    for number in (1, 2):
+        world.begin_join("bob", 1, device_maps={"boss": {"cpu": f"cuda:{number}"}}).result()
+        assert world["bob"].run(ask, "boss", f"cuda:{number}") == "cpu"
+        world["bob"].kill()
+    world["boss"].run(rpc.shutdown, graceful=False)
+
+
+class Session:
+    def __init__(self, name: str) -> None:
+        self.peer = Identity(name, 1, 1)
+
+
+def test_what_cannot_be_read_is_left_out() -> None:
+    there = {torch.device("cuda:0"): torch.device("cuda:1")}
+    maps = DeviceMaps("me", {"you": there}, lambda id: "you")
+    message = maps.introduction(Identity("you", 1, 1))
+    assert message is not None and maps.introduction(Identity("others", 2, 1)) is None
+    session, other = Session("you"), Session("you")
+    maps.on_message(session, message, [], [])  # type: ignore[arg-type]
+    odd = rpc_pb2.Message(device_map=rpc_pb2.DeviceMap(here=["gpu of mine"], there=["cuda:0"]))
+    maps.on_message(other, odd, [], [])  # type: ignore[arg-type]
+    for what, expected in ((session, "cuda:0"), (other, None)):
+        back = maps.find(1, what)  # type: ignore[arg-type]
+        assert back is not None
+        if expected is not None:
+            assert back(torch.device("cuda:1")) == torch.device(expected)
+        else:  # by this worker's own map
+            assert back(torch.device("cuda:0")) == torch.device("cuda:1")
+    maps.forget(session, "closed")
+    assert not maps._back
 
 
 def test_gradients_arrive_where_their_tensors_are() -> None:

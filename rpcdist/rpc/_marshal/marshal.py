@@ -6,9 +6,9 @@ flow back. A share whose message may not have arrived is given back, or its valu
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -36,22 +36,16 @@ class Written(NamedTuple):
     Attributes:
         obj: the object.
         to: the id of the worker that it is for.
-        is_reply: it is a result of a call of that worker.
+        session: for the result of a call, the one by which the call came.
         writer: has written it without pickle; None if that is impossible.
         externals: takes its remote references.
     """
 
     obj: object
     to: int
-    is_reply: bool
+    session: MessageSink | None
     writer: PlainWriter | None
     externals: OutgoingRRefs
-
-
-class FindDeviceMap(Protocol):
-    """See `Directory.device_map`."""
-
-    def __call__(self, to: int, is_reply: bool) -> MapDevice | None: ...
 
 
 class Marshal:
@@ -60,7 +54,7 @@ class Marshal:
     Args:
         rrefs: makes and receives shares of remote references.
         rref_type: the class of those.
-        device_map: where tensors of other devices go at a worker.
+        find_device_map: where tensors of other devices go at a worker (`DeviceMaps.find`).
         worker_name: this worker's, for failures.
         by_value: send the code of functions and classes that the receiver cannot import.
         allow_pickle: send and take pickles; without it, only plain values.
@@ -70,7 +64,7 @@ class Marshal:
         self,
         rrefs: RRefManager,
         rref_type: type,
-        device_map: FindDeviceMap,
+        find_device_map: Callable[[int, MessageSink | None], MapDevice | None],
         worker_name: str,
         *,
         by_value: bool,
@@ -80,7 +74,7 @@ class Marshal:
         self.allow_pickle = allow_pickle
         self._rrefs = rrefs
         self._rref_type = rref_type
-        self._device_map = device_map
+        self._find_device_map = find_device_map
         self._worker_name = worker_name
 
     def __repr__(self) -> str:
@@ -93,7 +87,7 @@ class Marshal:
         to: int,
         autograd: CallContext | None = None,
         *,
-        is_reply: bool = False,
+        session: MessageSink | None = None,
     ) -> tuple[list[LargeBuffer], list[value_pb2.RRefFork]]:
         """Encodes an object for a worker.
 
@@ -102,17 +96,17 @@ class Marshal:
             obj: the object.
             to: the worker's id.
             autograd: records the tensors that require grad, unless it is None.
-            is_reply: it is a result of a call of that worker.
+            session: for the result of a call, the one by which the call came.
 
         Returns:
             The large buffers, and the shares, for `give_back`.
         """
-        return self.fill(value, self.write(obj, to, is_reply), autograd)
+        return self.fill(value, self.write(obj, to, session), autograd)
 
-    def write(self, obj: object, to: int, is_reply: bool = False) -> Written:
+    def write(self, obj: object, to: int, session: MessageSink | None = None) -> Written:
         """The first step of encoding an object for a worker; `compact` or `fill` is the next one."""
         externals = OutgoingRRefs(self._rrefs, self._rref_type, to)
-        return Written(obj, to, is_reply, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
+        return Written(obj, to, session, write_plain(obj, externals, plain_only=not self.allow_pickle), externals)
 
     def compact(
         self, written: Written, autograd: CallContext | None = None
@@ -140,7 +134,7 @@ class Marshal:
                 externals,
                 by_value=self.by_value,
                 plain_only=not self.allow_pickle,
-                map_device=self._device_map(to, written.is_reply),
+                map_device=self._find_device_map(to, written.session),
                 on_tensors=record,
             )
             value.rrefs.extend(externals.forks)

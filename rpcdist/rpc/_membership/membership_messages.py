@@ -25,17 +25,11 @@ Outcome = pb.JoinReply.Outcome
 
 
 def member_to_proto(member: Member) -> pb.Member:
-    maps = [
-        pb.DeviceMap(worker=worker, here=[here for here, _ in pairs], there=[there for _, there in pairs])
-        for worker, pairs in member.device_maps
-    ]
-    identity = identity_to_proto(member.identity)
-    return pb.Member(identity=identity, address=member.address, role=member.role, device_maps=maps)
+    return pb.Member(identity=identity_to_proto(member.identity), address=member.address, role=member.role)
 
 
 def member_from_proto(member: pb.Member) -> Member:
-    maps = tuple([(one.worker, tuple(zip(one.here, one.there, strict=False))) for one in member.device_maps])
-    return Member(identity_from_proto(member.identity), member.address, member.role, maps)
+    return Member(identity_from_proto(member.identity), member.address, member.role)
 
 
 def join_request(me: Member, world_size: int | None, timeout_s: float) -> pb.JoinRequest:

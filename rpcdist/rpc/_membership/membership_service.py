@@ -9,7 +9,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 
 from rpcdist._proto import membership_pb2 as pb
 from rpcdist.errors import CallRefused
@@ -172,7 +171,7 @@ class MembershipService:
 
     async def _join(self, identity: Identity, request: pb.JoinRequest) -> pb.JoinReply:
         version = self.table.version
-        member = replace(member_from_proto(request.member), identity=identity)
+        member = Member(identity, request.member.address, request.member.role)
         if request.known_version:
             verdict = self._take_back(member, request)
         else:

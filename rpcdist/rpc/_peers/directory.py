@@ -7,17 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Final, Literal, NamedTuple, Protocol
-
-import torch
 
 from rpcdist.deadline import Deadline
 from rpcdist.errors import ConfigError, DeadlineExceeded, RpcdistError, UnknownWorker, WorkerLost
 from rpcdist.ids import Identity
 from rpcdist.rpc._executors.io_thread import IoThread
 from rpcdist.rpc._futures.interrupt import longest_sleep_s
-from rpcdist.rpc._values import MapDevice
 from rpcdist.rpc.worker_info import WorkerInfo
 
 __all__ = ["COORDINATOR", "Directory", "Member", "MemberEvent", "MemberSource", "Roster"]
@@ -30,19 +26,11 @@ COORDINATOR: Final = 0
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """A worker.
-
-    Attributes:
-        identity: which one.
-        address: where it listens (host:port).
-        role: what it is for, in the words of the program.
-        device_maps: by the names of others, where tensors of its devices go there: pairs of devices.
-    """
+    """A worker, where it listens (host:port), and what it is for, in the words of the program."""
 
     identity: Identity
     address: str
     role: str = ""
-    device_maps: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.identity.name!r} (rank {self.identity.id}, {self.address})"
@@ -97,7 +85,6 @@ class Directory:
     Args:
         me: this worker.
         roster: everybody who is known at the start, this worker included.
-        device_maps: by worker name, where tensors of this worker's devices go there.
         source: the coordinator.
         io: the thread on which it is asked in the background.
         on_replaced: called on the I/O loop when another process has taken the place of a member.
@@ -108,14 +95,12 @@ class Directory:
         self,
         me: Identity,
         roster: Roster,
-        device_maps: Mapping[str, Mapping[torch.device, torch.device]],
         source: MemberSource,
         io: IoThread,
         on_replaced: Callable[[Identity], object],
         on_event: Callable[[MemberEvent], object],
     ) -> None:
         self.me = me
-        self._device_maps = device_maps
         self._source = source
         self._io = io
         self._on_replaced = on_replaced
@@ -370,39 +355,3 @@ class Directory:
         with self._lock:
             members = [member for id, member in sorted(self._by_id.items()) if not present or id in self._present]
         return [WorkerInfo(member.identity.name, member.identity.id) for member in members]
-
-    def device_map(self, to: int, is_reply: bool = False) -> MapDevice | None:
-        """Where tensors of other devices than the CPU go at a worker; None without a map for it.
-
-        Args:
-            to: the worker.
-            is_reply: they are results of its calls: these go back by its own map, as in torch, if it has one.
-        """
-        if is_reply and (way_back := self._way_back(to)) is not None:
-            return partial(self._mapped, way_back, self.name_of(to), self.me.name)
-        if not self._device_maps:  # asked for with every call
-            return None
-        name = self.name_of(to)
-        device_map = self._device_maps.get(name)
-        return None if device_map is None else partial(self._mapped, device_map, self.me.name, name)
-
-    @staticmethod
-    def _mapped(
-        device_map: Mapping[torch.device, torch.device], whose: str, to: str, device: torch.device
-    ) -> torch.device:
-        if device not in device_map:
-            raise RpcdistError(
-                f"a tensor on {device} cannot be sent: it is not among {list(device_map)}, the devices of this worker "
-                f"in the device map of {whose!r} for {to!r}; there, options.set_device_map({to!r}, {{...}}) adds it"
-            )
-        return device_map[device]
-
-    def _way_back(self, to: int) -> dict[torch.device, torch.device] | None:
-        """The map that a worker has for this one, the other way round."""
-        member = self._by_id.get(to)
-        if member is None or not member.device_maps:
-            return None
-        for worker, pairs in member.device_maps:
-            if worker == self.me.name:
-                return {torch.device(here): torch.device(there) for there, here in pairs}
-        return None

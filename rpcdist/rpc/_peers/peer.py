@@ -23,6 +23,7 @@ from collections.abc import Sequence
 from enum import Enum
 from typing import NamedTuple, Protocol
 
+from rpcdist._proto import rpc_pb2
 from rpcdist.backoff import backoff
 from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
@@ -68,6 +69,9 @@ class PeerOwner(Protocol):
     @property
     def shares_payloads(self) -> bool:
         """Whether large buffers may travel in shared memory."""
+
+    def introduction(self, to: Identity) -> rpc_pb2.Message | None:
+        """What is said first on each connection."""
 
     def announced_by(self, peer: Identity) -> AnnouncedBytes:
         """See `SessionTaker`."""
@@ -252,6 +256,8 @@ class Peer:
             was_lost = self.lost_reason is not None
             self.lost_reason = None
             session = connection.session
+            if (introduction := self._owner.introduction(self.identity)) is not None:
+                session.send(introduction)
             for control in self._control.to_resend():  # before anything new: the peer applies them in order
                 session.send(control)
             waiting, self._waiting = self._waiting, []

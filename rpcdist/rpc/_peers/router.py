@@ -54,6 +54,7 @@ class Router:
         options: how long a silent worker counts as alive, and whether large buffers may travel in shared memory.
         announcements: count what peers have announced and not sent.
         search: for the next coordinator, for which calls to a lost one wait.
+        introduction: what is said first on each connection to a worker, if anything is.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class Router:
         options: RpcOptions,
         announcements: Announcements,
         search: CoordinatorSearch,
+        introduction: Callable[[Identity], rpc_pb2.Message | None],
     ) -> None:
         self._network = network
         self._directory = directory
@@ -77,6 +79,7 @@ class Router:
         self._peer_timeout_s = options.peer_timeout
         self.shares_payloads = options.share_payloads
         self.announced_by = announcements.of
+        self.introduction = introduction
         self.takes_anywhere = demultiplexer.takes_anywhere
         self.on_messages = demultiplexer.on_messages  # not a method of ours: every answer would pass through it
         self._me = directory.me.id

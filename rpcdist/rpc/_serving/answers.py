@@ -146,7 +146,7 @@ class Answers:
         self, active: ActiveCall, result: object
     ) -> tuple[rpc_pb2.Message | CompactReply, Sequence[LargeBuffer], Sequence[value_pb2.RRefFork]]:
         """The reply with a result, its large buffers, and the shares of references that it carries."""
-        written = self._marshal.write(result, active.session.peer.id, True)
+        written = self._marshal.write(result, active.session.peer.id, active.session)
         compact = self._marshal.compact(written, active.autograd)
         if compact is not None:
             value, history = compact

@@ -63,7 +63,7 @@ class StreamSender:
         message = rpc_pb2.Message()
         message.stream_item.id = self._id
         peer = self._session.peer.id
-        large, forks = self._marshal.encode(message.stream_item.value, item, peer, self.autograd, is_reply=True)
+        large, forks = self._marshal.encode(message.stream_item.value, item, peer, self.autograd, session=self._session)
         self._marshal.send(self._session, message, large, forks)
 
     def end(self, exc: BaseException | None) -> None:
