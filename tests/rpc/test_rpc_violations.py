@@ -26,6 +26,7 @@ from rpc_raw_peer import (
 from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
+from rpcdist.testing.rpc_world import join, leave
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
@@ -235,8 +236,10 @@ def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPo
     """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
     world = module_pool.world("a", "b", peer_timeout=CALM_S)  # as long, the other one has to answer "a"
     _, port = world["b"].run(functions.address).rsplit(":", 1)
+    other = module_pool.start("c")
+    other.run(functions.pid)  # it has imported all: it has to listen before "a" has given up "b"
     world["b"].kill()
-    other = module_pool.world("c", port=int(port))
+    other.run(join, "c", 0, 1, module_pool.new_url(), port=int(port))
     kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
     assert kind == "WorkerLost" and "'c'" in text and "answers at the address of" in text
-    other.shutdown()
+    other.run(leave)
