@@ -34,8 +34,8 @@ def on_each_channel(*always: str) -> pytest.MarkDecorator:
 
 
 def in_frames(pool: WorkerPool, channels: str, *names: str, **options: Any) -> RpcWorld:
-    """Workers whose payloads cross the connection in chunks, although they could share memory."""
-    pool.environment["RPCDIST_CHANNELS"] = channels
+    """Workers whose payloads cross one connection in chunks, although they could share memory, or have more of them."""
+    pool.environment.update(RPCDIST_CHANNELS=channels, RPCDIST_PAYLOAD_CONNECTIONS="0")
     return pool.world(*names, share_payloads=False, **options)
 
 
