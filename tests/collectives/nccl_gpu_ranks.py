@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 
+import pytest
 import torch
 from backend_contract import check_moves, check_reductions
 
@@ -132,11 +133,8 @@ def abort(backend: NcclBackend, store: FileStore) -> None:
     if backend.context.rank == 0:
         work = doomed.submit(all_reduce(torch.ones(8, device=DEVICE)), asynchronous=True)
         doomed.abort("enough")
-        try:
+        with pytest.raises(GroupAborted, match="rank 0 aborted the group: enough"):
             work.wait(LIMIT_S)
-            raise AssertionError("not aborted")
-        except GroupAborted as exc:
-            assert "rank 0 aborted the group: enough" in str(exc), exc
         store.set("aborted", "")
     else:
         store.wait(["aborted"])
@@ -151,11 +149,8 @@ def abort_at_the_first(backend: NcclBackend, store: FileStore) -> None:
     if backend.context.rank == 0:
         thread = threading.Thread(target=abort_once_under_way, args=(doomed,))
         thread.start()
-        try:
+        with pytest.raises(GroupAborted, match="rank 0 aborted the group: enough"):
             doomed.submit(all_reduce(torch.ones(8, device=DEVICE)), asynchronous=True).wait(LIMIT_S)
-            raise AssertionError("not aborted")
-        except GroupAborted as exc:
-            assert "rank 0 aborted the group: enough" in str(exc), exc
         thread.join(LIMIT_S)
         store.set("aborted at the first", "")
     else:

@@ -4,24 +4,18 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+from gpu_marks import WITH_NCCL
 from nccl_gpu_ranks import serve
 
 if TYPE_CHECKING:
     from leak_guard import LeakGuard
 
 LIMIT_S = 110.0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
-    pytest.mark.skipif(find_spec("cupy") is None, reason="needs CuPy with NCCL: pip install 'rpcdist[cuda]'"),
-]
+pytestmark = WITH_NCCL
 
 
 @pytest.fixture(scope="module")

@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import gpu_group_functions as there
 import pytest
-import torch
+from gpu_marks import WITH_NCCL
 
 from rpcdist.testing import Worker, WorkerPool, eventually
 
 LIMIT_S = 110.0
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
-    pytest.mark.skipif(find_spec("cupy") is None, reason="needs CuPy with NCCL: pip install 'rpcdist[cuda]'"),
-]
+pytestmark = WITH_NCCL
 PROGRAMS = [
     "collectives",
     "staged",

@@ -6,15 +6,11 @@ from collections.abc import Iterator
 
 import gpu_rpc_functions
 import pytest
-import torch
+from gpu_marks import WITH_A_GPU
 
 from rpcdist.testing import RpcWorld, WorkerPool
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.multiproc,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU that torch can use"),
-]
+pytestmark = WITH_A_GPU
 MAP = {"cuda:0": "cuda:0"}
 PROGRAMS = [
     "values",
