@@ -38,6 +38,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
+from rpcdist.end_notes import EndNote
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import Segment, SegmentError
@@ -285,20 +286,12 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
     os.register_at_fork(before=_forks.count_one)
 
 
-class _Lease:
-    """Keeps a borrowed segment mapped, and reports when nobody in this process uses it any more."""
+class _Lease(NamedTuple):
+    """A borrowed segment that this process uses, and how often that had forked when it began to."""
 
-    __slots__ = ("_forks", "_mapped", "_note", "_num_forks")
-
-    def __init__(self, mapped: MappedSegment, ended: deque[tuple[int, int, bool]]) -> None:
-        self._mapped = mapped
-        self._note = ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else ended.appendleft
-        self._forks = _forks  # when the interpreter ends, globals go first
-        self._num_forks = _forks.count
-
-    def __del__(self) -> None:
-        # Finalizers run anywhere: nothing but this is safe there.
-        self._note((self._mapped.number, self._mapped.size_bytes, self._forks.count != self._num_forks))
+    number: int
+    size_bytes: int
+    num_forks: int
 
 
 class Borrower:
@@ -308,15 +301,14 @@ class Borrower:
         max_bytes: a peer that offers more than this in total is refused.
 
     Attributes:
-        ended: leases of which the peer has not been told yet: number, size in bytes, and whether a forked child may
-            read the segment; large ones first. Read it only; `take_ended` empties it.
+        ended: leases of which the peer has not been told yet, large ones first. Read it only; `take_ended` empties it.
     """
 
     def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._known: dict[int, MappedSegment] = {}
-        self._in_use: set[int] = set()
-        self.ended: deque[tuple[int, int, bool]] = deque()
+        self._in_use: dict[int, EndNote[_Lease]] = {}
+        self.ended: deque[EndNote[_Lease]] = deque()
 
     def __repr__(self) -> str:
         return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"
@@ -352,9 +344,10 @@ class Borrower:
             raise ProtocolViolation(
                 f"a buffer of {num_bytes} bytes is said to lie in segment {number}, which {problem}"
             )
-        self._in_use.add(number)
         memory = _Memory.from_address(mapped.address)
-        memory.lease = _Lease(mapped, self.ended)  # type: ignore[attr-defined]
+        memory.mapped = mapped  # type: ignore[attr-defined]  # it outlives this session
+        append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
+        self._in_use[number] = EndNote(memory, append, _Lease(number, mapped.size_bytes, _forks.count))
         return memoryview(memory).cast("B")[:num_bytes]
 
     @property
@@ -366,7 +359,7 @@ class Borrower:
     def is_return_due(self) -> bool:
         """Whether the lender should hear of ended leases with the next message. [Note: returned together]"""
         try:
-            return len(self.ended) >= RETURN_TOGETHER or self.ended[0][1] > RETURN_TOGETHER_BYTES
+            return len(self.ended) >= RETURN_TOGETHER or self.ended[0].about.size_bytes > RETURN_TOGETHER_BYTES
         except IndexError:  # none, or another thread has taken them
             return False
 
@@ -375,10 +368,11 @@ class Borrower:
         ended = Ended([], [])
         try:
             while True:  # any thread may do this at the same time, so looking before would not help
-                number, _, may_be_read = self.ended.popleft()
+                number, _, num_forks = self.ended.popleft().about
+                may_be_read = _forks.count != num_forks  # by a child that was forked meanwhile
                 if may_be_read:
                     self._known.pop(number, None)
-                self._in_use.discard(number)
+                self._in_use.pop(number, None)
                 (ended.kept if may_be_read else ended.returned).append(number)
         except IndexError:
             return ended

@@ -11,13 +11,13 @@ import asyncio
 import logging
 import threading
 import time
-import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import Deadline
+from rpcdist.end_notes import EndNote
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
@@ -201,14 +201,11 @@ class Stream(Generic[T]):
     Args:
         state: the receiving end.
         timeout_s: limit of the wait for each item, in seconds; None for no limit.
-        forget: called with the id when this object is dropped; may only append to a queue.
     """
 
-    def __init__(self, state: StreamState, timeout_s: float | None, forget: Callable[[StreamState], None]) -> None:
+    def __init__(self, state: StreamState, timeout_s: float | None) -> None:
         self._state = state
         self._timeout_s = timeout_s
-        self._finalizer = weakref.finalize(self, forget, state)
-        self._finalizer.atexit = False
 
     def __repr__(self) -> str:
         return f"Stream({self._state!r})"
@@ -284,7 +281,8 @@ class StreamTable:
         self._send = send
         self._marshal = marshal
         self._streams: dict[int, tuple[StreamState, MessageSink]] = {}
-        self._dropped: deque[StreamState] = deque()
+        self._end_notes: dict[int, EndNote[StreamState]] = {}  # of the users' objects
+        self._dropped: deque[EndNote[StreamState]] = deque()
         self._changed = threading.Condition()
         self._waiters = 0
 
@@ -308,7 +306,9 @@ class StreamTable:
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, self._marshal.allow_pickle)
         state.autograd = call.autograd
         self._streams[id] = (state, session)
-        return Stream(state, timeout_s, self._dropped.append)
+        stream: Stream[object] = Stream(state, timeout_s)
+        self._end_notes[id] = EndNote(stream, self._dropped.append, state)
+        return stream
 
     def on_item(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
@@ -383,4 +383,6 @@ class StreamTable:
     def drain(self) -> None:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""
         while self._dropped:
-            self._dropped.popleft().cancel()
+            state = self._dropped.popleft().about
+            self._end_notes.pop(state.id, None)
+            state.cancel()

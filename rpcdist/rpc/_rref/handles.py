@@ -1,7 +1,7 @@
 """What a Python `RRef` object holds on to, and what the manager knows about it.
 
-A *handle* lives as long as Python objects hold it; its finalizer only appends to a queue. Its *state* is in the
-manager's tables until the finalizer was noticed there. An `OwnerValue` is the value itself.
+A *handle* lives as long as Python objects hold it; a queue is told of its end. Its *state* is in the manager's tables
+until that was noticed there. An `OwnerValue` is the value itself.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
+from rpcdist.end_notes import EndNote
 from rpcdist.errors import DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
@@ -18,7 +19,7 @@ from rpcdist.rpc.future import Future
 __all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future", "fresh_copy"]
 
 E = TypeVar("E", bound=BaseException)
-Dropped = deque[tuple[RRefId, UniqueId]]
+Dropped = deque[EndNote[tuple[RRefId, UniqueId]]]
 
 
 class OwnerValue:
@@ -98,7 +99,10 @@ def fresh_copy(error: E) -> E:
 class HandleState:
     """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
 
-    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owner", "owner_name", "rref", "value")
+    __slots__ = (
+        "_waiters", "confirmed", "deleted", "end_note", "error", "id", "is_serial", "owner", "owner_name", "rref",
+        "value",
+    )  # fmt: skip
 
     def __init__(
         self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
@@ -112,6 +116,7 @@ class HandleState:
         self.error: Exception | None = None
         self.deleted = False
         self.is_serial = False  # the methods of the value run one call at a time
+        self.end_note: EndNote[tuple[RRefId, UniqueId]] | None = None  # of the handle
         self._waiters: list[Callable[[], object]] = []
 
     @property
@@ -143,13 +148,10 @@ class HandleState:
 
 
 class Handle:
-    """Keeps a reference alive. Collected on any thread at any moment, so its finalizer takes no lock."""
+    """Keeps a reference alive. Collected on any thread at any moment. [Note: Ctrl-C in finalizers]"""
 
-    __slots__ = ("_dropped", "state")
+    __slots__ = ("__weakref__", "state")
 
     def __init__(self, state: HandleState, dropped: Dropped) -> None:
         self.state = state
-        self._dropped = dropped
-
-    def __del__(self) -> None:
-        self._dropped.append((self.state.rref, self.state.id))
+        state.end_note = EndNote(self, dropped.append, (state.rref, state.id))

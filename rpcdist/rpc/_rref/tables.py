@@ -15,7 +15,7 @@ from typing import Any
 from rpcdist._proto import rref_pb2
 from rpcdist.errors import WorkerLost
 from rpcdist.rpc._rref import actions, events
-from rpcdist.rpc._rref.handles import Handle, HandleState, OwnerValue, failed_future, fresh_copy
+from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState, OwnerValue, failed_future, fresh_copy
 from rpcdist.rpc._rref.host import RRefHost
 from rpcdist.rpc._rref.identifiers import Incarnation, ReferenceShare, RRefId, UniqueId
 from rpcdist.rpc._rref.messages import Reason, UserDeleted
@@ -62,7 +62,7 @@ class RRefTables:
         self.values: dict[RRefId, OwnerValue] = {}
         self.fetches: dict[ReferenceShare, list[WhenThere]] = {}
         self.losses = Losses()
-        self.dropped: deque[tuple[RRefId, UniqueId]] = deque()
+        self.dropped: Dropped = deque()
         self.closed = False
 
     def __repr__(self) -> str:
@@ -110,9 +110,10 @@ class RRefTables:
     ) -> Handle:
         """A handle that the protocol need not know of: of a value that nobody else has heard of."""
         state = HandleState(rref, id, owner, owner_name, value)
+        handle = Handle(state, self.dropped)  # before its state is in the table, which only its end takes out
         with self.lock:
             self.states[id] = state
-        return Handle(state, self.dropped)
+        return handle
 
     def feed(
         self, event: events.RRefEvent, prepare: Callable[[], object] | None = None, owned: RRefId | None = None

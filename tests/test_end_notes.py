@@ -1,0 +1,77 @@
+"""The end of objects is noted, whatever signals come meanwhile."""
+
+from __future__ import annotations
+
+import gc
+import random
+import signal
+import time
+from collections import deque
+from types import FrameType
+
+import pytest
+
+from rpcdist.end_notes import EndNote
+from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState
+from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
+
+
+class Watched:
+    pass
+
+
+class Struck(BaseException):
+    """What the handler raises, as Python's own does at Ctrl-C."""
+
+
+@pytest.mark.parametrize("ends", ["counted", "collected"])
+def test_the_end_is_noted_once(ends: str) -> None:
+    ended: deque[EndNote[str]] = deque()
+    watched = Watched()
+    note = EndNote(watched, ended.append, "it")
+    if ends == "collected":
+        watched.cycle = watched  # type: ignore[attr-defined]
+    assert not ended
+    del watched
+    gc.collect()
+    assert ended.popleft() is note and note.about == "it" and note() is None and not ended
+
+
+def test_nothing_is_noted_of_who_is_not_watched_any_more() -> None:
+    ended: deque[EndNote[str]] = deque()
+    watched = Watched()
+    EndNote(watched, ended.append, "it")
+    del watched
+    assert not ended
+
+
+def test_no_signal_is_lost_in_the_end_of_a_reference() -> None:
+    """A `__del__` swallowed four of ten, each a Ctrl-C that nobody heard of, and three of ten references leaked."""
+    state, dropped = HandleState(RRefId(0, 1, 1), UniqueId(0, 2, 1), Incarnation(0, 1), "owner", None), Dropped()
+    num_made = num_caught = 0
+    chance = random.Random(3)
+
+    def handler(number: int, frame: FrameType | None) -> None:
+        raise Struck
+
+    def drop_until_struck() -> None:
+        nonlocal num_made, num_caught
+        ends_at = time.monotonic() + 0.5  # the signal comes after 1 ms at most, unless it was lost
+        try:
+            signal.setitimer(signal.ITIMER_REAL, chance.uniform(1e-5, 1e-3))
+            while time.monotonic() < ends_at:
+                handle = Handle(state, dropped)
+                num_made += 1  # not struck before the handle was whole
+                del handle
+        except Struck:
+            num_caught += 1
+
+    replaced = signal.signal(signal.SIGALRM, handler)
+    try:
+        for _ in range(300):
+            drop_until_struck()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        signal.signal(signal.SIGALRM, replaced)
+    assert num_caught == 300
+    assert len(dropped) >= num_made
