@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from urllib.parse import urlsplit
@@ -112,7 +112,7 @@ def _join(network: Network, store: Store, me: Identity, world_size: int | None, 
         # The others learn from this process what is wrong, so it stays until they have been told.
         network.run(service.all_answered(LATE_JOINERS_LIMIT_S), 2 * LATE_JOINERS_LIMIT_S)
     roster = members_of(reply, me, coordinator.address, time.monotonic() - started)
-    _check_device_maps(me, roster.members, options)
+    _check_device_maps(me, roster.members, world_size, options)
     agent = Agent(
         network=network,
         coordinator=coordinator,
@@ -176,10 +176,12 @@ def _look_up(records: SignedRecords) -> str:
     return records.get([COORDINATOR_KEY], COORDINATOR_LOOK_UP_LIMIT_S)[0]
 
 
-def _check_device_maps(me: Identity, members: Iterable[Member], options: RpcOptions) -> None:
+def _check_device_maps(me: Identity, members: Sequence[Member], world_size: int | None, options: RpcOptions) -> None:
     known = {member.identity.name for member in members}
+    # Who joins while others are still to be replaced, after rank 0 was lost, cannot tell their names from wrong ones.
+    is_complete = world_size is None or len(members) >= world_size
     for target, device_map in options.device_maps.items():
-        if target not in known:
+        if is_complete and target not in known:
             raise ValueError(f"Node {me.name} has invalid target node names in its device maps: {target!r}")
         for device in device_map:
             if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():

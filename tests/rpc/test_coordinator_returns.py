@@ -336,3 +336,14 @@ def test_only_the_coordinator_asks_for_all_names() -> None:
             agent.caller.gather(1, KEPT, (), LIMIT_S)
         with cluster.use("a") as agent:
             assert agent.caller.gather(1, KEPT, (), LIMIT_S) == ["of a"]
+
+
+def test_a_device_map_may_name_who_is_not_back_yet() -> None:
+    """Of a whole world every name is known, so a wrong one is an error; of a part it cannot be told."""
+    with InProcessCluster("a", "b", "c", peer_timeout=RETURN_S, device_maps={"c": {"cpu": "cuda:1"}}) as cluster:
+        cluster.kill("a")
+        cluster.kill("c")
+        cluster.restart("a")
+        wait_until_taken_back(cluster, "a")
+        cluster.restart("c")
+        assert cluster.run("a", rpc.rpc_sync, "b", add, (1, 2)) == 3
