@@ -107,6 +107,7 @@ __all__ = [
     "NCCL_POLL_S",
     "NCCL_WORK_POLL_S",
     "NODE_STOP_LIMIT_S",
+    "ONE_WAY_IN_PEER_TIMEOUTS",
     "PARKED_LIMIT_S",
     "PAYLOADS_END_LIMIT_S",
     "PEER_TIMEOUT_S",
@@ -170,6 +171,8 @@ SURVIVOR_PROBE_SHARE: Final = 0.25
 """Part of the peer timeout after which a new coordinator asks workers that have not come to it whether they live."""
 REFUSED_GRACE_S: Final = 0.5
 """A worker that refuses connections may be restarting its listener; one that refuses for longer is lost at once."""
+ONE_WAY_IN_PEER_TIMEOUTS: Final = 6
+"""A worker that lives, as its own connection to this one shows, and cannot be reached for this long is lost here."""
 LEASE_IN_PEER_TIMEOUTS: Final = 3
 """An owner keeps the references of a user that it does not hear from this long; then it drops them."""
 AGENT_TICK_S: Final = 0.1

@@ -4,6 +4,7 @@
     network.delay("a", "b", 0.2)     # what a and b send to each other arrives 0.2 s later
     network.drop("a", "b")           # it disappears silently: the peers notice after their `peer_timeout`
     network.cut("a", "b")            # their connections break at once, and new ones are refused
+    network.refuse("a", "b")         # new ones are refused, and those that there are stay
     network.heal("a", "b")
     network.break_after("a", "b", 3) # of what a sends to b, three more envelopes arrive; then their connections break
 
@@ -78,6 +79,10 @@ class MemoryNetwork:
         """The connections of two workers break, and new ones are refused."""
         self._run(self._cut(a, b))
 
+    def refuse(self, a: str, b: str) -> None:
+        """New connections of two workers are refused; those that there are work on, as through some firewalls."""
+        self._run(self._refuse(a, b))
+
     def break_after(self, a: str, b: str, num_envelopes: int) -> threading.Event:
         """Of what `a` sends to `b`, so many more envelopes arrive; with the next one their connections break, once.
 
@@ -112,8 +117,11 @@ class MemoryNetwork:
             path.delay_s = path.delay_s if delay_s is None else delay_s
             path.drops = path.drops if drops is None else drops
 
-    async def _cut(self, a: str, b: str) -> None:
+    async def _refuse(self, a: str, b: str) -> None:
         self._cuts.add(frozenset((a, b)))
+
+    async def _cut(self, a: str, b: str) -> None:
+        await self._refuse(a, b)
         await _break([session for session, _ in self._between(a, b)])
 
     async def _break_after(self, a: str, b: str, num_envelopes: int, broken: threading.Event) -> None:

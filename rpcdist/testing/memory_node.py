@@ -137,6 +137,8 @@ class MemoryNode:
         taker = await target.roles.handler(role) or NullHandler()
         if (refusal := target.roles.refusal(hello)) is not None:
             raise AuthenticationFailed(refusal)
+        if self._wires.node_at(self, address) is not target:  # the connection was cut before it stood
+            raise ConnectFailed(address, "connection refused")
         near, far = channel_pair(there, back)
         id = secrets.token_bytes(16)
         target.open_session(far, self.identity, role, id, taker, by_me=False)

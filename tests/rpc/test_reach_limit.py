@@ -46,6 +46,16 @@ def test_silence_lasts_for_the_peer_timeout_and_a_closed_port_for_half_a_second(
     assert limit.is_over(SILENT)
 
 
+def test_who_is_heard_is_tried_for_longer_but_not_for_ever(clock: list[float]) -> None:
+    limit = ReachLimit(3.0)
+    for _ in range(17):
+        clock[0] += 1.0
+        assert not limit.is_over(REFUSED, is_heard=True)
+    assert limit.is_over(REFUSED)
+    clock[0] += 1.0
+    assert limit.is_over(REFUSED, is_heard=True) and limit.is_over(SILENT, is_heard=True)
+
+
 def test_who_was_silent_before_is_tried_once_more(clock: list[float]) -> None:
     limit = ReachLimit(3.0, last_seen=clock[0] - 10.0)
     assert not limit.is_over(SILENT)

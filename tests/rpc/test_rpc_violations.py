@@ -27,6 +27,7 @@ from rpcdist import rpc
 from rpcdist._proto import handshake_pb2, membership_pb2, rpc_pb2, rref_pb2, value_pb2
 from rpcdist.testing import RpcWorld, WorkerPool
 from rpcdist.testing.rpc_world import join, leave
+from rpcdist.time_limits import REFUSED_GRACE_S
 from rpcdist.transport._framing.frames import call_frame, frame, reply_frame
 from rpcdist.transport.keys import request_proof
 from rpcdist.transport.unary_proof import COUNTER_KEY, PROOF_KEY, SESSION_KEY
@@ -234,12 +235,14 @@ def test_a_worker_cannot_be_taken_out_by_another(world: RpcWorld, address: str) 
 
 def test_the_same_token_but_another_process_at_the_address(module_pool: WorkerPool) -> None:
     """A port that was given to somebody else is noticed by the handshake, not by wrong results."""
-    world = module_pool.world("a", "b", peer_timeout=CALM_S)  # as long, the other one has to answer "a"
+    world = module_pool.world("a", "b", peer_timeout=CALM_S)  # so much time the other one has to listen
     _, port = world["b"].run(functions.address).rsplit(":", 1)
     other = module_pool.start("c")
-    other.run(functions.pid)  # it has imported all: it has to listen before "a" has given up "b"
+    other.run(functions.pid)  # it has imported all
+    world["a"].run(functions.set_refused_grace, CALM_S)
     world["b"].kill()
     other.run(join, "c", 0, 1, module_pool.new_url(), port=int(port))
     kind, text, _ = world["a"].run(functions.error_of, rpc.rpc_sync, "b", functions.pid)
+    world["a"].run(functions.set_refused_grace, REFUSED_GRACE_S)
     assert kind == "WorkerLost" and "'c'" in text and "answers at the address of" in text
     other.run(leave)

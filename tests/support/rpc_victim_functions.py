@@ -19,6 +19,7 @@ import torch
 
 from rpcdist import rpc
 from rpcdist.errors import RpcdistError
+from rpcdist.rpc._peers import reach_limit
 from rpcdist.testing import eventually, wait_until_asleep
 
 LIMIT_S = 60.0
@@ -359,3 +360,8 @@ def limit_handshakes(seconds: float, count: int = 512) -> None:
 
     vars(admission)["HANDSHAKE_LIMIT_S"] = seconds
     vars(admission)["MAX_UNPROVEN"] = count
+
+
+def set_refused_grace(seconds: float) -> None:
+    """How long a worker may refuse connections before it is lost."""
+    vars(reach_limit)["REFUSED_GRACE_S"] = seconds

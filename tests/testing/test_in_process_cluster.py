@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Iterator
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from rpcdist import rpc
-from rpcdist.errors import ConfigError, DeadlineExceeded, DuplicateName, WorkerLost
+from rpcdist.errors import ConfigError, ConnectFailed, DeadlineExceeded, DuplicateName, WorkerLost
 from rpcdist.testing import InProcessCluster, eventually
+from rpcdist.transport.session import NullHandler
 
 PEER_TIMEOUT_S = 0.4
 PROMPT_S = 5.0
@@ -53,6 +55,36 @@ def test_a_cut_breaks_connections_and_heals(cluster: InProcessCluster) -> None:
         assert rpc.rpc_sync("c", functions.add, (1, 2)) == 3
         cluster.network.heal("a", "b")
         eventually(lambda: answers("b"), "b is reached again")
+
+
+def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -> None:
+    """One that was made all the same answered calls, and the shutdown waited for ever for others that were refused."""
+    a, b = cluster._nodes["a"], cluster._nodes["b"]
+    b.expect_role("probe")
+
+    async def cut_before_it_stands() -> None:
+        connecting = asyncio.ensure_future(a.connect(str(b.address), "probe", 2 * PEER_TIMEOUT_S))
+        for _ in range(5):
+            await asyncio.sleep(0)  # it waits for the role now
+        await cluster.network._cut("a", "b")
+        b.handle_role("probe", NullHandler())
+        await connecting
+
+    with pytest.raises(ConnectFailed):
+        a.run(cut_before_it_stands(), PROMPT_S)
+    cluster.network.heal("a", "b")
+    b.handle_role("probe", None)
+
+
+def test_who_lives_and_cannot_be_reached_is_not_waited_for_for_ever() -> None:
+    """Its own connection works, so it is no silence that ends this; `shutdown` without a limit did not return."""
+    with InProcessCluster("a", "b", peer_timeout=PEER_TIMEOUT_S) as cluster:
+        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+        cluster.network.refuse("a", "b")
+        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+        with pytest.raises(WorkerLost, match=r"'a'.*connection refused, although it lives.*firewall"):
+            cluster.run("b", rpc.rpc_sync, "a", my_name)
+        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
 
 
 def answers(name: str) -> bool:

@@ -5,7 +5,8 @@
 
 What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
 process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
-stopped for a while.
+stopped for a while. One that has a connection of its own to this process lives, whatever happens to ours; it is LOST
+when it could not be reached for several peer timeouts, or calls to it would wait for ever.
 
 [Note: late comers] Control messages to a worker that is LOST are kept. If it lives after all, it must learn which of
 its values we gave up, or it would keep them for as long as we live. They leave when it connects to us, or when somebody
@@ -45,6 +46,7 @@ __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
+ONE_WAY = ", although it lives: its own connection to this worker works; is there a firewall or NAT on the way to it?"
 
 
 class PeerState(Enum):
@@ -236,10 +238,12 @@ class Peer:
                 self._lose(_because(broken, str(exc)), gone=True)
                 return
             except TransportError as exc:
-                if limit.is_over(exc) and not self._owner.hears_from(self.identity):
+                is_heard = self._owner.hears_from(self.identity)
+                if limit.is_over(exc, is_heard):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, limit.waited_s)
-                    self._lose(_because(broken, str(exc)), gone=was_refused(exc))
+                    reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
+                    self._lose(reason, gone=was_refused(exc) and not is_heard)
                     return
             else:
                 self._up(connection)

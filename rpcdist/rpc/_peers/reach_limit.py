@@ -6,7 +6,7 @@ import os
 import time
 
 from rpcdist.errors import ConnectFailed, TransportError
-from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, REFUSED_GRACE_S
+from rpcdist.time_limits import LAST_ATTEMPT_SHARE, MIN_ATTEMPT_S, ONE_WAY_IN_PEER_TIMEOUTS, REFUSED_GRACE_S
 
 __all__ = ["ReachLimit", "was_refused"]
 
@@ -42,6 +42,7 @@ class ReachLimit:
         # A worker that was silent before its connection broke has used up some of its time, but one attempt is due.
         self._limit = max((last_seen or self._started) + timeout_s, self._started + self._grace_s)
         self._longest = self._started + 2 * timeout_s
+        self._longest_heard = self._started + ONE_WAY_IN_PEER_TIMEOUTS * timeout_s
         self._num_failed = 0
 
     def __repr__(self) -> str:
@@ -57,8 +58,13 @@ class ReachLimit:
         """How long the next attempt may take."""
         return max(self._limit - time.monotonic(), MIN_ATTEMPT_S)
 
-    def is_over(self, exc: TransportError) -> bool:
-        """Whether the worker is dead now that an attempt has failed."""
+    def is_over(self, exc: TransportError, is_heard: bool = False) -> bool:
+        """Whether the worker is dead, or out of reach for good, now that an attempt has failed.
+
+        Args:
+            exc: the failure.
+            is_heard: whether the worker shows on a connection of its own that it lives.
+        """
         now = time.monotonic()
         if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
             self._limit = now + self._grace_s  # this process was held up: it judges nobody
@@ -66,5 +72,7 @@ class ReachLimit:
         if now < self._longest and not _has_free_descriptor():
             self._limit = max(self._limit, now + self._grace_s)  # the attempt says nothing of the other one
             return False
+        if is_heard:
+            return now >= self._longest_heard
         # A closed port is the word of the worker's host; silence may be a busy network, and takes longer.
         return now >= self._limit or (was_refused(exc) and now - self._started >= REFUSED_GRACE_S)
