@@ -38,7 +38,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Final, NamedTuple
 
-from rpcdist.end_notes import EndNote
+from rpcdist.at_end import AtEnd
 from rpcdist.errors import ProtocolViolation
 from rpcdist.transport.mapped_segments import MappedSegment
 from rpcdist.transport.shared_memory import Segment, SegmentError
@@ -307,8 +307,8 @@ class Borrower:
     def __init__(self, max_bytes: int = MAX_LENT_BYTES) -> None:
         self._max_bytes = max_bytes
         self._known: dict[int, MappedSegment] = {}
-        self._in_use: dict[int, EndNote[_Lease]] = {}
-        self.ended: deque[EndNote[_Lease]] = deque()
+        self._in_use: set[int] = set()
+        self.ended: deque[_Lease] = deque()
 
     def __repr__(self) -> str:
         return f"<Borrower {len(self._in_use)} in use of {len(self._known)}>"
@@ -344,10 +344,11 @@ class Borrower:
             raise ProtocolViolation(
                 f"a buffer of {num_bytes} bytes is said to lie in segment {number}, which {problem}"
             )
+        self._in_use.add(number)
         memory = _Memory.from_address(mapped.address)
         memory.mapped = mapped  # type: ignore[attr-defined]  # it outlives this session
         append = self.ended.append if mapped.size_bytes <= RETURN_TOGETHER_BYTES else self.ended.appendleft
-        self._in_use[number] = EndNote(memory, append, _Lease(number, mapped.size_bytes, _forks.count))
+        memory.at_end = AtEnd(append, _Lease(number, mapped.size_bytes, _forks.count))  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")[:num_bytes]
 
     @property
@@ -359,7 +360,7 @@ class Borrower:
     def is_return_due(self) -> bool:
         """Whether the lender should hear of ended leases with the next message. [Note: returned together]"""
         try:
-            return len(self.ended) >= RETURN_TOGETHER or self.ended[0].about.size_bytes > RETURN_TOGETHER_BYTES
+            return len(self.ended) >= RETURN_TOGETHER or self.ended[0].size_bytes > RETURN_TOGETHER_BYTES
         except IndexError:  # none, or another thread has taken them
             return False
 
@@ -368,11 +369,11 @@ class Borrower:
         ended = Ended([], [])
         try:
             while True:  # any thread may do this at the same time, so looking before would not help
-                number, _, num_forks = self.ended.popleft().about
+                number, _, num_forks = self.ended.popleft()
                 may_be_read = _forks.count != num_forks  # by a child that was forked meanwhile
                 if may_be_read:
                     self._known.pop(number, None)
-                self._in_use.pop(number, None)
+                self._in_use.discard(number)
                 (ended.kept if may_be_read else ended.returned).append(number)
         except IndexError:
             return ended

@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-from collections.abc import Callable
 from typing import Final
 
+from rpcdist.at_end import AtEnd
 from rpcdist.transport.memory_copies import declare
 from rpcdist.transport.shared_memory import Segment, SegmentError
 
@@ -34,19 +34,15 @@ class MappedSegment:
         SegmentError: the system refuses to map it.
     """
 
-    __slots__ = ("_unmap", "address", "number", "size_bytes")
+    __slots__ = ("_at_end", "address", "number", "size_bytes")
 
     def __init__(self, number: int, segment: Segment) -> None:
         self.number = number
         self.size_bytes = segment.size_bytes
-        self._unmap: Callable[[int, int], int] = _munmap  # when the interpreter ends, globals go first
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
         if self.address in (0, _MAP_FAILED):
             self.address = 0
             raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
+        self._at_end = AtEnd(_munmap, self.address, self.size_bytes)
         _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)
-
-    def __del__(self) -> None:
-        if self.address:
-            self._unmap(self.address, self.size_bytes)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ class Call:
     def __init__(self) -> None:
         self.cancelled: list[str] = []
         state = StreamState(1, "count_up", 16, lambda items: None, lambda: self.cancelled.append("stream"))
-        self._opened: Stream[object] = Stream(state, None)
+        self._opened: Stream[object] = Stream(state, None, deque())
         self.start: Future[Any] = Future(on_cancel=lambda: self.cancelled.append("call"))
 
     def answered(self) -> None:

@@ -16,8 +16,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Generic, TypeVar
 
 from rpcdist._proto import rpc_pb2
+from rpcdist.at_end import AtEnd
 from rpcdist.deadline import Deadline
-from rpcdist.end_notes import EndNote
 from rpcdist.errors import BlockingInLoop, Cancelled, DeadlineExceeded, RpcdistError, WorkerLost
 from rpcdist.rpc._autograd_hooks import CallContext
 from rpcdist.rpc._calling.call_table import PendingCall
@@ -201,11 +201,13 @@ class Stream(Generic[T]):
     Args:
         state: the receiving end.
         timeout_s: limit of the wait for each item, in seconds; None for no limit.
+        dropped: gets the receiving end when this object is freed.
     """
 
-    def __init__(self, state: StreamState, timeout_s: float | None) -> None:
+    def __init__(self, state: StreamState, timeout_s: float | None, dropped: deque[StreamState]) -> None:
         self._state = state
         self._timeout_s = timeout_s
+        self._at_end = AtEnd(dropped.append, state)
 
     def __repr__(self) -> str:
         return f"Stream({self._state!r})"
@@ -281,8 +283,7 @@ class StreamTable:
         self._send = send
         self._marshal = marshal
         self._streams: dict[int, tuple[StreamState, MessageSink]] = {}
-        self._end_notes: dict[int, EndNote[StreamState]] = {}  # of the users' objects
-        self._dropped: deque[EndNote[StreamState]] = deque()
+        self._dropped: deque[StreamState] = deque()
         self._changed = threading.Condition()
         self._waiters = 0
 
@@ -306,9 +307,7 @@ class StreamTable:
         state = StreamState(id, call.what(), DEFAULT_WINDOW, grant, cancel, self._marshal.allow_pickle)
         state.autograd = call.autograd
         self._streams[id] = (state, session)
-        stream: Stream[object] = Stream(state, timeout_s)
-        self._end_notes[id] = EndNote(stream, self._dropped.append, state)
-        return stream
+        return Stream(state, timeout_s, self._dropped)
 
     def on_item(
         self, session: MessageSink, message: rpc_pb2.Message, buffers: list[ReceiveBuffer], jobs: list[PoolJob]
@@ -383,6 +382,4 @@ class StreamTable:
     def drain(self) -> None:
         """Cancels the streams whose objects were dropped; never called from a finalizer."""
         while self._dropped:
-            state = self._dropped.popleft().about
-            self._end_notes.pop(state.id, None)
-            state.cancel()
+            self._dropped.popleft().cancel()

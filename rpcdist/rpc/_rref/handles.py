@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from rpcdist.end_notes import EndNote
+from rpcdist.at_end import AtEnd
 from rpcdist.errors import DeadlineExceeded, RRefError
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
 from rpcdist.rpc.future import Future
@@ -19,7 +19,7 @@ from rpcdist.rpc.future import Future
 __all__ = ["Dropped", "Handle", "HandleState", "OwnerValue", "copy_outcome", "failed_future", "fresh_copy"]
 
 E = TypeVar("E", bound=BaseException)
-Dropped = deque[EndNote[tuple[RRefId, UniqueId]]]
+Dropped = deque[tuple[RRefId, UniqueId]]
 
 
 class OwnerValue:
@@ -99,10 +99,7 @@ def fresh_copy(error: E) -> E:
 class HandleState:
     """One fork or local handle. Guarded by the manager's lock, except that readers may look at single fields."""
 
-    __slots__ = (
-        "_waiters", "confirmed", "deleted", "end_note", "error", "id", "is_serial", "owner", "owner_name", "rref",
-        "value",
-    )  # fmt: skip
+    __slots__ = ("_waiters", "confirmed", "deleted", "error", "id", "is_serial", "owner", "owner_name", "rref", "value")
 
     def __init__(
         self, rref: RRefId, id: UniqueId, owner: Incarnation, owner_name: str, value: OwnerValue | None
@@ -116,7 +113,6 @@ class HandleState:
         self.error: Exception | None = None
         self.deleted = False
         self.is_serial = False  # the methods of the value run one call at a time
-        self.end_note: EndNote[tuple[RRefId, UniqueId]] | None = None  # of the handle
         self._waiters: list[Callable[[], object]] = []
 
     @property
@@ -150,8 +146,8 @@ class HandleState:
 class Handle:
     """Keeps a reference alive. Collected on any thread at any moment. [Note: Ctrl-C in finalizers]"""
 
-    __slots__ = ("__weakref__", "state")
+    __slots__ = ("_at_end", "state")
 
     def __init__(self, state: HandleState, dropped: Dropped) -> None:
         self.state = state
-        state.end_note = EndNote(self, dropped.append, (state.rref, state.id))
+        self._at_end = AtEnd(dropped.append, (state.rref, state.id))

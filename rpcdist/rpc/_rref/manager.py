@@ -291,7 +291,7 @@ class RRefManager:
         dropped, ended = self._tables.dropped, list[events.HandleDropped]()
         with suppress(IndexError):  # another thread has taken the last one
             while dropped and len(ended) < MOST_AT_ONCE:
-                ended.append(events.HandleDropped(*dropped.popleft().about))
+                ended.append(events.HandleDropped(*dropped.popleft()))
         return ended
 
     def delete_all_user_and_unforked_owner_rrefs(self, timeout_s: float, others: bool = True) -> bool:

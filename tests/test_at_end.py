@@ -11,38 +11,35 @@ from types import FrameType
 
 import pytest
 
-from rpcdist.end_notes import EndNote
+from rpcdist.at_end import AtEnd
 from rpcdist.rpc._rref.handles import Dropped, Handle, HandleState
 from rpcdist.rpc._rref.identifiers import Incarnation, RRefId, UniqueId
-
-
-class Watched:
-    pass
 
 
 class Struck(BaseException):
     """What the handler raises, as Python's own does at Ctrl-C."""
 
 
-@pytest.mark.parametrize("ends", ["counted", "collected"])
-def test_the_end_is_noted_once(ends: str) -> None:
-    ended: deque[EndNote[str]] = deque()
-    watched = Watched()
-    note = EndNote(watched, ended.append, "it")
-    if ends == "collected":
-        watched.cycle = watched  # type: ignore[attr-defined]
+class Holder:
+    """Uses what it holds in its own finalizer, perhaps as part of a cycle."""
+
+    def __init__(self, ended: deque[str], is_cyclic: bool) -> None:
+        self._me = self if is_cyclic else None
+        self._ended = ended
+        self._held = AtEnd(ended.append, "the held")
+
+    def __del__(self) -> None:
+        self._ended.append("the holder")
+
+
+@pytest.mark.parametrize("is_cyclic", [False, True])
+def test_the_end_is_noted_once_and_after_whoever_may_use_the_object(is_cyclic: bool) -> None:
+    ended: deque[str] = deque()
+    holder = Holder(ended, is_cyclic)
     assert not ended
-    del watched
+    del holder
     gc.collect()
-    assert ended.popleft() is note and note.about == "it" and note() is None and not ended
-
-
-def test_nothing_is_noted_of_who_is_not_watched_any_more() -> None:
-    ended: deque[EndNote[str]] = deque()
-    watched = Watched()
-    EndNote(watched, ended.append, "it")
-    del watched
-    assert not ended
+    assert list(ended) == ["the holder", "the held"]
 
 
 def test_no_signal_is_lost_in_the_end_of_a_reference() -> None:
