@@ -164,6 +164,10 @@ class ProtocolViolation(TransportError):
     """The peer sent something that the protocol does not allow; its connection was closed."""
 
 
+ALTHOUGH_IT_LIVES = "although it lives"
+"""Part of the reason of a `WorkerLost` for a worker that cannot be reached, and has a connection to this one."""
+
+
 class WorkerLost(TransportError):
     """A worker died or became unreachable while something waited for it.
 
@@ -182,10 +186,11 @@ class WorkerLost(TransportError):
         self.reason = reason
 
     def __str__(self) -> str:
+        lives = ALTHOUGH_IT_LIVES in self.reason
+        hint = "" if lives else f" If {self.worker!r} was not killed: did it end without rpc.shutdown()?"
         return (
             f"worker {self.worker!r} was lost during {self.what}: {self.reason} "
-            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran. If {self.worker!r} was not "
-            "killed: did it end without rpc.shutdown()?"
+            f"(last seen {self.last_seen_s:.1f} s ago). It is unknown whether the call ran.{hint}"
         )
 
 

@@ -56,6 +56,14 @@ def test_who_is_heard_is_tried_for_longer_but_not_for_ever(clock: list[float]) -
     assert limit.is_over(REFUSED, is_heard=True) and limit.is_over(SILENT, is_heard=True)
 
 
+def test_a_process_that_was_held_up_judges_nobody_who_is_heard(clock: list[float]) -> None:
+    limit = ReachLimit(3.0)
+    clock[0] += 60.0
+    assert not limit.is_over(REFUSED, is_heard=True)
+    clock[0] += 0.6
+    assert limit.is_over(REFUSED, is_heard=True)
+
+
 def test_who_was_silent_before_is_tried_once_more(clock: list[float]) -> None:
     limit = ReachLimit(3.0, last_seen=clock[0] - 10.0)
     assert not limit.is_over(SILENT)

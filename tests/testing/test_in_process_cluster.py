@@ -18,6 +18,7 @@ from rpcdist.transport.session import NullHandler
 
 PEER_TIMEOUT_S = 0.4
 PROMPT_S = 5.0
+HEARD_S = 1.0  # for tests in which nobody may seem silent for so long, and six times as long passes
 
 
 @pytest.fixture
@@ -76,15 +77,36 @@ def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -
     b.handle_role("probe", None)
 
 
-def test_who_lives_and_cannot_be_reached_is_not_waited_for_for_ever() -> None:
-    """Its own connection works, so it is no silence that ends this; `shutdown` without a limit did not return."""
-    with InProcessCluster("a", "b", peer_timeout=PEER_TIMEOUT_S) as cluster:
-        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
-        cluster.network.refuse("a", "b")
-        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
-        with pytest.raises(WorkerLost, match=r"'a'.*connection refused, although it lives.*firewall"):
+OUT_OF_REACH = r"'a'.*connection refused, although it lives.*firewall.* s ago\). It is unknown whether the call ran.$"
+
+
+def refuse_one_way(cluster: InProcessCluster) -> None:
+    """From now on "a" reaches "b", and "b" does not reach "a"."""
+    assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+    cluster.network.refuse("a", "b")
+    for _ in range(2):  # the second time by a new attempt, for as long as for anybody else
+        with pytest.raises(WorkerLost, match=OUT_OF_REACH):
             cluster.run("b", rpc.rpc_sync, "a", my_name)
-        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+    assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+
+
+@pytest.mark.parametrize("names", ["ab", "abc"])
+def test_a_shutdown_that_a_worker_out_of_reach_leads_fails_by_name(names: str) -> None:
+    """It did not return: two led, and each waited for those of the other one. The others end when this one does."""
+    with InProcessCluster(*names, peer_timeout=HEARD_S) as cluster:
+        refuse_one_way(cluster)
+        with pytest.raises(WorkerLost, match=r"during the shutdown of 'b', which 'a' leads: .*although it lives"):
+            cluster.run("b", rpc.shutdown)
+        cluster.kill("b")
+
+
+def test_a_worker_that_can_be_reached_again_is_found_without_a_call() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
+        refuse_one_way(cluster)
+        with cluster.use("b") as agent:
+            assert [member.identity.name for member in agent.directory.living()] == ["b", "c"]
+            cluster.network.heal("a", "b")
+            eventually(lambda: len(agent.directory.living()) == 3, "'b' has found 'a'")
 
 
 def answers(name: str) -> bool:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from rpcdist.backoff import backoff
 from rpcdist.deadline import Deadline
-from rpcdist.errors import DeadlineExceeded, RpcdistError
+from rpcdist.errors import DeadlineExceeded, RpcdistError, WorkerLost
+from rpcdist.ids import Identity
 from rpcdist.rpc._calling.caller import Caller
 from rpcdist.rpc._membership.departures import DEPART, ENDED, LEAVES, NOT_ARRIVED, POINTS
 from rpcdist.rpc._peers.directory import Directory
@@ -47,12 +48,20 @@ class Departing:
         caller: makes the calls to the leader.
         directory: who is in the job, and who lives.
         lifetime: when it is over, another thread has closed RPC, and nobody is asked any more.
+        is_out_of_reach: whether a worker is lost here although it lives.
     """
 
-    def __init__(self, caller: Caller, directory: Directory, lifetime: Lifetime) -> None:
+    def __init__(
+        self,
+        caller: Caller,
+        directory: Directory,
+        lifetime: Lifetime,
+        is_out_of_reach: Callable[[Identity], bool],
+    ) -> None:
         self._caller = caller
         self._directory = directory
         self._lifetime = lifetime
+        self._is_out_of_reach = is_out_of_reach
 
     def __repr__(self) -> str:
         return f"<Departing {self._directory.me.name}>"
@@ -62,6 +71,8 @@ class Departing:
 
         Raises:
             DeadlineExceeded: the time is over; the text says who is missing.
+            WorkerLost: another worker leads, and lives, and cannot be reached. Its round waits for this worker, and one
+                that this worker led would wait for those that the other one leads.
             RpcdistError: another thread has closed RPC in this process.
         """
         me = self._directory.me
@@ -72,6 +83,7 @@ class Departing:
         while True:
             leader = pointed_to if pointed_to is not None else self._directory.leader().id
             pointed_to = None
+            self._check_leader_in_reach()
             limit_s = max(deadline.remaining_s(), MIN_WAIT_S) if deadline.is_finite else 0
             try:
                 # What was said to a leader that is lost counts for nothing: so this worker was not idle for a round.
@@ -95,6 +107,12 @@ class Departing:
             if deadline.expired():
                 raise self._late(leader, missing)
             time.sleep(next(pauses))  # its detector, or the leader's, decides meanwhile; a Ctrl-C ends it
+
+    def _check_leader_in_reach(self) -> None:
+        for identity in self._directory.suspected():
+            if identity.id < self._directory.me.id and self._is_out_of_reach(identity):
+                what = f"the shutdown of {self._directory.me.name!r}, which {identity.name!r} leads"
+                raise WorkerLost(identity.name, what, 0.0, self._directory.losses().get(identity.name, ""))
 
     def _late(self, leader: int, missing: list[str] | None) -> DeadlineExceeded:
         name = self._directory.name_of(leader)

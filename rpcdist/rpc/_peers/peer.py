@@ -21,12 +21,13 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Protocol
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.backoff import backoff
-from rpcdist.errors import AuthenticationFailed, ConnectFailed, TransportError
+from rpcdist.errors import ALTHOUGH_IT_LIVES, AuthenticationFailed, ConnectFailed, TransportError
 from rpcdist.ids import Identity
 from rpcdist.rpc._peers.control import ControlBody, ControlOutbox
 from rpcdist.rpc._peers.directory import Member
@@ -46,7 +47,9 @@ __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
-ONE_WAY = ", although it lives: its own connection to this worker works; is there a firewall or NAT on the way to it?"
+ONE_WAY = (
+    f", {ALTHOUGH_IT_LIVES}: it has a connection of its own to this worker; look for a firewall or NAT between them"
+)
 
 
 class PeerState(Enum):
@@ -112,6 +115,7 @@ class Peer:
         session: the open session, or None.
         lost_reason: why it was declared dead, or None.
         is_gone: it is LOST, and nobody listens at its address, or somebody else does.
+        is_out_of_reach: it is LOST, or tried anew since, although it was heard.
     """
 
     def __init__(self, network: Network, member: Member, owner: PeerOwner, timeout_s: float) -> None:
@@ -123,6 +127,7 @@ class Peer:
         self.last_up = time.monotonic()
         self.lost_at = 0.0
         self.is_gone = False
+        self.is_out_of_reach = False
         self._network = network
         self._owner = owner
         self._timeout_s = timeout_s
@@ -212,6 +217,8 @@ class Peer:
 
     def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
         if self.state is PeerState.CONNECTING:
+            if self._task is not None:
+                self._task.cancel()  # the slow one, if any
             connecting = self._connect(broken, last_seen)
             self._task = self._network.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
 
@@ -226,29 +233,43 @@ class Peer:
         pauses = backoff(CONNECT_FIRST_PAUSE_S, CONNECT_LONGEST_PAUSE_S)
         while True:
             try:
-                connection = await self._network.connect(
-                    self.address,
-                    ROLE,
-                    limit.attempt_s,
-                    handler=_PeerTaker(self, self._owner),
-                    expected=self.identity,
-                    retry=False,
-                )
+                connection = await self._open(limit.attempt_s)
             except AuthenticationFailed as exc:  # somebody else listens there now: trying again would not help
                 self._lose(_because(broken, str(exc)), gone=True)
                 return
             except TransportError as exc:
                 is_heard = self._owner.hears_from(self.identity)
-                if limit.is_over(exc, is_heard):
+                if limit.is_over(exc, is_heard and not self.is_out_of_reach):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, limit.waited_s)
                     reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
+                    self.is_out_of_reach = is_heard
                     self._lose(reason, gone=was_refused(exc) and not is_heard)
+                    if is_heard:
+                        trying = self._try_now_and_then()
+                        self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return
             else:
                 self._up(connection)
                 return
             await asyncio.sleep(next(pauses))
+
+    async def _try_now_and_then(self) -> None:
+        """Finds a worker that lives out of reach when it can be reached again: nothing else would tell."""
+        while True:
+            await asyncio.sleep(self._timeout_s)
+            if self.state is not PeerState.LOST or not self._owner.hears_from(self.identity):
+                return
+            with suppress(ConnectFailed):
+                self._up(await self._open(self._timeout_s))
+                return
+
+    async def _open(self, timeout_s: float) -> Connection:
+        """Opens the connection, in one attempt."""
+        taker = _PeerTaker(self, self._owner)
+        return await self._network.connect(
+            self.address, ROLE, timeout_s, handler=taker, expected=self.identity, retry=False
+        )
 
     def _up(self, connection: Connection) -> None:
         with self._lock:
@@ -259,6 +280,7 @@ class Peer:
             self.state = PeerState.UP
             was_lost = self.lost_reason is not None
             self.lost_reason = None
+            self.is_out_of_reach = False
             session = connection.session
             if (introduction := self._owner.introduction(self.identity)) is not None:
                 session.send(introduction)

@@ -68,6 +68,7 @@ class ReachLimit:
         now = time.monotonic()
         if now > self._limit + self._grace_s and self._num_failed < MAX_LATE_ATTEMPTS:
             self._limit = now + self._grace_s  # this process was held up: it judges nobody
+            self._longest_heard = max(self._longest_heard, self._limit)
         self._num_failed += 1
         if now < self._longest and not _has_free_descriptor():
             self._limit = max(self._limit, now + self._grace_s)  # the attempt says nothing of the other one

@@ -358,11 +358,20 @@ class Router:
             and time.monotonic() - session.last_received < self._peer_timeout_s
         )
 
+    def is_out_of_reach(self, identity: Identity) -> bool:
+        """Whether a worker is lost here although it lives."""
+        peer = self._peers.get(identity.id)
+        if peer is None or peer.identity != identity or not peer.is_out_of_reach:
+            return False
+        return peer.state is not PeerState.UP and self.hears_from(identity)
+
     def on_peer_found(self, peer: Peer) -> None:
         self._events.found.publish(peer.identity)
 
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
-        silence_s = time.monotonic() - peer.last_up
+        inbound = self._inbound.get(peer.identity)
+        last_heard = peer.last_up if inbound is None else max(peer.last_up, inbound.last_received)
+        silence_s = time.monotonic() - last_heard
         # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
         kept = []
