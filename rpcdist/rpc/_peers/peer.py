@@ -21,7 +21,6 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -217,7 +216,7 @@ class Peer:
 
     def _spawn_connect(self, broken: str = "", last_seen: float | None = None) -> None:
         if self.state is PeerState.CONNECTING:
-            if self._task is not None:
+            if self._task is not None and self._task is not asyncio.current_task():
                 self._task.cancel()  # the slow one, if any
             connecting = self._connect(broken, last_seen)
             self._task = self._network.io.spawn(connecting, f"rpcdist connect to {self.identity.name}")
@@ -260,9 +259,15 @@ class Peer:
             await asyncio.sleep(self._timeout_s)
             if self.state is not PeerState.LOST or not self._owner.hears_from(self.identity):
                 return
-            with suppress(ConnectFailed):
-                self._up(await self._open(self._timeout_s))
+            try:
+                connection = await self._open(self._timeout_s)
+            except AuthenticationFailed:  # somebody else listens there now
+                self.is_gone = True
                 return
+            except TransportError:
+                continue
+            self._up(connection)
+            return
 
     async def _open(self, timeout_s: float) -> Connection:
         """Opens the connection, in one attempt."""
