@@ -10,6 +10,7 @@ one, but the collector runs those before any `__del__`, which may still use what
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 __all__ = ["AtEnd"]
 
@@ -17,8 +18,12 @@ __all__ = ["AtEnd"]
 class AtEnd(partial[object]):
     """Calls its function, with its arguments, when it is freed: `self._at_end = AtEnd(queue.append, what)`.
 
-    The function has to be written in C, as `deque.append` is, and to be safe on any thread at any moment.
+    The function has to be written in C, as `deque.append` is, and to be safe on any thread at any moment. Among objects
+    that the collector frees together it runs as any `__del__` does, usually in the order in which they were made.
     """
 
     __slots__ = ()
     __del__ = partial.__call__
+
+    def __reduce__(self) -> Any:
+        raise TypeError("what happens once, at the end of an object, cannot be copied or pickled")

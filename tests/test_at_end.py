@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import pickle
 import random
 import signal
 import time
@@ -33,13 +35,20 @@ class Holder:
 
 
 @pytest.mark.parametrize("is_cyclic", [False, True])
-def test_the_end_is_noted_once_and_after_whoever_may_use_the_object(is_cyclic: bool) -> None:
+def test_the_end_is_noted_once_and_after_an_older_user_of_the_object(is_cyclic: bool) -> None:
     ended: deque[str] = deque()
     holder = Holder(ended, is_cyclic)
     assert not ended
     del holder
     gc.collect()
     assert list(ended) == ["the holder", "the held"]
+
+
+def test_it_cannot_be_done_twice() -> None:
+    at_end = AtEnd(deque[str]().append, "it")
+    for copy_of in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="happens once"):
+            copy_of(at_end)
 
 
 def test_no_signal_is_lost_in_the_end_of_a_reference() -> None:

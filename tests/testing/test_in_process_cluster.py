@@ -77,6 +77,15 @@ def test_a_cut_ends_connections_that_are_being_made(cluster: InProcessCluster) -
     b.handle_role("probe", None)
 
 
+def test_a_shutdown_needs_nobody_but_its_leader_in_reach() -> None:
+    with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
+        assert cluster.run("b", rpc.rpc_sync, "c", my_name) == "c"
+        cluster.network.refuse("b", "c")
+        with pytest.raises(WorkerLost, match="although it lives"):
+            cluster.run("c", rpc.rpc_sync, "b", my_name)
+        cluster.shutdown()
+
+
 OUT_OF_REACH = r"'a'.*connection refused, although it lives.*firewall.* s ago\). It is unknown whether the call ran.$"
 
 
@@ -95,6 +104,22 @@ def test_a_shutdown_that_a_worker_out_of_reach_leads_fails_by_name() -> None:
     with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
         refuse_one_way(cluster)
         with pytest.raises(WorkerLost, match=r"during the shutdown of 'b', which 'a' leads: .*although it lives"):
+            cluster.run("b", rpc.shutdown)
+        cluster.kill("b")
+
+
+def test_somebody_else_at_the_address_of_a_worker_that_lives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As behind a NAT that leads to another one; where nothing is heard of a worker any more, it has ended."""
+    with InProcessCluster("a", "b", "c", peer_timeout=HEARD_S) as cluster:
+        assert cluster.run("a", rpc.rpc_sync, "b", my_name) == "b"
+        real, a, c = cluster.network.node_at, cluster._nodes["a"], cluster._nodes["c"]
+        b = cluster._nodes["b"]
+        monkeypatch.setattr(
+            cluster.network, "node_at", lambda who, at: c if (who, at) == (b, a.address) else real(who, at)
+        )
+        with pytest.raises(WorkerLost, match="is c now, not a as it was, although it lives"):
+            cluster.run("b", rpc.rpc_sync, "a", my_name)
+        with pytest.raises(WorkerLost, match=r"the shutdown of 'b', which 'a' leads"):
             cluster.run("b", rpc.shutdown)
         cluster.kill("b")
 

@@ -109,8 +109,9 @@ class Departing:
             time.sleep(next(pauses))  # its detector, or the leader's, decides meanwhile; a Ctrl-C ends it
 
     def _check_leader_in_reach(self) -> None:
+        leader = self._directory.leader().id
         for identity in self._directory.suspected():
-            if identity.id < self._directory.me.id and self._is_out_of_reach(identity):
+            if identity.id < leader and self._is_out_of_reach(identity):
                 what = f"the shutdown of {self._directory.me.name!r}, which {identity.name!r} leads"
                 raise WorkerLost(identity.name, what, 0.0, self._directory.losses().get(identity.name, ""))
 

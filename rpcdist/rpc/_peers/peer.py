@@ -21,6 +21,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from enum import Enum
 from typing import NamedTuple, Protocol
 
@@ -46,6 +47,7 @@ __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
+MAX_SILENT_LOOKS = 3
 ONE_WAY = (
     f", {ALTHOUGH_IT_LIVES}: it has a connection of its own to this worker; look for a firewall or NAT between them"
 )
@@ -233,17 +235,17 @@ class Peer:
         while True:
             try:
                 connection = await self._open(limit.attempt_s)
-            except AuthenticationFailed as exc:  # somebody else listens there now: trying again would not help
-                self._lose(_because(broken, str(exc)), gone=True)
-                return
             except TransportError as exc:
                 is_heard = self._owner.hears_from(self.identity)
-                if limit.is_over(exc, is_heard and not self.is_out_of_reach):
+                # Where somebody else listens at its address, it has ended, and trying again would not help; unless it
+                # lives, behind a NAT.
+                is_another = isinstance(exc, AuthenticationFailed)
+                if (is_another and not is_heard) or limit.is_over(exc, is_heard and not self.is_out_of_reach):
                     if isinstance(exc, ConnectFailed):
                         exc = ConnectFailed(exc.address, exc.reason, limit.waited_s)
                     reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
                     self.is_out_of_reach = is_heard
-                    self._lose(reason, gone=was_refused(exc) and not is_heard)
+                    self._lose(reason, gone=(is_another or was_refused(exc)) and not is_heard)
                     if is_heard:
                         trying = self._try_now_and_then()
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
@@ -255,19 +257,18 @@ class Peer:
 
     async def _try_now_and_then(self) -> None:
         """Finds a worker that lives out of reach when it can be reached again: nothing else would tell."""
-        while True:
+        num_silent = 0
+        while num_silent < MAX_SILENT_LOOKS:
             await asyncio.sleep(self._timeout_s)
-            if self.state is not PeerState.LOST or not self._owner.hears_from(self.identity):
+            if self.state is not PeerState.LOST:
                 return
-            try:
-                connection = await self._open(self._timeout_s)
-            except AuthenticationFailed:  # somebody else listens there now
-                self.is_gone = True
-                return
-            except TransportError:
+            if not self._owner.hears_from(self.identity):  # or this process was held up, and has not read yet
+                num_silent += 1
                 continue
-            self._up(connection)
-            return
+            num_silent = 0
+            with suppress(TransportError):
+                self._up(await self._open(self._timeout_s))
+                return
 
     async def _open(self, timeout_s: float) -> Connection:
         """Opens the connection, in one attempt."""
@@ -336,7 +337,7 @@ class Peer:
         """Ends the connection for good, on evidence from elsewhere (a newer incarnation, the coordinator)."""
         if self.state not in (PeerState.LOST, PeerState.CLOSED):
             self._lose(reason, gone=True)
-            self._end(reason)
+        self._end(reason)
 
     def close(self, reason: str) -> None:
         """Ends the connection without declaring anything; idempotent."""
