@@ -337,9 +337,14 @@ class Router:
         return None
 
     def silence_s(self, worker_id: int) -> float:
-        """Seconds since the connection to a worker was last known to be good."""
+        """Seconds since a worker was last known to live."""
         peer = self._peers.get(worker_id)
-        return time.monotonic() - peer.last_up if peer is not None else 0.0
+        return self._silence_of(peer) if peer is not None else 0.0
+
+    def _silence_of(self, peer: Peer) -> float:
+        inbound = self._inbound.get(peer.identity)
+        last_seen = peer.last_up if inbound is None else max(peer.last_up, inbound.last_received)
+        return time.monotonic() - last_seen
 
     def sessions(self) -> list[PeerSession]:
         """Those that this worker has opened."""
@@ -369,9 +374,7 @@ class Router:
         self._events.found.publish(peer.identity)
 
     def on_peer_lost(self, peer: Peer, reason: str, unsent: Sequence[Unsent]) -> None:
-        inbound = self._inbound.get(peer.identity)
-        last_heard = peer.last_up if inbound is None else max(peer.last_up, inbound.last_received)
-        silence_s = time.monotonic() - last_heard
+        silence_s = self._silence_of(peer)
         # Listeners first: a caller that learns of its unsent call finds the worker's references gone, too.
         self._events.lost.publish(peer.identity, WorkerLost(peer.identity.name, "a connection", silence_s, reason))
         kept = []
