@@ -281,7 +281,7 @@ class Agent:
             streams=self.streams,
             leader=self.leader,
             departures=self._departures,
-            departing=Departing(self.caller, self.directory, lifetime, self.router.is_out_of_reach),
+            departing=Departing(self.caller, self.directory, lifetime, self.router.silence_out_of_reach),
             watch=self.watch,
         )
         self._interrupts = InterruptWatch(io, self.caller.interrupt)

@@ -287,7 +287,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, where nothing forks
 
 
 class _Lease(NamedTuple):
-    """A borrowed segment that this process uses, and how often that had forked when it began to."""
+    """A borrowed segment that this process uses, and how often the process had forked when it was borrowed."""
 
     number: int
     size_bytes: int
@@ -370,7 +370,7 @@ class Borrower:
         try:
             while True:  # any thread may do this at the same time, so looking before would not help
                 number, _, num_forks = self.ended.popleft()
-                may_be_read = _forks.count != num_forks  # by a child that was forked meanwhile
+                may_be_read = _forks.count != num_forks  # by a child; one that was forked after the end counts as well
                 if may_be_read:
                     self._known.pop(number, None)
                 self._in_use.discard(number)

@@ -42,7 +42,6 @@ class MappedSegment:
         protection = mmap.PROT_READ | mmap.PROT_WRITE
         self.address = _mmap(None, self.size_bytes, protection, mmap.MAP_SHARED, segment.fileno(), 0) or 0
         if self.address in (0, _MAP_FAILED):
-            self.address = 0
             raise SegmentError(f"cannot map {segment!r}: {os.strerror(ctypes.get_errno())}")
         self._at_end = AtEnd(_munmap, self.address, self.size_bytes)
         _madvise(self.address, self.size_bytes, _MADV_POPULATE_WRITE)

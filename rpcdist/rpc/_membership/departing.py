@@ -48,7 +48,7 @@ class Departing:
         caller: makes the calls to the leader.
         directory: who is in the job, and who lives.
         lifetime: when it is over, another thread has closed RPC, and nobody is asked any more.
-        is_out_of_reach: whether a worker is lost here although it lives.
+        silence_out_of_reach: see `Router.silence_out_of_reach`.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class Departing:
         caller: Caller,
         directory: Directory,
         lifetime: Lifetime,
-        is_out_of_reach: Callable[[Identity], bool],
+        silence_out_of_reach: Callable[[Identity], float | None],
     ) -> None:
         self._caller = caller
         self._directory = directory
         self._lifetime = lifetime
-        self._is_out_of_reach = is_out_of_reach
+        self._silence_out_of_reach = silence_out_of_reach
 
     def __repr__(self) -> str:
         return f"<Departing {self._directory.me.name}>"
@@ -111,9 +111,9 @@ class Departing:
     def _check_leader_in_reach(self) -> None:
         leader = self._directory.leader().id
         for identity in self._directory.suspected():
-            if identity.id < leader and self._is_out_of_reach(identity):
+            if identity.id < leader and (silence_s := self._silence_out_of_reach(identity)) is not None:
                 what = f"the shutdown of {self._directory.me.name!r}, which {identity.name!r} leads"
-                raise WorkerLost(identity.name, what, 0.0, self._directory.losses().get(identity.name, ""))
+                raise WorkerLost(identity.name, what, silence_s, self._directory.losses().get(identity.name, ""))
 
     def _late(self, leader: int, missing: list[str] | None) -> DeadlineExceeded:
         name = self._directory.name_of(leader)

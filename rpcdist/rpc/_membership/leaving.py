@@ -115,6 +115,7 @@ class Leaving:
 
         Raises:
             DeadlineExceeded: the time is over; the text says who or what is missing.
+            WorkerLost: see `Departing.take_part`.
         """
         deadline = Deadline.after(timeout_s)
         if not self._is_static:

@@ -2,6 +2,7 @@
 
     IDLE --first message--> CONNECTING --proven--> UP --connection ends--> CONNECTING --peer_timeout--> LOST
                                                                                 LOST --revive--> CONNECTING
+                                                                                LOST --heard, and reached again--> UP
 
 What waits while CONNECTING is sent when UP. A worker that refuses connections, or whose address belongs to another
 process by now, is LOST at once, and gone; one that is silent is LOST after `peer_timeout`, and may only have been
@@ -47,7 +48,7 @@ __all__ = ["Peer", "PeerOwner", "PeerState", "Unsent"]
 logger = logging.getLogger(__name__)
 
 ROLE = "rpc"
-MAX_SILENT_LOOKS = 3
+MAX_SILENT_LOOKS = 3  # peer timeouts without a sign of life after which a worker out of reach is not tried any more
 ONE_WAY = (
     f", {ALTHOUGH_IT_LIVES}: it has a connection of its own to this worker; look for a firewall or NAT between them"
 )
@@ -246,7 +247,7 @@ class Peer:
                     reason = _because(broken, str(exc)) + (ONE_WAY if is_heard else "")
                     self.is_out_of_reach = is_heard
                     self._lose(reason, gone=(is_another or was_refused(exc)) and not is_heard)
-                    if is_heard:
+                    if is_heard and self.state is PeerState.LOST:  # not closed meanwhile, nor tried anew
                         trying = self._try_now_and_then()
                         self._task = self._network.io.spawn(trying, f"rpcdist try to reach {self.identity.name}")
                     return

@@ -363,12 +363,12 @@ class Router:
             and time.monotonic() - session.last_received < self._peer_timeout_s
         )
 
-    def is_out_of_reach(self, identity: Identity) -> bool:
-        """Whether a worker is lost here although it lives."""
+    def silence_out_of_reach(self, identity: Identity) -> float | None:
+        """Of a worker that is lost here although it lives, the seconds since it was heard; None of any other."""
         peer = self._peers.get(identity.id)
-        if peer is None or peer.identity != identity or not peer.is_out_of_reach:
-            return False
-        return peer.state is not PeerState.UP and self.hears_from(identity)
+        if peer is None or peer.identity != identity or not peer.is_out_of_reach or not self.hears_from(identity):
+            return None
+        return self._silence_of(peer)
 
     def on_peer_found(self, peer: Peer) -> None:
         self._events.found.publish(peer.identity)
