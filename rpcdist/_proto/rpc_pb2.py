@@ -28,7 +28,7 @@ from rpcdist._proto import rref_pb2 as rpcdist_dot___proto_dot_rref__pb2
 from rpcdist._proto import value_pb2 as rpcdist_dot___proto_dot_value__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rpcdist/_proto/rpc.proto\x12\x07rpcdist\x1a\x1drpcdist/_proto/autograd.proto\x1a\x1frpcdist/_proto/membership.proto\x1a\x19rpcdist/_proto/rref.proto\x1a\x1arpcdist/_proto/value.proto\"\n\n\x08\x45nvelope\"\xc9\x06\n\x07Message\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\r.rpcdist.CallH\x00\x12\x1f\n\x05reply\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ReplyH\x00\x12!\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0f.rpcdist.CancelH\x00\x12*\n\x0bstream_item\x18\x04 \x01(\x0b\x32\x13.rpcdist.StreamItemH\x00\x12(\n\nstream_end\x18\x05 \x01(\x0b\x32\x12.rpcdist.StreamEndH\x00\x12.\n\rstream_credit\x18\x06 \x01(\x0b\x32\x15.rpcdist.StreamCreditH\x00\x12$\n\x04rref\x18\x07 \x01(\x0b\x32\x14.rpcdist.RRefMessageH\x00\x12\x1b\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x0c.rpcdist.AckH\x00\x12\'\n\theartbeat\x18\t \x01(\x0b\x32\x12.rpcdist.HeartbeatH\x00\x12\x34\n\x10transfer_aborted\x18\x0c \x01(\x0b\x32\x18.rpcdist.TransferAbortedH\x00\x12,\n\x0c\x63hunk_credit\x18\x0f \x01(\x0b\x32\x14.rpcdist.ChunkCreditH\x00\x12,\n\x08\x61utograd\x18\x10 \x01(\x0b\x32\x18.rpcdist.AutogradMessageH\x00\x12.\n\rsegment_offer\x18\x12 \x01(\x0b\x32\x15.rpcdist.SegmentOfferH\x00\x12\x30\n\x0esegment_answer\x18\x13 \x01(\x0b\x32\x16.rpcdist.SegmentAnswerH\x00\x12,\n\x0csegment_news\x18\x14 \x01(\x0b\x32\x14.rpcdist.SegmentNewsH\x00\x12\x30\n\nmembership\x18\x15 \x01(\x0b\x32\x1a.rpcdist.MembershipMessageH\x00\x12(\n\ndevice_map\x18\x16 \x01(\x0b\x32\x12.rpcdist.DeviceMapH\x00\x12\x10\n\x08transfer\x18\n \x01(\x04\x12\x13\n\x0b\x63ontrol_seq\x18\x0b \x01(\x04\x12\r\n\x05large\x18\r \x03(\x04\x12\x1c\n\x05loans\x18\x11 \x03(\x0b\x32\r.rpcdist.Loan\x12\x0f\n\x07wrapped\x18\x0e \x01(\x08\x42\x06\n\x04\x62ody\"(\n\tDeviceMap\x12\x0c\n\x04here\x18\x01 \x03(\t\x12\r\n\x05there\x18\x02 \x03(\t\"\'\n\x04Loan\x12\x0e\n\x06\x62uffer\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\x04\"-\n\x0cSegmentOffer\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\"2\n\rSegmentAnswer\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\".\n\x0bSegmentNews\x12\x11\n\twithdrawn\x18\x02 \x03(\x04\x12\x0c\n\x04kept\x18\x03 \x03(\x04\"\x9c\x02\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x12\x19\n\x0f\x66unction_pickle\x18\x03 \x01(\x0cH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.rpcdist.RRefFetchH\x00\x12!\n\targuments\x18\x05 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12!\n\x06result\x18\x07 \x01(\x0b\x32\x11.rpcdist.RRefFork\x12\x18\n\x10\x61utograd_context\x18\x08 \x01(\x10\x12\x1e\n\x02on\x18\n \x01(\x0b\x32\x12.rpcdist.RRefFetch\x12\x16\n\x0e\x63ounts_as_idle\x18\t \x01(\x08\x42\x08\n\x06target\"M\n\tRRefFetch\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x89\x01\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ValueH\x00\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x10.rpcdist.FailureH\x00\x12\x10\n\x06stream\x18\x04 \x01(\x08H\x00\x12\x11\n\x07\x63reated\x18\x05 \x01(\x08H\x00\x42\t\n\x07outcome\"\xaf\x02\n\x07\x46\x61ilure\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.rpcdist.Failure.Kind\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12!\n\texception\x18\x06 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x13\n\x0btype_module\x18\x07 \x01(\t\"\x82\x01\n\x04Kind\x12\x08\n\x04USER\x10\x00\x12\r\n\tNOT_FOUND\x10\x01\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x11\n\rSERIALIZATION\x10\x04\x12\x0b\n\x07REFUSED\x10\x05\x12\x08\n\x04RREF\x10\x06\x12\x0c\n\x08SHUTDOWN\x10\x07\x12\x0c\n\x08INTERNAL\x10\x08\"\x14\n\x06\x43\x61ncel\x12\n\n\x02id\x18\x01 \x01(\x04\"7\n\nStreamItem\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.Value\":\n\tStreamEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x10.rpcdist.Failure\")\n\x0cStreamCredit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05items\x18\x02 \x01(\r\"\x1a\n\x03\x41\x63k\x12\x13\n\x0b\x63ontrol_seq\x18\x01 \x01(\x04\"\x0b\n\tHeartbeat\"\x1c\n\x0b\x43hunkCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"3\n\x0fTransferAborted\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2:\n\x03Rpc\x12\x33\n\x07Session\x12\x11.rpcdist.Envelope\x1a\x11.rpcdist.Envelope(\x01\x30\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18rpcdist/_proto/rpc.proto\x12\x07rpcdist\x1a\x1drpcdist/_proto/autograd.proto\x1a\x1frpcdist/_proto/membership.proto\x1a\x19rpcdist/_proto/rref.proto\x1a\x1arpcdist/_proto/value.proto\"\n\n\x08\x45nvelope\"\xc9\x06\n\x07Message\x12\x1d\n\x04\x63\x61ll\x18\x01 \x01(\x0b\x32\r.rpcdist.CallH\x00\x12\x1f\n\x05reply\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ReplyH\x00\x12!\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x0f.rpcdist.CancelH\x00\x12*\n\x0bstream_item\x18\x04 \x01(\x0b\x32\x13.rpcdist.StreamItemH\x00\x12(\n\nstream_end\x18\x05 \x01(\x0b\x32\x12.rpcdist.StreamEndH\x00\x12.\n\rstream_credit\x18\x06 \x01(\x0b\x32\x15.rpcdist.StreamCreditH\x00\x12$\n\x04rref\x18\x07 \x01(\x0b\x32\x14.rpcdist.RRefMessageH\x00\x12\x1b\n\x03\x61\x63k\x18\x08 \x01(\x0b\x32\x0c.rpcdist.AckH\x00\x12\'\n\theartbeat\x18\t \x01(\x0b\x32\x12.rpcdist.HeartbeatH\x00\x12\x34\n\x10transfer_aborted\x18\x0c \x01(\x0b\x32\x18.rpcdist.TransferAbortedH\x00\x12,\n\x0c\x63hunk_credit\x18\x0f \x01(\x0b\x32\x14.rpcdist.ChunkCreditH\x00\x12,\n\x08\x61utograd\x18\x10 \x01(\x0b\x32\x18.rpcdist.AutogradMessageH\x00\x12.\n\rsegment_offer\x18\x12 \x01(\x0b\x32\x15.rpcdist.SegmentOfferH\x00\x12\x30\n\x0esegment_answer\x18\x13 \x01(\x0b\x32\x16.rpcdist.SegmentAnswerH\x00\x12,\n\x0csegment_news\x18\x14 \x01(\x0b\x32\x14.rpcdist.SegmentNewsH\x00\x12\x30\n\nmembership\x18\x15 \x01(\x0b\x32\x1a.rpcdist.MembershipMessageH\x00\x12(\n\ndevice_map\x18\x16 \x01(\x0b\x32\x12.rpcdist.DeviceMapH\x00\x12\x10\n\x08transfer\x18\n \x01(\x04\x12\x13\n\x0b\x63ontrol_seq\x18\x0b \x01(\x04\x12\r\n\x05large\x18\r \x03(\x04\x12\x1c\n\x05loans\x18\x11 \x03(\x0b\x32\r.rpcdist.Loan\x12\x0f\n\x07wrapped\x18\x0e \x01(\x08\x42\x06\n\x04\x62ody\"(\n\tDeviceMap\x12\x0c\n\x04here\x18\x01 \x03(\t\x12\r\n\x05there\x18\x02 \x03(\t\"\'\n\x04Loan\x12\x0e\n\x06\x62uffer\x18\x01 \x01(\r\x12\x0f\n\x07segment\x18\x02 \x01(\x04\"/\n\nUnreadLoan\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0f\n\x07segment\x18\x02 \x01(\x04\"-\n\x0cSegmentOffer\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x0c\n\x04size\x18\x02 \x01(\x04\"2\n\rSegmentAnswer\x12\x0f\n\x07segment\x18\x01 \x01(\x04\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x02 \x01(\x08\"S\n\x0bSegmentNews\x12\x11\n\twithdrawn\x18\x02 \x03(\x04\x12\x0c\n\x04kept\x18\x03 \x03(\x04\x12#\n\x06unread\x18\x04 \x03(\x0b\x32\x13.rpcdist.UnreadLoan\"\x9c\x02\n\x04\x43\x61ll\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x12\n\x08\x66unction\x18\x02 \x01(\tH\x00\x12\x19\n\x0f\x66unction_pickle\x18\x03 \x01(\x0cH\x00\x12#\n\x05\x66\x65tch\x18\x04 \x01(\x0b\x32\x12.rpcdist.RRefFetchH\x00\x12!\n\targuments\x18\x05 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x12\n\ntimeout_us\x18\x06 \x01(\x04\x12!\n\x06result\x18\x07 \x01(\x0b\x32\x11.rpcdist.RRefFork\x12\x18\n\x10\x61utograd_context\x18\x08 \x01(\x10\x12\x1e\n\x02on\x18\n \x01(\x0b\x32\x12.rpcdist.RRefFetch\x12\x16\n\x0e\x63ounts_as_idle\x18\t \x01(\x08\x42\x08\n\x06target\"M\n\tRRefFetch\x12\x1f\n\x04rref\x18\x01 \x01(\x0b\x32\x11.rpcdist.UniqueId\x12\x1f\n\x04\x66ork\x18\x02 \x01(\x0b\x32\x11.rpcdist.UniqueId\"\x89\x01\n\x05Reply\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1f\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.ValueH\x00\x12#\n\x07\x66\x61ilure\x18\x03 \x01(\x0b\x32\x10.rpcdist.FailureH\x00\x12\x10\n\x06stream\x18\x04 \x01(\x08H\x00\x12\x11\n\x07\x63reated\x18\x05 \x01(\x08H\x00\x42\t\n\x07outcome\"\xaf\x02\n\x07\x46\x61ilure\x12#\n\x04kind\x18\x01 \x01(\x0e\x32\x15.rpcdist.Failure.Kind\x12\x11\n\ttype_name\x18\x02 \x01(\t\x12\x0c\n\x04text\x18\x03 \x01(\t\x12\x11\n\ttraceback\x18\x04 \x01(\t\x12\x0e\n\x06worker\x18\x05 \x01(\t\x12!\n\texception\x18\x06 \x01(\x0b\x32\x0e.rpcdist.Value\x12\x13\n\x0btype_module\x18\x07 \x01(\t\"\x82\x01\n\x04Kind\x12\x08\n\x04USER\x10\x00\x12\r\n\tNOT_FOUND\x10\x01\x12\x0c\n\x08\x44\x45\x41\x44LINE\x10\x02\x12\r\n\tCANCELLED\x10\x03\x12\x11\n\rSERIALIZATION\x10\x04\x12\x0b\n\x07REFUSED\x10\x05\x12\x08\n\x04RREF\x10\x06\x12\x0c\n\x08SHUTDOWN\x10\x07\x12\x0c\n\x08INTERNAL\x10\x08\"\x14\n\x06\x43\x61ncel\x12\n\n\x02id\x18\x01 \x01(\x04\"7\n\nStreamItem\x12\n\n\x02id\x18\x01 \x01(\x04\x12\x1d\n\x05value\x18\x02 \x01(\x0b\x32\x0e.rpcdist.Value\":\n\tStreamEnd\x12\n\n\x02id\x18\x01 \x01(\x04\x12!\n\x07\x66\x61ilure\x18\x02 \x01(\x0b\x32\x10.rpcdist.Failure\")\n\x0cStreamCredit\x12\n\n\x02id\x18\x01 \x01(\x04\x12\r\n\x05items\x18\x02 \x01(\r\"\x1a\n\x03\x41\x63k\x12\x13\n\x0b\x63ontrol_seq\x18\x01 \x01(\x04\"\x0b\n\tHeartbeat\"\x1c\n\x0b\x43hunkCredit\x12\r\n\x05\x62ytes\x18\x01 \x01(\x04\"3\n\x0fTransferAborted\x12\x10\n\x08transfer\x18\x01 \x01(\x04\x12\x0e\n\x06reason\x18\x02 \x01(\t2:\n\x03Rpc\x12\x33\n\x07Session\x12\x11.rpcdist.Envelope\x1a\x11.rpcdist.Envelope(\x01\x30\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -43,38 +43,40 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_DEVICEMAP']._serialized_end=1052
   _globals['_LOAN']._serialized_start=1054
   _globals['_LOAN']._serialized_end=1093
-  _globals['_SEGMENTOFFER']._serialized_start=1095
-  _globals['_SEGMENTOFFER']._serialized_end=1140
-  _globals['_SEGMENTANSWER']._serialized_start=1142
-  _globals['_SEGMENTANSWER']._serialized_end=1192
-  _globals['_SEGMENTNEWS']._serialized_start=1194
-  _globals['_SEGMENTNEWS']._serialized_end=1240
-  _globals['_CALL']._serialized_start=1243
-  _globals['_CALL']._serialized_end=1527
-  _globals['_RREFFETCH']._serialized_start=1529
-  _globals['_RREFFETCH']._serialized_end=1606
-  _globals['_REPLY']._serialized_start=1609
-  _globals['_REPLY']._serialized_end=1746
-  _globals['_FAILURE']._serialized_start=1749
-  _globals['_FAILURE']._serialized_end=2052
-  _globals['_FAILURE_KIND']._serialized_start=1922
-  _globals['_FAILURE_KIND']._serialized_end=2052
-  _globals['_CANCEL']._serialized_start=2054
-  _globals['_CANCEL']._serialized_end=2074
-  _globals['_STREAMITEM']._serialized_start=2076
-  _globals['_STREAMITEM']._serialized_end=2131
-  _globals['_STREAMEND']._serialized_start=2133
-  _globals['_STREAMEND']._serialized_end=2191
-  _globals['_STREAMCREDIT']._serialized_start=2193
-  _globals['_STREAMCREDIT']._serialized_end=2234
-  _globals['_ACK']._serialized_start=2236
-  _globals['_ACK']._serialized_end=2262
-  _globals['_HEARTBEAT']._serialized_start=2264
-  _globals['_HEARTBEAT']._serialized_end=2275
-  _globals['_CHUNKCREDIT']._serialized_start=2277
-  _globals['_CHUNKCREDIT']._serialized_end=2305
-  _globals['_TRANSFERABORTED']._serialized_start=2307
-  _globals['_TRANSFERABORTED']._serialized_end=2358
-  _globals['_RPC']._serialized_start=2360
-  _globals['_RPC']._serialized_end=2418
+  _globals['_UNREADLOAN']._serialized_start=1095
+  _globals['_UNREADLOAN']._serialized_end=1142
+  _globals['_SEGMENTOFFER']._serialized_start=1144
+  _globals['_SEGMENTOFFER']._serialized_end=1189
+  _globals['_SEGMENTANSWER']._serialized_start=1191
+  _globals['_SEGMENTANSWER']._serialized_end=1241
+  _globals['_SEGMENTNEWS']._serialized_start=1243
+  _globals['_SEGMENTNEWS']._serialized_end=1326
+  _globals['_CALL']._serialized_start=1329
+  _globals['_CALL']._serialized_end=1613
+  _globals['_RREFFETCH']._serialized_start=1615
+  _globals['_RREFFETCH']._serialized_end=1692
+  _globals['_REPLY']._serialized_start=1695
+  _globals['_REPLY']._serialized_end=1832
+  _globals['_FAILURE']._serialized_start=1835
+  _globals['_FAILURE']._serialized_end=2138
+  _globals['_FAILURE_KIND']._serialized_start=2008
+  _globals['_FAILURE_KIND']._serialized_end=2138
+  _globals['_CANCEL']._serialized_start=2140
+  _globals['_CANCEL']._serialized_end=2160
+  _globals['_STREAMITEM']._serialized_start=2162
+  _globals['_STREAMITEM']._serialized_end=2217
+  _globals['_STREAMEND']._serialized_start=2219
+  _globals['_STREAMEND']._serialized_end=2277
+  _globals['_STREAMCREDIT']._serialized_start=2279
+  _globals['_STREAMCREDIT']._serialized_end=2320
+  _globals['_ACK']._serialized_start=2322
+  _globals['_ACK']._serialized_end=2348
+  _globals['_HEARTBEAT']._serialized_start=2350
+  _globals['_HEARTBEAT']._serialized_end=2361
+  _globals['_CHUNKCREDIT']._serialized_start=2363
+  _globals['_CHUNKCREDIT']._serialized_end=2391
+  _globals['_TRANSFERABORTED']._serialized_start=2393
+  _globals['_TRANSFERABORTED']._serialized_end=2444
+  _globals['_RPC']._serialized_start=2446
+  _globals['_RPC']._serialized_end=2504
 # @@protoc_insertion_point(module_scope)

@@ -79,6 +79,14 @@ class Loan(_message.Message):
     segment: int
     def __init__(self, buffer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
 
+class UnreadLoan(_message.Message):
+    __slots__ = ("transfer", "segment")
+    TRANSFER_FIELD_NUMBER: _ClassVar[int]
+    SEGMENT_FIELD_NUMBER: _ClassVar[int]
+    transfer: int
+    segment: int
+    def __init__(self, transfer: _Optional[int] = ..., segment: _Optional[int] = ...) -> None: ...
+
 class SegmentOffer(_message.Message):
     __slots__ = ("segment", "size")
     SEGMENT_FIELD_NUMBER: _ClassVar[int]
@@ -96,12 +104,14 @@ class SegmentAnswer(_message.Message):
     def __init__(self, segment: _Optional[int] = ..., accepted: bool = ...) -> None: ...
 
 class SegmentNews(_message.Message):
-    __slots__ = ("withdrawn", "kept")
+    __slots__ = ("withdrawn", "kept", "unread")
     WITHDRAWN_FIELD_NUMBER: _ClassVar[int]
     KEPT_FIELD_NUMBER: _ClassVar[int]
+    UNREAD_FIELD_NUMBER: _ClassVar[int]
     withdrawn: _containers.RepeatedScalarFieldContainer[int]
     kept: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
+    unread: _containers.RepeatedCompositeFieldContainer[UnreadLoan]
+    def __init__(self, withdrawn: _Optional[_Iterable[int]] = ..., kept: _Optional[_Iterable[int]] = ..., unread: _Optional[_Iterable[_Union[UnreadLoan, _Mapping]]] = ...) -> None: ...
 
 class Call(_message.Message):
     __slots__ = ("id", "function", "function_pickle", "fetch", "arguments", "timeout_us", "result", "autograd_context", "on", "counts_as_idle")
