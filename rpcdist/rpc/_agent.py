@@ -225,6 +225,7 @@ class Agent:
         )
         self.leader = Leader(me, self.directory, self.router.watch)
         self._departures = Departures(self.directory, self.router.watch)
+        self.serving = StopRequests()
         self._return = CoordinatorReturn(
             coordinator=coordinator,
             directory=self.directory,
@@ -234,6 +235,8 @@ class Agent:
             look_up=look_up,
             world_size=world_size,
             recovery_s=options.peer_timeout,
+            orphan_timeout_s=options.orphan_timeout or float("inf"),
+            on_orphaned=self.serving.orphaned,
             io=io,
             lifetime=lifetime,
         )
@@ -246,7 +249,6 @@ class Agent:
             self._return.is_coordinator,
         )
         self.watch = MembershipWatch(self.pool.submit)
-        self.serving = StopRequests()
         always = {
             **self.actor_names.callables,
             **self.leader.callables,

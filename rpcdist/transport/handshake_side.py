@@ -26,7 +26,7 @@ __all__ = [
     "refusal",
 ]
 
-PROTOCOL_VERSION: Final = 5
+PROTOCOL_VERSION: Final = 6
 NONCE_BYTES: Final = 32
 MAX_HANDSHAKE_BYTES: Final = 16 << 10
 """Channels refuse a larger message before they parse it; `receive` checks again. Chains of certificates take most."""
@@ -147,7 +147,7 @@ class HandshakeSide:
 
     def _record(self, server_nonce: bytes, stream_port: int, client: Identity, server: Identity) -> None:
         hello = self._hello
-        texts = (hello.role, hello.job, hello.purpose, hello.channel)
+        texts = (hello.role, hello.job, hello.purpose, hello.channel, hello.package)
         self._transcript = framed(
             hello.version.to_bytes(4, "big"), hello.nonce, server_nonce, *(text.encode() for text in texts),
             stream_port.to_bytes(4, "big"), *identity_fields(client), *identity_fields(server),
