@@ -22,6 +22,7 @@ __all__ = [
     "ASK_COORDINATOR_LIMIT_S",
     "ASK_FOR_NAMES_LIMIT_S",
     "BURST_GAP_S",
+    "CALL_QUESTION_LEAD_S",
     "CANCELLED_TASKS_LIMIT_S",
     "CHECK_INTERVAL_MS",
     "CHECK_INTERVAL_S",
@@ -202,6 +203,9 @@ LONGEST_TIMEOUT_S: Final = 1e9
 ones are refused with the advice how to write none; one that arrives with a call counts as none."""
 RPC_TIMEOUT_S: Final = 60.0
 """A call that names no timeout, measured by the caller and the callee; then it fails with `DeadlineExceeded`."""
+CALL_QUESTION_LEAD_S: Final = 1.0
+"""So long before the deadline of a call, or in the last fifth of a shorter timeout, its callee is asked how far it is,
+for the text of `DeadlineExceeded`."""
 RPC_INIT_TIMEOUT_S: Final = 60.0
 """The workers of a job find each other in `init_rpc`, measured by each; then it fails and names who is missing."""
 INIT_NOTICE_S: Final = 10.0

@@ -30,7 +30,7 @@ async def noticed(waiting: Coroutine[Any, Any, T], after_s: float, notice: Calla
 
     What `notice` raises ends both. Cancellation cancels what is awaited.
     """
-    task = asyncio.create_task(waiting, name=f"rpcdist {waiting.__qualname__}")
+    task = asyncio.create_task(waiting, name="rpcdist noticed wait")
     try:
         if not (await asyncio.wait({task}, timeout=after_s))[0]:
             await notice()

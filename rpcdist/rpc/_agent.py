@@ -304,6 +304,8 @@ class Agent:
         handle(CompactCall, self.dispatcher.on_call)
         handle(CompactReply, self.caller.on_reply)
         handle("cancel", self.dispatcher.on_cancel)
+        handle("call_question", self.dispatcher.on_question)
+        handle("call_state", self.caller.on_state)
         handle("stream_item", self.streams.on_item)
         handle("stream_end", self.streams.on_end)
         handle("stream_credit", self.dispatcher.on_credit)

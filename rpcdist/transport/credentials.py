@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 from typing import TYPE_CHECKING
 
 from rpcdist._proto import handshake_pb2
@@ -77,7 +76,6 @@ class Credentials:
             expected=expected,
             token_source=self.token_source,
             certificates=self._certificate_proofs(),
-            package=_package_version(),
         )
 
     def server_handshake(
@@ -97,7 +95,6 @@ class Credentials:
             stream_port=stream_port,
             token_source=self.token_source,
             certificates=self._certificate_proofs(),
-            package=_package_version(),
         )
 
 
@@ -107,13 +104,3 @@ def _certificate_files(policy: TlsPolicy, job: str) -> CertificateFiles | None:
     from rpcdist.transport._tls.certificate_files import CertificateFiles  # takes 80 ms, for those who need it
 
     return CertificateFiles(policy.files, job)
-
-
-@cache
-def _package_version() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("rpcdist")
-    except PackageNotFoundError:
-        return "(not installed)"

@@ -52,6 +52,7 @@ from rpcdist.transport.handshake_side import (
     Code,
     HandshakeSide,
     HandshakeState,
+    package_version,
     refusal,
 )
 from rpcdist.transport.identities import identity_from_proto, identity_to_proto, matches, named
@@ -94,7 +95,7 @@ class ClientHandshake(HandshakeSide):
         expected: who should answer. An empty name, an id of -1 and an incarnation of 0 match anybody.
         token_source: `token.describe_token_source()`, for the local error only.
         certificates: where processes have certificates of their own; the peer must show one, too.
-        package: the version of rpcdist here; both sides must have the same.
+        package: the version of rpcdist, by default the installed one; both sides must have the same.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -113,7 +114,7 @@ class ClientHandshake(HandshakeSide):
         expected: Identity | None = None,
         token_source: str | None = None,
         certificates: CertificateProofs | None = None,
-        package: str = "",
+        package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)
         if not _ROLE.match(role):
@@ -130,7 +131,7 @@ class ClientHandshake(HandshakeSide):
             identity=identity_to_proto(identity),
             purpose=purpose,
             channel=channel,
-            package=package,
+            package=package_version() if package is None else package,
         )
 
     @property
@@ -221,7 +222,7 @@ class ServerHandshake(HandshakeSide):
             is told).
         token_source: `token.describe_token_source()`, for the local error only.
         certificates: where processes have certificates of their own; the peer must show one, too.
-        package: the version of rpcdist here; both sides must have the same.
+        package: the version of rpcdist, by default the installed one; both sides must have the same.
 
     Attributes:
         failure: why the handshake failed; `check()` raises it.
@@ -239,10 +240,10 @@ class ServerHandshake(HandshakeSide):
         stream_port: int = 0,
         token_source: str | None = None,
         certificates: CertificateProofs | None = None,
-        package: str = "",
+        package: str | None = None,
     ) -> None:
         super().__init__(token, job, identity, token_source, certificates)
-        self._package = package
+        self._package = package_version() if package is None else package
         self._accept = accept
         self._channel = channel
         self._stream_port = stream_port

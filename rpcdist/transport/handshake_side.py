@@ -6,6 +6,8 @@ Pure, as handshake.py is, which says how the handshake goes.
 from __future__ import annotations
 
 from enum import Enum
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from typing import Final, Protocol
 
 from rpcdist._proto import handshake_pb2 as pb
@@ -23,6 +25,7 @@ __all__ = [
     "Code",
     "HandshakeSide",
     "HandshakeState",
+    "package_version",
     "refusal",
 ]
 
@@ -174,6 +177,15 @@ class HandshakeSide:
     def __repr__(self) -> str:
         peer = "?" if self._peer is None else self._peer.name
         return f"<{type(self).__name__} {self._identity.name} - {peer}: {self._state.value}>"
+
+
+@cache
+def package_version() -> str:
+    """The version of rpcdist that is installed here."""
+    try:
+        return version("rpcdist")
+    except PackageNotFoundError:
+        return "(not installed)"
 
 
 def refusal(code: pb.Refusal.Code, reason: str) -> pb.Handshake:

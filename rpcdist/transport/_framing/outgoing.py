@@ -66,6 +66,12 @@ class _OutgoingTransfer:
         self.at = 0
         self.then = then
 
+    @property
+    def progress(self) -> tuple[int, int]:
+        """The bytes that were sent, and all, those that follow included."""
+        sent, size = sum(self.sizes[: self.index]) + self.at, sum(self.sizes)
+        return (sent, size) if self.then is None else (sent, size + self.then.progress[1])
+
     def next_chunk(self) -> Parts:
         view, size = self.buffers[self.index].view, self.sizes[self.index]
         start, end = self.at, min(self.at + CHUNK_BYTES, size)
@@ -280,6 +286,15 @@ class Outgoing:
                 return () if self.striper is not None and self.striper.abort(number) else None
             loans, transfer.loans = transfer.loans, ()
             return loans
+
+    def progress(self, number: int) -> tuple[int, int] | None:
+        """The bytes of a transfer that were sent, and all; None if nothing of it is here, or it goes in stripes."""
+        with self._lock:
+            waiting = (entry[1] for entry in list(self._frames))
+            for transfer in (*self._transfers, *waiting):
+                if isinstance(transfer, _OutgoingTransfer) and transfer.number == number:
+                    return transfer.progress
+            return None
 
     def _abort(self, number: int) -> _OutgoingTransfer | None:
         for transfer in self._transfers:
