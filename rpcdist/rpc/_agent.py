@@ -328,7 +328,7 @@ class Agent:
         - Whoever frees or fails gatherings comes last: what they wake up must find the dead worker's values gone.
         """
         events, references = self.events, self.rref_home
-        tell_autograd(self.autograd, events, self._lifetime)
+        tell_autograd(self.autograd, events, self._lifetime, self.directory.knows)
         events.broken.listen(self.caller.on_broken)
         events.broken.listen(self.streams.on_broken)
         events.broken.listen(self.dispatcher.on_broken)

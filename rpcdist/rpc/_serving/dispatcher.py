@@ -24,7 +24,7 @@ import torch
 
 from rpcdist._proto import rpc_pb2
 from rpcdist.deadline import current_deadline
-from rpcdist.errors import Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
+from rpcdist.errors import CallRefused, Cancelled, DeadlineExceeded, PoolExhausted, RpcdistError
 from rpcdist.ids import Identity
 from rpcdist.profile_ranges import is_profiling, record_function
 from rpcdist.rpc._actors.actor_table import ActorTable
@@ -142,11 +142,15 @@ class Dispatcher:
                 arguments = self._marshal.arrived(call.arguments, buffers, session.peer)
             active = ActiveCall.of_protobuf(session, call, arguments)
             context_id = call.autograd_context
+        self.calls.add(active)
         if context_id:
-            active.autograd = self._admit_context(context_id, session.peer)
+            try:
+                active.autograd = self._admit_context(context_id, session.peer)
+            except CallRefused as exc:
+                self._answers.fail(active, exc)
+                return
             if arguments is not None:
                 arguments.autograd = active.autograd
-        self.calls.add(active)
         if not self.accepting:
             self._answers.fail(active, RpcdistError(f"worker {self._me.name!r} has shut down"))
             return
