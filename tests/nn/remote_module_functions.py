@@ -42,7 +42,7 @@ class _Interface:
 
 
 with warnings.catch_warnings():
-    warnings.simplefilter("ignore", DeprecationWarning)  # torch deprecates TorchScript, and goes on offering it
+    warnings.simplefilter("ignore")  # torch deprecates TorchScript, and goes on offering it
     ScriptedInterface = torch.jit.interface(_Interface)
 
 
