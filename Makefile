@@ -1,5 +1,6 @@
 # Every target sets up what it needs in .venv/ and works from a fresh clone; nothing has to be activated.
 # `make test TORCH=2.14.1 PYTHON=python3.13`: a torch or a Python that the command names has an environment of its own.
+# Another torch may want another setuptools, so the pin of that gives way as well.
 chosen_python := $(if $(filter undefined default,$(origin PYTHON)),,-python$(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])'))
 VENV := .venv$(if $(TORCH),-torch$(TORCH))$(chosen_python)
 BIN := $(VENV)/bin
@@ -19,7 +20,7 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(READY): pyproject.toml constraints.txt tools/generate_proto.py tools/link_for_type_checkers.py | $(BIN)/python
-	sed 's/^torch==.*/$(if $(TORCH),torch==$(TORCH),&)/' constraints.txt > $(VENV)/constraints.txt
+	sed '$(if $(TORCH),s/^torch==.*/torch==$(TORCH)/; /^setuptools==/d)' constraints.txt > $(VENV)/constraints.txt
 	$(BIN)/python -m pip install --quiet -e '.[examples,dev]' -c $(VENV)/constraints.txt
 	$(BIN)/python tools/link_for_type_checkers.py
 	$(BIN)/python tools/generate_proto.py --install
