@@ -109,8 +109,9 @@ def hooks_and_limits(rank: int, size: int) -> None:
     if hasattr(dist, "get_backend_impl"):
         assert dist.get_backend_impl() is group and dist.get_backend_impl(device=torch.device("cpu")) is group
     gathered: list[object] = [None] * size
-    if "weights_only" in inspect.signature(dist.all_gather_object).parameters:
-        dist.all_gather_object(gathered, {"rank": rank}, weights_only=True)
+    all_gather_object: Any = dist.all_gather_object
+    if "weights_only" in inspect.signature(all_gather_object).parameters:
+        all_gather_object(gathered, {"rank": rank}, weights_only=True)
         assert gathered == [{"rank": other} for other in range(size)]
 
 
