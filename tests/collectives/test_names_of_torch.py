@@ -120,9 +120,17 @@ INSTALLED = tuple(map(int, torch.__version__.split(".")[:2]))
 
 SINCE: dict[str, dict[str, tuple[int, int]]] = {
     f"{TORCH} rpcdist.collectives": {
+        **dict.fromkeys(("all_gather_single", "reduce_scatter_single"), (2, 13)),
         **dict.fromkeys(("gather_into_tensor", "gather_single", "get_backend_impl", "set_timeout"), (2, 14)),
     },
     "ProcessGroup": dict.fromkeys(
+        (
+            *("all_gather_single", "all_gather_single_coalesced", "all_to_all_single", "reduce_scatter_single"),
+            *("reduce_scatter_single_coalesced", "use_pg_for_symm_mem_rendezvous"),
+        ),
+        (2, 13),
+    )
+    | dict.fromkeys(
         (
             *("gather_into_tensor", "gather_single", "get_backend", "get_reconfigure_handle", "new_window"),
             *("reconfigure", "register_abort_hook", "register_post_hook", "register_pre_hook", "supports_reconfigure"),
