@@ -21,6 +21,7 @@ from rpcdist.deadline import NEVER, Deadline, current_deadline
 from rpcdist.errors import BlockingInLoop, Cancelled, ConfigError, DeadlineExceeded, NotInitialized
 from rpcdist.rpc._executors.user_loop import LoopKind, UserLoop
 from rpcdist.rpc.future import Future
+from rpcdist.testing.limits import UNIT_S
 
 # -- outcomes ----------------------------------------------------------------------------------------------------------
 
