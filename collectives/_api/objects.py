@@ -4,8 +4,8 @@ Unpickling runs code that the sender chooses. The other ranks have proven the jo
 is for peers that may run anything here anyhow; do not hand out the token to others.
 
 With `weights_only`, which all ranks of a call pass alike, `torch.save` writes the objects and
-`torch.load(weights_only=True)` reads them: tensors, numbers, strings, containers of these, Python's errors, and types that
-`torch.serialization.add_safe_globals` was told of. Nothing else arrives, and no code of the sender's choice runs.
+`torch.load(weights_only=True)` reads them: tensors, numbers, strings, containers of these, Python's errors, and types
+that `torch.serialization.add_safe_globals` was told of. Nothing else arrives, and no code of the sender's choice runs.
 
 Objects of RPC (RRefs) do not travel here.
 """
